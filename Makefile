@@ -33,7 +33,7 @@ gpu: setup  ## add Transformer Engine and flash-attn, compiled for the torch of 
 	$(PIP) ninja wheel packaging pybind11
 	NVTE_FRAMEWORK=pytorch $(PIP) --no-build-isolation \
 	  "transformer-engine[pytorch,core_cu13]" flash-attn
-	$(VENV)/bin/python -m mimo.engines.megatron.acceleration
+	$(VENV)/bin/python -m mimo.ops.acceleration
 
 gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in ten minutes
 	$(VENV)/bin/python -m benchmarks.gpu

@@ -86,7 +86,9 @@ def command(
 
 def mimo(*words: object, folder: Path, variables: Mapping[str, str]) -> str:
     """The output of `mimo`; raises like `command`."""
-    return command(sys.executable, "-m", "mimo.cli", *words, folder=folder, variables=variables)
+    return command(
+        sys.executable, "-m", "mimo.cli.main", *words, folder=folder, variables=variables
+    )
 
 
 def versions(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
@@ -94,8 +96,8 @@ def versions(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
     code = (
         "import json, torch\n"
         "from mimo.device import device_name, library_versions\n"
-        "from mimo.engines.megatron.acceleration import kernel_states\n"
-        "from mimo.train.environment import versions\n"
+        "from mimo.ops.acceleration import kernel_states\n"
+        "from mimo.runtime.run_environment import versions\n"
         "found = {'device': device_name(), **versions(), **library_versions()}\n"
         "print(json.dumps(found | {f'kernel {k}': v for k, v in kernel_states().items()}))\n"
     )

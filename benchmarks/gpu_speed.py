@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from webdataset.writer import TarWriter
 
-from data.digits.text import DIGITS, write_tokenizer
+from data.text.digits import DIGITS, write_tokenizer
 
 _WARM_UP_STEPS = 3
 
@@ -133,7 +133,7 @@ def transformers_rate(stack: Stack, length: int) -> tuple[str, float]:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from mimo.device import local_device, synchronize
-    from mimo.engines.megatron.acceleration import has_function
+    from mimo.ops.acceleration import has_function
 
     device = local_device(0)
     has_flash = device.type == "cuda" and has_function("flash_attn", "flash_attn_varlen_func")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders._tower import PackedItems, Tower
-from mimo.bounds import Means, Side, Stds
+from mimo.config.bounds import Means, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
 from mimo.families.hf_config import Config, expect

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor, nn
 
-from data.media.images import ImageProcessor
-from data.media.videos import VIDEO
+from data.modalities.images import ImageProcessor
+from data.modalities.videos import VIDEO
 from encoders._patches import (
     PackedPatches,
     PatchRope,
@@ -22,7 +22,7 @@ from encoders._patches import (
     check_processor,
     patch_counts,
 )
-from mimo.bounds import Patches, Pixels, RotaryBase
+from mimo.config.bounds import Patches, Pixels, RotaryBase
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect, rope_settings

@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from data.media.square_images import PanAndScan, SquareImageProcessor
+from data.modalities.square_images import PanAndScan, SquareImageProcessor
 from encoders._patches import (
     PackedPatches,
     PatchSettings,
@@ -30,7 +30,7 @@ from encoders._patches import (
     patch_counts,
 )
 from encoders._tower import SequencePart, both, build_tower, gelu_stack
-from mimo.bounds import Crops, Rows, Side, SideRatio
+from mimo.config.bounds import Crops, Rows, Side, SideRatio
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, agree, expect

@@ -24,12 +24,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from data.media.images import ImageProcessor
-from data.media.videos import VIDEO, TimedVideoProcessor
+from data.modalities.images import ImageProcessor
+from data.modalities.videos import VIDEO, TimedVideoProcessor
 from encoders._patches import PackedPatches
 from encoders._qwen import ROOT, QwenSettings, QwenTower, merger, settings_of_all
 from encoders._tower import both, build_tower, gelu_stack
-from mimo.bounds import LayerIndex, Pixels, Side
+from mimo.config.bounds import LayerIndex, Pixels, Side
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect

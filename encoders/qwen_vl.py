@@ -22,12 +22,12 @@ import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from data.media.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
-from data.media.videos import VIDEO, VideoProcessor
+from data.modalities.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProcessor
+from data.modalities.videos import VIDEO, VideoProcessor
 from encoders._patches import PackedPatches, WindowOrder
 from encoders._qwen import ROOT, QwenSettings, QwenTower, settings_of_all
 from encoders._tower import both, build_tower, gated_stack
-from mimo.bounds import LayerIndex, Means, Pixels, Rate, Side, Stds
+from mimo.config.bounds import LayerIndex, Means, Pixels, Rate, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect

@@ -22,9 +22,9 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from data.media.audio import FRAMES_PER_TOKEN, AudioClips
+from data.modalities.audio import FRAMES_PER_TOKEN, AudioClips
 from encoders._tower import PackedItems, Tower, both, build_tower, gelu_stack
-from mimo.bounds import Epsilon, ItemSeconds, MelBins, Patches
+from mimo.config.bounds import Epsilon, ItemSeconds, MelBins, Patches
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
 from mimo.families.flops import Product

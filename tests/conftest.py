@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 
 from mimo.engines.megatron.notices import WARNINGS
-from mimo.launch.processes import run_processes, warm_up
-from mimo.launch.ranks import rank_environment, rank_variables, run_on_cpu, warm_up_on_cpu
+from mimo.runtime.processes import run_processes, warm_up
+from mimo.runtime.ranks import rank_environment, rank_variables, run_on_cpu, warm_up_on_cpu
 
 RunRanks = Callable[..., list[Any]]
 
@@ -25,11 +25,11 @@ PRELOAD = (
     "mimo.engines.megatron.preload",
     "mimo.engines.megatron.api",
     "mimo.train.rank",
-    "mimo.verify.run",
-    "mimo.verify.reference",
+    "mimo.check.verify.run",
+    "mimo.check.verify.reference",
     "mimo.model.fsdp",
     *(f"encoders.{name}" for name in ("gemma3", "qwen3_vl", "qwen_vl", "whisper")),
-    *(f"mimo.languages.{name}" for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3")),
+    *(f"mimo.families.languages.{name}" for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3")),
     *(
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gemma3", "qwen2_5_vl", "qwen3_vl", "siglip")

@@ -25,8 +25,8 @@ from tests.fsdp_job import (
 
 
 def make_topology(job: Job) -> Any:
-    from mimo.layout.grids import GridSpec, Layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.grids import GridSpec, Layout
+    from mimo.parallel.groups import build_topology
 
     grid = GridSpec("language", tp=job.tp, dp=job.lanes, engine="fsdp", dp_replicate=job.replicate)
     return build_topology(Layout(grid, {}, job.world))

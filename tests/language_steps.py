@@ -139,9 +139,9 @@ class Trainer:
             wrap_data_parallel,
         )
         from mimo.engines.optimizer import OptimizerSettings
-        from mimo.languages import qwen3
-        from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-        from mimo.layout.groups import build_topology
+        from mimo.families.languages import qwen3
+        from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+        from mimo.parallel.groups import build_topology
 
         self.job = job
         prepare_engine(SEED)
@@ -245,7 +245,7 @@ class Trainer:
 
     def shards(self) -> list[Any]:
         """Weights and gradients of this rank, for `tiny.assemble`."""
-        from mimo.verify.run import WatchedSteps
+        from mimo.check.verify.run import WatchedSteps
 
         modules = {"language": self.module()}
         watched = WatchedSteps(modules, dist.get_rank())

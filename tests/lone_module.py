@@ -89,8 +89,8 @@ def _context(tp: int, sp: bool, pp: int = 1, recompute: str = "none") -> Any:
     """A world of ``tp · pp`` ranks that holds one module in fp32."""
     from mimo.engines.megatron.config import ModuleContext
     from mimo.engines.megatron.parallel import prepare_engine
-    from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+    from mimo.parallel.groups import build_topology
 
     prepare_engine(SEED)
     grid = GridSpec(LANGUAGE, tp=tp, sp=sp, pp=pp)
@@ -224,9 +224,9 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     """This rank's part of every gradient, as `tiny.assemble` takes it."""
     import torch.distributed as dist
 
+    from mimo.check.verify.run import WatchedSteps
     from mimo.engines.megatron.checkpoint import gradient_pieces
     from mimo.engines.megatron.module import MegatronModule
-    from mimo.verify.run import WatchedSteps
 
     chunks: Any = [model]
     module = MegatronModule("", ctx.groups, chunks, chunks, None, 0.0, True)
@@ -268,7 +268,7 @@ def run_language(
     from mimo.engines.megatron import PackedSegments
     from mimo.engines.megatron.parallel import finish_gradients, wrap_data_parallel
 
-    languages = importlib.import_module(f"mimo.languages.{family}")
+    languages = importlib.import_module(f"mimo.families.languages.{family}")
     ctx = _context(tp, sp)
     sizes = languages.Settings(**settings)
     vocab_size = sizes.padded_vocab_size(num_tokens)
@@ -321,7 +321,7 @@ def run_language_with_levels(
     that it adds, (k, n', H), n' of the n under sequence parallelism, with their numbers (n',).
     """
     from mimo.engines.megatron import PackedSegments
-    from mimo.languages import qwen3
+    from mimo.families.languages import qwen3
 
     ctx = _context(tp, sp, recompute=recompute)
     sizes = qwen3.Settings(**settings)

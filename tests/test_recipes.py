@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from mimo.hf.recipes import architecture_of_folder, load_phases
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.layout.grids import Layout, num_microbatches
+from mimo.checkpoint.hf.recipes import architecture_of_folder, load_phases
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.model.recipe_checks import check_recipe
 from mimo.model.roles import memory_by_role
-from tests.mimo.hf import folders
+from mimo.parallel.grids import Layout, num_microbatches
+from tests.mimo.checkpoint.hf import folders
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _LAYOUT = re.compile(r"#\s+(\d+) GPUs:\s+(.*)")

@@ -19,7 +19,7 @@ MAX_LINES = 400
 AUDIO_WORDS = {"audio", "whisper", "wav", "wave", "mel", "waveform"}
 # The forms of other people's chats name media, and files are packed under a suffix of theirs.
 KNOW_AUDIO = {
-    "data/media/audio.py",
+    "data/modalities/audio.py",
     "encoders/whisper.py",
     "data/digits/spoken.py",
     "data/text/forms.py",
@@ -30,23 +30,23 @@ PIXEL_WORDS = {"image_size", "PIL", "row_pixels", "item_width", "item_height"}
 # Beside the media and the encoders: example and packed data, and what reads checkpoints or
 # transformers' own processors, whose keys are about images.
 KNOW_PIXELS = (
-    "data/media/",
+    "data/modalities/",
     "data/digits/",
     "data/pack/",
     "data/__init__.py",
     "encoders/",
-    "mimo/parity/",
-    "mimo/hf/",
+    "mimo/check/parity/",
+    "mimo/checkpoint/hf/",
     "mimo/bench/",
 )
 
 # Imports of another room inside a function: `file` or `file:function`, and why.
 MAY_IMPORT_LATE = {
-    "mimo/commands/": "--help and typing mistakes are answered at once",
-    "mimo/languages/": "the engine takes ten seconds; recipes and checks need settings alone",
+    "mimo/cli/": "--help and typing mistakes are answered at once",
+    "mimo/families/languages/": "the engine takes ten seconds; recipes and checks need settings alone",
     "mimo/train/main.py:_be_a_rank": "torch takes seconds; the starter of ranks needs none",
-    "mimo/recipe/modules.py:_item_text": "data loads numpy",
-    "mimo/recipe/data.py:_has_no_credentials": "data loads numpy",
+    "mimo/config/modules.py:_item_text": "data loads numpy",
+    "mimo/config/data.py:_has_no_credentials": "data loads numpy",
 }
 
 
@@ -54,7 +54,7 @@ def test_only_the_topology_creates_process_groups() -> None:
     found = [
         f"{where}: {name}("
         for path in FILES
-        if _name(path) != "mimo/layout/groups.py"
+        if _name(path) != "mimo/parallel/groups.py"
         for where, name in _calls(path)
         if name in GROUP_MAKERS
     ]
@@ -83,7 +83,7 @@ def test_the_data_know_nothing_of_ranks() -> None:
 
 
 def test_a_media_is_known_to_its_own_file_its_encoder_and_example_data_alone() -> None:
-    """So a new encoder of a new media is one file in encoders/ and one in data/media/."""
+    """So a new encoder of a new media is one file in encoders/ and one in data/modalities/."""
     found = [
         f"{where}: {word}"
         for path in FILES
@@ -122,16 +122,16 @@ def test_rooms_are_imported_at_the_top_but_for_a_few_that_cost_seconds() -> None
 @pytest.mark.parametrize(
     ("checked", "rooms"),
     [
-        ("def f():\n    from mimo.hf.tiny import main", ["mimo.hf"]),
+        ("def f():\n    from mimo.checkpoint.hf.tiny import main", ["mimo.checkpoint.hf"]),
         ("class A:\n    async def f(self):\n        if x:\n            import data", ["data"]),
         ("def f():\n    from mimo import device", ["mimo.device"]),
-        ("def f():\n    def g():\n        from ..hf import tiny", ["mimo.hf"]),
+        ("def f():\n    def g():\n        from ..hf import tiny", ["mimo.checkpoint.hf"]),
         ("def f():\n    from mimo.train.rank import run_rank", []),
         ("def f():\n    from . import rank", []),
         ("def f():\n    import torch", []),
-        ("from mimo.hf.tiny import main", []),
-        ("if TYPE_CHECKING:\n    from mimo.hf.tiny import main", []),
-        ("def f():\n    if TYPE_CHECKING:\n        from mimo.hf.tiny import main", []),
+        ("from mimo.checkpoint.hf.tiny import main", []),
+        ("if TYPE_CHECKING:\n    from mimo.checkpoint.hf.tiny import main", []),
+        ("def f():\n    if TYPE_CHECKING:\n        from mimo.checkpoint.hf.tiny import main", []),
     ],
 )
 def test_the_search_for_late_imports_finds_them(checked: str, rooms: list[str]) -> None:
@@ -258,7 +258,7 @@ def _imported(node: ast.Import | ast.ImportFrom, own: tuple[str, ...]) -> Iterat
 
 
 def _room(parts: tuple[str, ...]) -> str | None:
-    """The room of a module of ours, such as `mimo.hf` or `data`; else None."""
+    """The room of a module of ours, such as `mimo.checkpoint.hf` or `data`; else None."""
     if parts[0] not in FOLDERS:
         return None
     return ".".join(parts[:2]) if parts[0] == "mimo" else parts[0]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.digits.text import image_conversation, text_conversation, write_tokenizer
-from data.media.image_files import png_bytes
+from data.modalities.image_files import png_bytes
+from data.text.digits import image_conversation, text_conversation, write_tokenizer
 
 FORMAT_VERSION = 1
 SAMPLES_PER_SHARD = 2000

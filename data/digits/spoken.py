@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from data.digits.shards import Draw, write_data_set
-from data.digits.text import conversation, spaced, text_conversation, write_tokenizer
-from data.media.audio import wav_bytes
+from data.modalities.audio import wav_bytes
+from data.text.digits import conversation, spaced, text_conversation, write_tokenizer
 
 FORMAT_VERSION = 1
 PLACEHOLDERS = {"audio": "<|audio_pad|>"}

@@ -14,7 +14,7 @@ from data.index.samples import Processors, listed
 from data.index.shard_index import COLUMNS, write_shard_index
 from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream
 from data.index.tar_shards import RawSample, TarMember, scan_shard
-from data.media.processor import Media, Part, PartPlan
+from data.modalities.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.forms import parse_messages
 from data.text.messages import Mention, PlaceholderError, UnknownMediaError

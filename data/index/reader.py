@@ -14,7 +14,7 @@ from data.index.build import count_loss_tokens
 from data.index.remote import is_remote
 from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
-from data.media.processor import Media, Part, PartPlan
+from data.modalities.processor import Media, Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.forms import parse_messages
 

@@ -27,7 +27,7 @@ import numpy as np
 from data.index.columns import STEPS, damaged, map_file, stored
 from data.index.shard_index import COLUMNS, NAMES, Catalog
 from data.index.shards import Shard
-from data.media.processor import Media, Part
+from data.modalities.processor import Media, Part
 from data.text.chat import ChatTokenizer
 
 Processors = Mapping[str, Media[Any]]  # by name

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from data.index.tar_shards import MAX_JSON_BYTES
-from data.media.audio import AudioClips
-from data.media.image_files import image_size
+from data.modalities.audio import AudioClips
+from data.modalities.image_files import image_size
 from data.pack.rows import Row, find_files, read_rows
 from data.text.forms import Embedded, parse_messages, read_chat
 from data.text.messages import ROLES, mentions, short_text

@@ -27,8 +27,8 @@ from mimo.bench.bridge_workload import Case
 from mimo.bench.contest import Contest
 from mimo.bench.report import Bound, Report
 from mimo.errors import InputError
-from mimo.launch.processes import RanksFailed, run_processes, warm_up
-from mimo.launch.ranks import rank_variables
+from mimo.runtime.processes import RanksFailed, run_processes, warm_up
+from mimo.runtime.ranks import rank_variables
 
 if TYPE_CHECKING:
     from mimo.bench.bridge_contest import Passage

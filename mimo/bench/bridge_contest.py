@@ -30,12 +30,12 @@ from mimo.device import (
     synchronize,
 )
 from mimo.engines.megatron.rival_bridge import megatron_bridge
-from mimo.launch.environment import set_variables
-from mimo.launch.ranks import rank_environment
-from mimo.layout.defaults import variables_of
-from mimo.layout.grids import LANGUAGE
-from mimo.layout.groups import Topology, build_topology, comm_grid
-from mimo.layout.levels import Link
+from mimo.parallel.defaults import variables_of
+from mimo.parallel.grids import LANGUAGE
+from mimo.parallel.groups import Topology, build_topology, comm_grid
+from mimo.parallel.levels import Link
+from mimo.runtime.environment import set_variables
+from mimo.runtime.ranks import rank_environment
 
 _TIMEOUT_SECONDS = 300
 _START_IN_SECONDS = 0.01  # until the common start, long enough for every rank to hear of it

@@ -15,14 +15,14 @@ import numpy as np
 
 from bridge import assign_items, imbalance
 from data.index.reader import SampleReader
-from data.media.images import ImageProcessor
-from data.media.processor import Part
+from data.modalities.images import ImageProcessor
+from data.modalities.processor import Part
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import EncodedSample
-from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-from mimo.step.loader import LoadedStep, pack_language
-from mimo.step.plan import StepPlanner
+from mimo.model.loader import LoadedStep, pack_language
+from mimo.model.step_plan import StepPlanner
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
 PLAN_RANKS = (1024, 16384)
 _MICROBATCHES = 32

@@ -22,7 +22,7 @@ from bridge import (
     replicated_destination,
     sharded_destination,
 )
-from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
 Delivery = Literal["sharded", "replicated"]
 ENCODER = "vision"

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from data.digits.text import write_tokenizer
+from data.text.digits import write_tokenizer
 from mimo.bench.contest import Apart, Contest, Run, take_turns
 from mimo.bench.report import Bound, Report
 from mimo.checkpoint.folder import Progress
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.saving import Saver
+from mimo.config.schema import Recipe
 from mimo.device import barrier, initialize_distributed, set_threads
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
-from mimo.layout.groups import build_topology
-from mimo.recipe.schema import Recipe
+from mimo.parallel.build import build_layout
+from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
 
 RANKS = 2

@@ -18,7 +18,7 @@ from typing import Any, Self
 import psutil
 import torch
 
-from mimo.layout.hosts import SHARED_MEMORY
+from mimo.parallel.hosts import SHARED_MEMORY
 
 _LOOK_SECONDS = 0.1  # between two looks at the memory, at least
 _LOOKS_SHARE = 0.05  # of the time, at most: of large processes a look takes long

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data.media.images import ImageProcessor
+from data.modalities.images import ImageProcessor
 from mimo.bench.contest import Contest, Run, apart, take_turns, timed
 from mimo.bench.data_ours import our_batches, resume, write_index
 from mimo.bench.data_theirs import ENERGON, INSTALL, RIVALS, is_installed, prepare_energon

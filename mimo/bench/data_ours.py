@@ -18,14 +18,14 @@ from data.order import SampleOrder
 from data.packing import TokenBudget, Used
 from mimo.bench.contest import Run, timed
 from mimo.bench.data_workload import BATCH, Batch, Workload
+from mimo.config.data import Data
 from mimo.device import Staging, copy_stream
 from mimo.families.wire import WirePatches
-from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-from mimo.layout.hosts import SHARED_MEMORY, Host
-from mimo.recipe.data import Data
-from mimo.step.decoding import Decoding
-from mimo.step.loader import StepLoader, gather_items, pack_language
-from mimo.step.plan import StepPlanner
+from mimo.model.decoding import Decoding
+from mimo.model.loader import StepLoader, gather_items, pack_language
+from mimo.model.step_plan import StepPlanner
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+from mimo.parallel.hosts import SHARED_MEMORY, Host
 
 _VISION, _ENDLESS = "vision", 1_000_000  # steps
 

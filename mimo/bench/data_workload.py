@@ -14,11 +14,11 @@ from torch import Tensor
 
 from data.index.reader import SampleReader
 from data.index.store import load_or_build_index
-from data.media.images import ImageProcessor
+from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 from mimo.bench.train_workload import chat, write_shard
-from mimo.hf.tiny_text import build_tokenizer
+from mimo.checkpoint.hf.tiny_text import build_tokenizer
 
 FAMILY, PLACEHOLDER, BATCH = "qwen2_5_vl", "<|image_pad|>", 8  # samples that are packed together
 _WORDS = 60  # of a sample's text

@@ -19,9 +19,9 @@ from mimo.bench.report import Bound, Report
 from mimo.bench.train import COLUMNS, QUICK, same_work
 from mimo.bench.train_theirs import Collator, TransformersSteps, batches_of_ranks
 from mimo.bench.train_workload import Sizes, Workload
+from mimo.config.schema import Recipe
 from mimo.device import initialize_distributed, set_threads
 from mimo.errors import InputError
-from mimo.recipe.schema import Recipe
 
 RANKS = 2
 ENGINES = ("megatron", "fsdp")

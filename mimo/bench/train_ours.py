@@ -12,13 +12,13 @@ from torch._C._distributed_c10d import HashStore
 
 from mimo.bench.contest import timed
 from mimo.bench.train_workload import OURS, Lengths, Workload, lengths_of
+from mimo.checkpoint.hf.initial import initial_weights
+from mimo.config.schema import Recipe
 from mimo.device import initialize_distributed, set_threads
-from mimo.hf.initial import initial_weights
-from mimo.layout.build import build_layout
-from mimo.layout.groups import build_topology
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import open_dataset
-from mimo.step.plan import StepPlan
+from mimo.model.dataset import open_dataset
+from mimo.model.step_plan import StepPlan
+from mimo.parallel.build import build_layout
+from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 

@@ -20,9 +20,9 @@ from webdataset.compat import WebDataset
 
 from mimo.bench.contest import timed
 from mimo.bench.train_workload import THEIRS, Lengths, Workload, lengths_of
+from mimo.checkpoint.hf.transformers_processor import load_processor
+from mimo.config.schema import Train
 from mimo.device import local_device, set_threads
-from mimo.hf.transformers_processor import load_processor
-from mimo.recipe.schema import Train
 
 PADDED_BATCH = 8
 _IGNORED = -100  # what transformers leaves out of the loss

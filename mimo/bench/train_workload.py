@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from webdataset.writer import TarWriter
 
-from data.digits.text import DIGITS, conversation, words
-from data.media.image_files import png_bytes
-from mimo.hf.recipes import load_recipe
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.recipe.schema import Recipe
+from data.modalities.image_files import png_bytes
+from data.text.digits import DIGITS, conversation, words
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.config.schema import Recipe
 
 FAMILY = "qwen3_vl"
 _ROW_PIXELS = 30  # side of a row of the tiny checkpoint

@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import Recipe, read_recipe
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe, read_recipe
 
 ASSETS = "assets"
 _TOKENIZER = "tokenizer"

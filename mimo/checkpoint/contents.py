@@ -13,11 +13,11 @@ from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.sharing import from_rank_0, read_shared
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.checkpoint.tensors import StoredTensor, averages, read_index
+from mimo.config.schema import key_of as recipe_key_of
+from mimo.config.source import dotted
 from mimo.engines.contract import Module
 from mimo.engines.piece import EMA, MASTER, MOMENTS, STEP, Piece, key_of, kind_of
 from mimo.families.lora import is_adapter
-from mimo.recipe.schema import key_of as recipe_key_of
-from mimo.recipe.source import dotted
 
 Modules = Mapping[str, Module]
 """By name, the modules of which this rank owns a part."""

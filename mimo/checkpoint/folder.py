@@ -33,8 +33,8 @@ from mimo.checkpoint.files import (
     write_synced,
 )
 from mimo.checkpoint.manifest import MANIFEST, write_manifest
+from mimo.config.phases import PHASE_FOLDER
 from mimo.errors import InputError
-from mimo.recipe.phases import PHASE_FOLDER
 
 _LATEST = "latest"
 _PROGRESS = "progress.json"

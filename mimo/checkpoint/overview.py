@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mimo.checkpoint.folder import read_progress
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.integrity import listed_files
 from mimo.checkpoint.tensors import StoredTensor, read_index
 from mimo.engines.piece import EMA, MASTER, MOMENTS, kind_of
 from mimo.errors import InputError
 from mimo.families.lora import is_adapter
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
+from mimo.parallel.build import build_layout
 
 
 @dataclass

@@ -15,10 +15,10 @@ from mimo.checkpoint.folder import (
     resumable,
 )
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.config.phases import Phase, PhasedRecipe
+from mimo.config.schema import Recipe
 from mimo.errors import InputError
-from mimo.layout.grids import Layout
-from mimo.recipe.phases import Phase, PhasedRecipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.files import Sum, write_synced
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
 from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
+from mimo.config.schema import Recipe
 from mimo.device import (
     Moment,
     copy_stream,
@@ -43,7 +44,6 @@ from mimo.device import (
 )
 from mimo.engines.contract import Module
 from mimo.engines.piece import Piece
-from mimo.recipe.schema import Recipe
 
 _ALIGNED_BYTES = 64  # where a piece begins in staging memory
 _TURN_SECONDS = 0.5  # between two exchanges of ranks that wait for a save

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mimo.checkpoint.hf.folder import shards_of
 from mimo.checkpoint.reading import CheckedFile, Part, opened, parts_of, place_of, read_pieces
 from mimo.checkpoint.tensors import StoredTensor
 from mimo.device import local_device
 from mimo.engines.piece import Piece
 from mimo.errors import InputError, StartError
-from mimo.hf.folder import shards_of
 
 _TURN_BYTES = 1 << 20
 """That a rank reads at a time: enough for a disk or a network, few beside the tensors."""

@@ -23,7 +23,7 @@ from mimo.engines.piece import Piece
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.groups import ProcessGroupCollection
-    from mimo.engines.megatron.layers.attention_plan import LayerForm
+    from mimo.ops.attention_plan import LayerForm
 
 Purpose = Literal["save", "load"]
 

@@ -1,6 +1,6 @@
 """What a family offers: a Python module with the names below, found by the name in the recipe.
 
-A family of encoders is a file in `encoders`, a family of language models one in `mimo.languages`.
+A family of encoders is a file in `encoders`, a family of language models one in `mimo.families.languages`.
 Modules whose names begin with an underscore hold what families share. A family satisfies
 `EncoderFamily` or `LanguageFamily`, and its settings say all that is known before it is built.
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import numpy as np
 from pydantic import BaseModel, model_validator
 
-from data.media.processor import Media
-from mimo.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
+from data.modalities.processor import Media
+from mimo.config.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
 from mimo.families.flops import Product, causal_pairs, layer_products
 from mimo.families.hf_config import Config
 from mimo.families.hf_preprocessing import Processors

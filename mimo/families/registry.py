@@ -11,6 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mimo.config.findings import descriptions
+from mimo.config.schema import Recipe
+from mimo.config.source import Location
 from mimo.errors import RecipeError, suggestion
 from mimo.families.contracts import (
     EncoderFamily,
@@ -18,11 +21,8 @@ from mimo.families.contracts import (
     LanguageFamily,
     LanguageSettings,
 )
-from mimo.recipe.findings import descriptions
-from mimo.recipe.schema import Recipe
-from mimo.recipe.source import Location
 
-_LANGUAGES, _ENCODERS = "mimo.languages", "encoders"
+_LANGUAGES, _ENCODERS = "mimo.families.languages", "encoders"
 
 
 def _names(package: str) -> list[str]:
@@ -56,7 +56,7 @@ def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
 
 
 def language_family(recipe: Recipe) -> LanguageFamily:
-    """The module `mimo.languages.<family>`. Raises RecipeError when there is none."""
+    """The module `mimo.families.languages.<family>`. Raises RecipeError when there is none."""
     return _load(_LANGUAGES, recipe.language.family, ("language", "family"), recipe)
 
 

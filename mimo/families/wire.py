@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data.media.processor import WireForm
+from data.modalities.processor import WireForm
 from mimo.device import send_together
 
 

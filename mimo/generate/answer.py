@@ -19,7 +19,7 @@ import torch
 
 from data.batch import pack_lane
 from data.index.samples import Processors
-from data.media.processor import Part, PartPlan
+from data.modalities.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.messages import Mention, PlaceholderError
 from mimo.checkpoint.assets import changed_assets, own_recipe
@@ -27,7 +27,7 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.integrity import open_checkpoint
 from mimo.errors import InputError
 from mimo.generate.one_rank import LocalModel
-from mimo.step.dataset import item_processors, open_tokenizer
+from mimo.model.dataset import item_processors, open_tokenizer
 
 
 @dataclass(frozen=True)

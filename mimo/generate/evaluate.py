@@ -22,7 +22,7 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import InputError, RecipeError, suggestion
 from mimo.generate import scores
 from mimo.generate.answer import Generator, Request
-from mimo.step.dataset import Dataset, changed_shards_named, open_dataset
+from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
 
 BATCH_TOKENS = 8192
 """Tokens of samples that are answered together, their answers included."""

@@ -19,17 +19,17 @@ from torch._C._distributed_c10d import HashStore
 
 from data.batch import PackedLane
 from mimo.checkpoint.contents import Index, load_checkpoint
+from mimo.checkpoint.hf.initial import InitialWeights
+from mimo.config.modules import Grid
+from mimo.config.schema import Recipe
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.engines.megatron.segments import PackedSegments
-from mimo.hf.initial import InitialWeights
-from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-from mimo.layout.groups import build_topology
 from mimo.model.build import build_model
 from mimo.model.memory import check_memory
 from mimo.model.modules import MimoModel
 from mimo.model.rows import Arrived, join_levels, place_embeddings
-from mimo.recipe.modules import Grid
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+from mimo.parallel.groups import build_topology
 
 
 def one_rank_layout(recipe: Recipe) -> Layout:

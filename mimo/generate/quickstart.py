@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from mimo.checkpoint.hf.recipes import load_phases
 from mimo.device import choose_before_fork
-from mimo.hf.recipes import load_phases
-from mimo.launch.ranks import warm_up
+from mimo.model.prepare import prepare
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
-from mimo.step.prepare import prepare
+from mimo.runtime.ranks import warm_up
+from mimo.runtime.run_lock import run_lock
 from mimo.train.main import PRELOAD, Job, train_here
 from mimo.train.run_folder import check_run_dir
-from mimo.train.run_lock import run_lock
 
 
 def recipe_path() -> Path:

@@ -21,9 +21,11 @@ from bridge import (
     TransferWatch,
     WaitClock,
 )
+from mimo.checkpoint.hf.checkpoint import HFCheckpoint
+from mimo.checkpoint.hf.initial import InitialWeights
+from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, local_device
 from mimo.engines.contract import Module
-from mimo.engines.megatron.acceleration import make_user_buffers
 from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.cut import Cut
@@ -47,16 +49,14 @@ from mimo.families.registry import (
     language_family,
     language_settings,
 )
-from mimo.hf.checkpoint import HFCheckpoint
-from mimo.hf.initial import InitialWeights
-from mimo.layout.defaults import overlap_of
-from mimo.layout.grids import LANGUAGE, encode_group, fixed_tokens, posted_ahead, run_ahead
-from mimo.layout.groups import Topology
 from mimo.model.flops import learning_names
 from mimo.model.modules import MimoModel
-from mimo.model.partition import PartitionAdapter
 from mimo.model.recipe_checks import check_device
-from mimo.recipe.schema import Recipe, Train
+from mimo.ops.acceleration import make_user_buffers
+from mimo.parallel.defaults import overlap_of
+from mimo.parallel.grids import LANGUAGE, encode_group, fixed_tokens, posted_ahead, run_ahead
+from mimo.parallel.groups import Topology
+from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
 
 logger = logging.getLogger(__name__)

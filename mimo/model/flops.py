@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 
 from data.index.reader import plans_of_items
+from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.flops import Adapters, flops_per_unit, step_flops
 from mimo.families.lora import is_adapter
 from mimo.families.registry import encoder_family, encoder_settings, language_settings
-from mimo.recipe.schema import LANGUAGE, Recipe
-from mimo.step.dataset import Dataset
-from mimo.step.plan import PlannedMicrobatch, StepPlan
+from mimo.model.dataset import Dataset
+from mimo.model.step_plan import PlannedMicrobatch, StepPlan
 
 
 def learning_names(recipe: Recipe, module: str) -> Callable[[str], bool]:

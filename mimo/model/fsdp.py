@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from bridge import ItemRows
+from mimo.checkpoint.hf.initial import InitialWeights
+from mimo.checkpoint.hf.recipes import architecture_of_folder
+from mimo.checkpoint.hf.transformers_config import transformers_config
+from mimo.config.modules import LoRA
+from mimo.config.schema import LANGUAGE, Recipe, key_of
 from mimo.device import local_device
 from mimo.engines.draw import adapter_numbers, draw
 from mimo.engines.fsdp.context import Adapters, FsdpContext, Wrapper
@@ -28,13 +33,8 @@ from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import Weight, num_elements
 from mimo.families.lora import adapter_names, adapter_shapes, is_adapter
 from mimo.families.registry import language_settings
-from mimo.hf.initial import InitialWeights
-from mimo.hf.recipes import architecture_of_folder
-from mimo.hf.transformers_config import transformers_config
-from mimo.layout.groups import Topology
 from mimo.model.flops import learning_names
-from mimo.recipe.modules import LoRA
-from mimo.recipe.schema import LANGUAGE, Recipe, key_of
+from mimo.parallel.groups import Topology
 
 if TYPE_CHECKING:
     from mimo.engines.optimizer import OptimizerSettings

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mimo.checkpoint.hf.architectures import Architecture
+from mimo.checkpoint.hf.export_config import differences
+from mimo.checkpoint.hf.recipes import architecture_of_folder
+from mimo.checkpoint.hf.transformers_config import transformers_config
+from mimo.config.schema import Recipe, key_of
 from mimo.engines.fsdp.plans import model_problems, tp_problems
 from mimo.engines.fsdp.towers import TOWERS
 from mimo.errors import InputError, RecipeError
-from mimo.hf.architectures import Architecture
-from mimo.hf.export_config import differences
-from mimo.hf.recipes import architecture_of_folder
-from mimo.hf.transformers_config import transformers_config
-from mimo.layout.grids import LANGUAGE, Layout
-from mimo.recipe.schema import Recipe, key_of
+from mimo.parallel.grids import LANGUAGE, Layout
 
 
 def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

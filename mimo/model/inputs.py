@@ -17,12 +17,12 @@ from torch import Tensor
 
 from data.batch import PackedLane
 from mimo.device import Staging
-from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.segments import PackedSegments, brought
 from mimo.families.item_rules import ItemRules
 from mimo.families.wire import WirePatches
-from mimo.model.partition import PartitionAdapter
-from mimo.step.loader import EncoderItems
+from mimo.model.loader import EncoderItems
+from mimo.ops.attention_plan import LayerForm
+from mimo.parallel.partition import PartitionAdapter
 
 
 @dataclass(frozen=True)

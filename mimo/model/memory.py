@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mimo.config.schema import Recipe, key_of
 from mimo.device import Memory
 from mimo.errors import RecipeError
-from mimo.layout.grids import LANGUAGE, Layout
 from mimo.model.roles import parameters_by_role
-from mimo.recipe.schema import Recipe, key_of
+from mimo.parallel.grids import LANGUAGE, Layout
 
 RANK_BYTES = 2**25
 """The least that a rank's process takes besides its model: pages that no other process shares."""

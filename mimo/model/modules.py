@@ -38,14 +38,14 @@ from data.batch import PackedLane
 from mimo.device import Staging, memory_in_use
 from mimo.engines.contract import Chunk, Module
 from mimo.families.item_rules import ItemRules
-from mimo.layout.grids import LANGUAGE
-from mimo.layout.levels import Link
 from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
-from mimo.model.partition import PartitionAdapter
+from mimo.model.loader import EncoderItems
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
+from mimo.model.step_plan import StepPlan
+from mimo.parallel.grids import LANGUAGE
+from mimo.parallel.levels import Link
+from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
-from mimo.step.loader import EncoderItems
-from mimo.step.plan import StepPlan
 
 
 @dataclass

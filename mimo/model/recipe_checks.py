@@ -7,13 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.index.store import Build
+from mimo.config.data import Source
+from mimo.config.phases import PhasedRecipe
+from mimo.config.schema import Recipe
 from mimo.device import has_gpu, machine_memory
-from mimo.engines.megatron.acceleration import (
-    fp8_multiple,
-    fp8_problem,
-    overlap_problem,
-    this_machine,
-)
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
@@ -21,15 +18,7 @@ from mimo.families.registry import (
     language_family,
     language_settings,
 )
-from mimo.launch.ranks import RankEnv
-from mimo.layout.build import build_layout
-from mimo.layout.grids import Layout
-from mimo.model.memory import check_memory
-from mimo.model.roles import CUT_BY_COLUMNS
-from mimo.recipe.data import Source
-from mimo.recipe.phases import PhasedRecipe
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import (
+from mimo.model.dataset import (
     SPLITS,
     check_index,
     check_media,
@@ -40,7 +29,18 @@ from mimo.step.dataset import (
     sources_of,
     unknown_text,
 )
-from mimo.step.indexing import build_in_processes, survey_source
+from mimo.model.indexing import build_in_processes, survey_source
+from mimo.model.memory import check_memory
+from mimo.model.roles import CUT_BY_COLUMNS
+from mimo.ops.acceleration import (
+    fp8_multiple,
+    fp8_problem,
+    overlap_problem,
+    this_machine,
+)
+from mimo.parallel.build import build_layout
+from mimo.parallel.grids import Layout
+from mimo.runtime.ranks import RankEnv
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:

@@ -26,8 +26,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from data.media.processor import Part
-from mimo.engines.megatron.layers.cross_entropy import rows_at_once
+from data.modalities.processor import Part
+from mimo.config.schema import Recipe, Train
 from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
@@ -36,9 +36,9 @@ from mimo.families.registry import (
     language_family,
     language_settings,
 )
-from mimo.layout.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 from mimo.model.flops import learning_names
-from mimo.recipe.schema import Recipe, Train
+from mimo.ops.cross_entropy import rows_at_once
+from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 
 _CUT_BY_ROWS = (
     *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),

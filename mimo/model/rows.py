@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mimo.engines.megatron.layers.rows import place_rows
+from mimo.ops.rows import place_rows
 
 
 @dataclass(frozen=True)

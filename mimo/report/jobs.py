@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mimo.config.source import read_yaml
 from mimo.errors import InputError, RecipeError
-from mimo.recipe.source import read_yaml
 from mimo.train.run_files import LAUNCH, json_lines
 
 BY_HAND = "by hand"

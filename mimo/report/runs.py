@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from mimo.checkpoint.folder import phase_folders
+from mimo.config.source import read_yaml
 from mimo.errors import InputError, RecipeError
-from mimo.recipe.source import read_yaml
-from mimo.train.environment import starts_of
+from mimo.runtime.run_environment import starts_of
 from mimo.train.hang import State
 from mimo.train.incidents import incidents
 from mimo.train.run_files import LAUNCH, METRICS, read_states
@@ -54,7 +54,7 @@ class RunData:
 
     curves: by the name of the metric; an entry of a mapping, such as `epochs`, has a name of its
     own, such as `epochs_0`. recipe: its keys as plain data, recipe_text as the file has them.
-    starts: of `mimo.train.environment`. states: what ranks last said that have not ended well.
+    starts: of `mimo.runtime.run_environment`. states: what ranks last said that have not ended well.
     """
 
     title: str

@@ -29,20 +29,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.packing import Used
+from mimo.config.schema import Recipe
 from mimo.device import Staging, copy_stream, local_device, send
-from mimo.layout.grids import LANGUAGE
-from mimo.layout.groups import Topology
+from mimo.model.dataset import Dataset
+from mimo.model.decoding import Decoding
 from mimo.model.flops import StepFlops
 from mimo.model.inputs import EncoderBatch, LanguageBatch
+from mimo.model.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.model.modules import MimoModel
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset
-from mimo.step.decoding import Decoding
-from mimo.step.loader import LoadedStep, StepLoader, gather_items, pack_language
-from mimo.step.plan import StepPlan
-from mimo.step.planner import step_planner
+from mimo.model.planner import step_planner
+from mimo.model.step_plan import StepPlan
+from mimo.parallel.grids import LANGUAGE
+from mimo.parallel.groups import Topology
+from mimo.runtime.ending import Ending
 from mimo.train.bad_samples import leave_note
-from mimo.train.ending import Ending
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ import numpy as np
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.assets import ASSETS
 from mimo.checkpoint.folder import Progress, read_progress
+from mimo.checkpoint.hf.initial import initial_weights
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.integrity import Choice, listed_files
 from mimo.checkpoint.runs import Run
 from mimo.checkpoint.start import FromScratch, Resume
+from mimo.config.schema import LANGUAGE, Recipe
+from mimo.config.source import Location, dotted
 from mimo.errors import RecipeError, shown
 from mimo.families.hf_config import read_json
 from mimo.families.registry import encoder_settings, language_settings
-from mimo.hf.initial import initial_weights
-from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import LANGUAGE, Recipe
-from mimo.recipe.source import Location, dotted
-from mimo.step.dataset import Dataset
+from mimo.model.dataset import Dataset
 from mimo.train.incidents import record
 from mimo.train.schedule import learning_rates
 

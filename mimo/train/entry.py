@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from mimo.config.schema import Recipe
 from mimo.device import local_device
-from mimo.engines.megatron.acceleration import this_machine
-from mimo.launch.environment import set_variables
-from mimo.launch.ranks import rank_environment
-from mimo.layout.defaults import variables_of
-from mimo.layout.grids import Layout
-from mimo.recipe.schema import Recipe
+from mimo.ops.acceleration import this_machine
+from mimo.parallel.defaults import variables_of
+from mimo.parallel.grids import Layout
+from mimo.runtime.environment import set_variables
+from mimo.runtime.ranks import rank_environment
 
 
 def run_rank(recipe: Recipe, layout: Layout, *args: Any) -> int:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mimo.errors import InputError, kind_of
-from mimo.launch.ranks import rank_environment
+from mimo.runtime.ranks import rank_environment
 
 _EVERY_SECONDS = 10.0
 

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
-from mimo.recipe.schema import Recipe
 
 RUN_IDS = "loggers.json"
 """The file in the run folder with the ids of the run in services, by logger."""

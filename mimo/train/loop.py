@@ -9,19 +9,19 @@ from pathlib import Path
 from data.packing import Used
 from mimo.checkpoint.files import naming
 from mimo.checkpoint.folder import Progress
+from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.checkpoint.saving import Saver
+from mimo.config.schema import Recipe
 from mimo.device import has_gpu
-from mimo.hf.initial import InitialWeights
-from mimo.layout.groups import Topology
 from mimo.model.build import build_model
+from mimo.model.dataset import Dataset, apart, item_processors, open_tokenizer
+from mimo.model.decoding import Decoding, open_decoding
 from mimo.model.flops import StepFlops
-from mimo.recipe.schema import Recipe
+from mimo.parallel.groups import Topology
+from mimo.runtime.ending import SAVE_FAILED, Ending
 from mimo.spans import SPANS
-from mimo.step.dataset import Dataset, apart, item_processors, open_tokenizer
-from mimo.step.decoding import Decoding, open_decoding
 from mimo.train.bad_samples import BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
-from mimo.train.ending import SAVE_FAILED, Ending
 from mimo.train.metrics import step_metrics
 from mimo.train.observer import StepObserver
 from mimo.train.odd_steps import OddSteps

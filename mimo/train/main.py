@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.files import Unreadable, naming
 from mimo.checkpoint.folder import final_checkpoint, go_back, latest_checkpoint, named_by_latest
+from mimo.checkpoint.hf.recipes import load_phases
 from mimo.checkpoint.integrity import (
     Choice,
     Listed,
@@ -26,17 +27,17 @@ from mimo.checkpoint.integrity import (
     wrong_sizes,
 )
 from mimo.checkpoint.runs import Run, candidates, runs_to_do
+from mimo.config.phases import PhasedRecipe
 from mimo.device import choose_before_fork
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
-from mimo.hf.recipes import load_phases
-from mimo.launch.processes import RankError, end_with_failed_thread, exit_code_of, warm_up
-from mimo.launch.ranks import RankEnv, end_at_once, launch, rank_environment
-from mimo.launch.signals import end_by_signals
-from mimo.layout.grids import Layout
+from mimo.model.dataset import item_processors, open_tokenizer
+from mimo.model.indexing import build_nothing, shares, tasks_of
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
-from mimo.recipe.phases import PhasedRecipe
-from mimo.step.dataset import item_processors, open_tokenizer
-from mimo.step.indexing import build_nothing, shares, tasks_of
+from mimo.parallel.grids import Layout
+from mimo.runtime.processes import RankError, end_with_failed_thread, exit_code_of, warm_up
+from mimo.runtime.ranks import RankEnv, end_at_once, launch, rank_environment
+from mimo.runtime.run_lock import keep_lock, run_lock
+from mimo.runtime.signals import end_by_signals
 from mimo.train.continuation import check_start, is_at_end, tell_choice
 from mimo.train.loggers import check_loggers
 from mimo.train.restarts import (
@@ -51,10 +52,9 @@ from mimo.train.restarts import (
     say_restart,
 )
 from mimo.train.run_folder import check_run_dir, make_run_dirs, say_saves
-from mimo.train.run_lock import keep_lock, run_lock
 
 if TYPE_CHECKING:
-    from mimo.launch.meeting import Meeting
+    from mimo.runtime.meeting import Meeting
 
 # Imported once by the forkserver, so that ranks start in a tenth of a second.
 PRELOAD = ("mimo.engines.megatron.preload", "mimo.train.rank", "transformers")
@@ -246,7 +246,7 @@ def _be_a_rank(request: Request, environment: RankEnv, began: float) -> int:
         job = request.check(environment)
     except InputError as error:
         problem = error
-    from mimo.launch.meeting import Meeting, Refused
+    from mimo.runtime.meeting import Meeting, Refused
 
     STARTING.ends("start and imports")
     recipes = [phase.recipe for phase in job.phased.phases] if job else []

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mimo.checkpoint.files import naming
+from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, peak_flops
-from mimo.layout.grids import Layout
-from mimo.recipe.schema import Recipe, Train
-from mimo.step.plan import StepPlan
+from mimo.model.step_plan import StepPlan
+from mimo.parallel.grids import Layout
 from mimo.train.loggers import open_loggers
 from mimo.train.run_files import METRICS
 

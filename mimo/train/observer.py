@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # so that watching needs no engine
     from mimo.engines.contract import Module
-    from mimo.step.plan import StepPlan
+    from mimo.model.step_plan import StepPlan
 
 ACTIVITIES = (
     "setup",

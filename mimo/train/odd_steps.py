@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from mimo.config.schema import Train
 from mimo.device import barrier
-from mimo.recipe.schema import Train
-from mimo.step.dataset import Dataset
-from mimo.step.plan import StepPlan
+from mimo.model.dataset import Dataset
+from mimo.model.step_plan import StepPlan
 from mimo.train import incidents
 from mimo.train.metrics import StepResult
 from mimo.train.restarts import job_name

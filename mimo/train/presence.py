@@ -32,10 +32,10 @@ import psutil
 from bridge import BridgeError
 from mimo.engines.contract import Module
 from mimo.errors import InputError
-from mimo.launch.processes import is_consequence
-from mimo.launch.signals import asked
-from mimo.layout.grids import Layout
 from mimo.model.memory import memory_in_words
+from mimo.parallel.grids import Layout
+from mimo.runtime.processes import is_consequence
+from mimo.runtime.signals import asked
 from mimo.train.hang import Hang, State, explain
 from mimo.train.incidents import Kind, record
 from mimo.train.observer import ACTIVITIES, StepObserver

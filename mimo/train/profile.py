@@ -7,8 +7,8 @@ from typing import Self
 
 import torch
 
+from mimo.config.schema import Train
 from mimo.device import traced_activities
-from mimo.recipe.schema import Train
 from mimo.spans import SPANS
 
 PROFILE = "profile"

@@ -16,8 +16,10 @@ from torch._C._distributed_c10d import Store
 
 from data.index.samples import Index
 from mimo.checkpoint.contents import begin, stored_at
+from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.sharing import from_rank_0
 from mimo.checkpoint.start import FromScratch, Start
+from mimo.config.schema import Recipe
 from mimo.device import (
     barrier,
     device_name,
@@ -28,18 +30,17 @@ from mimo.device import (
     set_threads,
 )
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
-from mimo.hf.initial import initial_weights
-from mimo.launch.ranks import RankEnv, rank_environment
-from mimo.layout.grids import Layout
-from mimo.layout.groups import Topology, build_topology
+from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.model.memory import check_memory
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
+from mimo.parallel.grids import Layout
+from mimo.parallel.groups import Topology, build_topology
+from mimo.runtime.ending import Ending
+from mimo.runtime.ranks import RankEnv, rank_environment
+from mimo.runtime.run_environment import write_environment
+from mimo.runtime.run_lock import keep_lock
 from mimo.train.bad_samples import BadSamples
 from mimo.train.batches import sum_over_world
 from mimo.train.continuation import continue_order
-from mimo.train.ending import Ending
-from mimo.train.environment import write_environment
 from mimo.train.garbage import collected_together
 from mimo.train.incidents import record
 from mimo.train.local_logs import local_log
@@ -48,7 +49,6 @@ from mimo.train.metrics import MetricsWriter
 from mimo.train.presence import COLLECTIVE_PATIENCE, Presence
 from mimo.train.restarts import job_name
 from mimo.train.run_files import BAD_SAMPLES, RANKS
-from mimo.train.run_lock import keep_lock
 from mimo.train.run_summary import precision_warnings, summary_of
 from mimo.train.startup import STARTING
 

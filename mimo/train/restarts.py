@@ -21,8 +21,8 @@ import psutil
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
-from mimo.launch.processes import RankError
 from mimo.model.memory import in_words, memory_in_words
+from mimo.runtime.processes import RankError
 from mimo.train.incidents import incidents, record
 from mimo.train.run_files import METRICS, RANKS, read_states
 

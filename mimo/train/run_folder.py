@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from mimo.checkpoint.folder import resumable
 from mimo.checkpoint.runs import Run
 from mimo.checkpoint.start import FromScratch
+from mimo.config.phases import PhasedRecipe
+from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
-from mimo.recipe.phases import PhasedRecipe
-from mimo.recipe.schema import Recipe
 from mimo.train.run_files import CRASH, HANG, LAUNCH, RANKS
 
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from data.index.samples import Index
 from mimo.checkpoint.folder import Progress
+from mimo.checkpoint.hf.initial import InitialWeights
+from mimo.config.schema import Recipe
 from mimo.families.dtypes import precision_of
 from mimo.families.keymap import num_elements
 from mimo.families.lora import adapter_shapes
@@ -20,11 +22,9 @@ from mimo.families.registry import (
     language_family,
     language_settings,
 )
-from mimo.hf.initial import InitialWeights
-from mimo.layout.grids import LANGUAGE, Layout
+from mimo.model.dataset import Dataset, sources_of
 from mimo.model.flops import learning_names
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import Dataset, sources_of
+from mimo.parallel.grids import LANGUAGE, Layout
 
 _MEASURED = 256  # samples of a source, from which its mean length is estimated
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mimo.recipe.schema import Recipe, Train
+from mimo.config.schema import Recipe, Train
 
 
 def learning_rate(train: Train, peak: float, warmup_steps: int, step: int) -> float:

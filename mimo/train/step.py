@@ -11,8 +11,8 @@ from functools import partial
 from torch import Tensor
 
 from bridge import BridgeError
+from mimo.config.schema import Recipe, Train
 from mimo.model.modules import MimoModel
-from mimo.recipe.schema import Recipe, Train
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import StepResult, is_logged

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mimo.device import memory_taken
-from mimo.layout.grids import LANGUAGE, Layout
+from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.spans import RANK, SPANS
 
 WAITS = ("data", "bridge_wait", "pipeline_wait", "sync")

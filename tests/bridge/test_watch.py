@@ -16,8 +16,8 @@ import torch
 
 from bridge import BridgeEnd, BridgeError, TransferWatch
 from bridge.waiting import Message
-from mimo.launch.processes import RanksFailed
-from mimo.launch.ranks import launch
+from mimo.runtime.processes import RanksFailed
+from mimo.runtime.ranks import launch
 from tests.bridge.two_grids import (
     HIDDEN,
     SAMPLES,
@@ -121,7 +121,7 @@ def stuck_in_nccl() -> None:
 
     from bridge.transfer import start_receiving
     from mimo.device import initialize_distributed, local_device, synchronize
-    from mimo.launch.ranks import rank_environment
+    from mimo.runtime.ranks import rank_environment
 
     env = rank_environment()
     assert env is not None
@@ -255,7 +255,7 @@ def test_a_stalled_peer_ends_the_run_with_its_rows_although_the_main_thread_is_s
 def test_a_failed_thread_ends_its_process_though_the_main_thread_is_busy() -> None:
     code = """
 import os, threading, time, traceback
-from mimo.launch.processes import end_with_failed_thread
+from mimo.runtime.processes import end_with_failed_thread
 def end(error):
     traceback.print_exception(error)
     os._exit(1)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from data.digits.shards import prepare_digits
 from data.index.samples import Processors
-from data.media.images import ImageProcessor
+from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 

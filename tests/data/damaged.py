@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from data.media.audio import wav_bytes
+from data.modalities.audio import wav_bytes
 
 END = bytes(1024)
 

@@ -16,9 +16,9 @@ from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Processors, check_skipped
 from data.index.store import build_index
 from data.index.tar_shards import scan_shard
-from data.media.audio import AudioClips
-from data.media.images import ImageProcessor
-from data.media.processor import Part
+from data.modalities.audio import AudioClips
+from data.modalities.images import ImageProcessor
+from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 from tests.data.damaged import BAD, END, ODD, SHARDS, about, chat, member, saved

@@ -24,9 +24,9 @@ from data.index.shard_index import NAMES, Catalog, read_entry
 from data.index.shards import describe_shard
 from data.index.store import build_index
 from data.index.tar_shards import TarError, TarMember, tar_members
-from data.media.audio import AudioClips
-from data.media.image_files import image_size, open_image
-from data.media.images import ImageProcessor
+from data.modalities.audio import AudioClips
+from data.modalities.image_files import image_size, open_image
+from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
 from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 from tests.data import damaged

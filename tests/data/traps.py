@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.media.images import ImageProcessor
+from data.modalities.images import ImageProcessor
 
 
 @dataclass(frozen=True)

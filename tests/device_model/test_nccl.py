@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mimo.hf.recipes import load_recipe
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.recipe.schema import Recipe
-from mimo.verify.cells import SWEEP, Cell, SweepCell, sweep_recipe
-from mimo.verify.compare import Fault
-from mimo.verify.verifier import CellResult, Verifier
+from mimo.check.verify.cells import SWEEP, Cell, SweepCell, sweep_recipe
+from mimo.check.verify.compare import Fault
+from mimo.check.verify.verifier import CellResult, Verifier
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.config.schema import Recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.device_model.nccl import behave_like_nccl
@@ -96,7 +96,7 @@ def connect_where_gradients_are_asked_for_early() -> None:
 
 
 def _leave_unconnected() -> None:
-    from mimo.layout import groups
+    from mimo.parallel import groups
 
     for name in ("connect_all", "connect_bridge", "connect_stages"):
         setattr(groups, name, lambda *unused, **named: None)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.hf.recipes import load_recipe
-from mimo.layout.grids import Layout
+from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
 from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks

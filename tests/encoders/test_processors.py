@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from data.media.images import ImageProcessor
-from data.media.processor import Part
-from data.media.square_images import PanAndScan, SquareImageProcessor
-from data.media.videos import TimedVideoProcessor, VideoProcessor
+from data.modalities.images import ImageProcessor
+from data.modalities.processor import Part
+from data.modalities.square_images import PanAndScan, SquareImageProcessor
+from data.modalities.videos import TimedVideoProcessor, VideoProcessor
 from encoders import gemma3, qwen3_vl, qwen_vl
 
 SIZES: dict[str, Any] = {

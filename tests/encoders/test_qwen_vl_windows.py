@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.vision_utils import get_vision_window_index
 
-from data.media.processor import Part
+from data.modalities.processor import Part
 from encoders import qwen_vl
 from encoders._patches import WindowOrder, frame_lengths, patch_places
 from tests import lone_module

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import mimo.device
-from data.media.processor import Part
+from data.modalities.processor import Part
 from encoders._tower import PackedItems, SequencePart, Tower, build_tower, gelu_stack
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
@@ -229,7 +229,7 @@ def _note_calls(asked: list[str], tower: Any) -> None:
 
         return call
 
-    from mimo.engines.megatron.layers.attention_plan import LayerForm
+    from mimo.ops.attention_plan import LayerForm
 
     owners: list[tuple[Any, str]] = [(LayerForm, "plan"), (tower, "pack"), (tower, "prepare")]
     owners += [

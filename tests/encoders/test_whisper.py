@@ -16,7 +16,7 @@ from transformers.models.whisper.configuration_whisper import WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from transformers.models.whisper.modeling_whisper import sinusoids as their_sinusoids
 
-from data.media.audio import AudioClips
+from data.modalities.audio import AudioClips
 from encoders import whisper
 from tests import lone_module
 from tests.conftest import RunRanks

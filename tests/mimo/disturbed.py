@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mimo.launch import processes
-from mimo.launch.ranks import launch
+from mimo.runtime import processes
+from mimo.runtime.ranks import launch
 from mimo.train import main as job
 
 RANK = f"{__name__}:run_rank"

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from typer.testing import CliRunner, Result
 
 from mimo.checkpoint.folder import Progress
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.cli import app
-from mimo.hf.recipes import load_recipe
-from mimo.layout.grids import Layout
+from mimo.cli.main import app
+from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
 from mimo.train.run_files import BAD_SAMPLES
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
@@ -48,7 +48,7 @@ def mimo_here(run_ranks: RunRanks, *arguments: object) -> Result:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "mimo.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "mimo.cli.main", *map(str, arguments)]
 
 
 def run(run_ranks: RunRanks, path: Path, *overrides: str, resume_from: Path | None = None) -> None:

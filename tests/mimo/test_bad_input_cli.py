@@ -8,7 +8,7 @@ import pytest
 
 from tests.cases import quick_values
 from tests.mimo import tiny
-from tests.mimo.recipe.test_bad_recipes import BOMB
+from tests.mimo.config.test_bad_recipes import BOMB
 
 MEMORY_BYTES = 2**30
 CPU_SECONDS = 20  # a hang burns more; importing torch alone burns a few
@@ -26,7 +26,7 @@ sys.exit(done.returncode % 256)
 
 def peak_bytes(arguments: list[str]) -> tuple[int, str, str, int]:
     """Exit code, stdout, stderr and the resident memory that the process had at most."""
-    command = [sys.executable, "-c", MEASURE, sys.executable, "-m", "mimo.cli", *arguments]
+    command = [sys.executable, "-c", MEASURE, sys.executable, "-m", "mimo.cli.main", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     *out, peak = done.stdout.splitlines()
     return done.returncode, "\n".join(out), done.stderr, int(peak) * 1024

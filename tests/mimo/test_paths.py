@@ -14,8 +14,8 @@ from data.index.store import load_or_build_index
 from data.index.tar_shards import scan_shard
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.folder import Progress, find_checkpoint, publish
+from mimo.checkpoint.hf.folder import INDEX, WeightsFolder
 from mimo.errors import InputError
-from mimo.hf.folder import INDEX, WeightsFolder
 from tests.mimo import tiny
 
 

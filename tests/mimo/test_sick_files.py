@@ -16,10 +16,10 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from mimo.cli import app
+from mimo.checkpoint.hf.initial import initial_weights
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.cli.main import app
 from mimo.errors import InputError, file_system_failed
-from mimo.hf.initial import initial_weights
-from mimo.hf.recipes import load_recipe
 from tests.mimo.model.test_fsdp_runs import make
 
 FILES = {

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.digits.text import write_tokenizer
-from mimo.verify.compare import Shard, gradient_floor, joined, slice_of
-from mimo.verify.workload import Item, Sample, write_shard
+from data.text.digits import write_tokenizer
+from mimo.check.verify.compare import Shard, gradient_floor, joined, slice_of
+from mimo.check.verify.workload import Item, Sample, write_shard
 
 # Images per sample, four samples to a global microbatch: mixed, text only, mixed.
 # The second step starts over, with stale gradients to clear.
@@ -135,8 +135,8 @@ def reference_steps(
     run_ranks: Callable[..., list[Any]], path: Path, overrides: list[str]
 ) -> dict[str, Any]:
     """`run_reference_steps` on a rank, once for all layouts of the same model and batches."""
-    from mimo.hf.recipes import load_recipe
-    from mimo.layout.build import build_layout
+    from mimo.checkpoint.hf.recipes import load_recipe
+    from mimo.parallel.build import build_layout
 
     recipe = load_recipe(path, overrides)
     data = recipe.model_dump(mode="json", exclude={"bridge": True})
@@ -157,9 +157,9 @@ def reference_steps(
 
 def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """One rank: train; its metrics, and its shards with gradients and weights."""
-    from mimo.hf.recipes import load_recipe
-    from mimo.layout.build import build_layout
-    from mimo.verify.run import layout_steps
+    from mimo.check.verify.run import layout_steps
+    from mimo.checkpoint.hf.recipes import load_recipe
+    from mimo.parallel.build import build_layout
 
     recipe = load_recipe(path, overrides)
     found = layout_steps(recipe, build_layout(recipe), NUM_STEPS)
@@ -168,9 +168,9 @@ def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, A
 
 def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """The same steps on one rank: metrics by step, last gradient and weights by parameter."""
-    from mimo.hf.recipes import load_recipe
-    from mimo.layout.build import build_layout
-    from mimo.verify.reference import reference_steps
+    from mimo.check.verify.reference import reference_steps
+    from mimo.checkpoint.hf.recipes import load_recipe
+    from mimo.parallel.build import build_layout
 
     recipe = load_recipe(path, overrides)
     together = recipe.train.micro_batch_size * build_layout(recipe).language.dp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mimo.cluster.test_golden import ARRAY, CASES, GOLDEN
+from tests.mimo.slurm.test_golden import ARRAY, CASES, GOLDEN
 from tests.slurm.cluster import Slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

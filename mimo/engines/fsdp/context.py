@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from mimo.engines.megatron.layers.attention_plan import LayerForm
+    from mimo.ops.attention_plan import LayerForm
 
 DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
 """Names of the mesh's dimensions, outermost first."""

@@ -26,7 +26,6 @@ from mimo.engines.fsdp.sharding import (
     sum_over_replicas,
 )
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.optimizer import (
     MeasuredStep,
     OptimizerSettings,
@@ -40,6 +39,7 @@ from mimo.engines.optimizer import (
     torch_optimizer,
 )
 from mimo.engines.piece import MASTER, STEP, Piece, key_of
+from mimo.ops.attention_plan import LayerForm
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from mimo.engines.megatron.config import (
 from mimo.engines.megatron.groups import ProcessGroupCollection, gather_sequence
 from mimo.engines.megatron.initialize import initialize_parameters
 from mimo.engines.megatron.language import LanguageModel, build_gpt
-from mimo.engines.megatron.layers.norms import LayerNorm, ZeroCenteredRMSNorm
-from mimo.engines.megatron.layers.rope import MRope, contiguous_axes, interleaved_axes
 from mimo.engines.megatron.local_global import LocalGlobalRope, local_global_layer_spec
 from mimo.engines.megatron.schedule import StageShapes
 from mimo.engines.megatron.segments import PackedSegments, brought
@@ -22,3 +20,5 @@ from mimo.engines.megatron.stack import (
     layer_spec,
     layers_here,
 )
+from mimo.ops.norms import LayerNorm, ZeroCenteredRMSNorm
+from mimo.ops.rope import MRope, contiguous_axes, interleaved_axes

@@ -23,11 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, this_machine
-from mimo.engines.megatron.layers.attention_plan import AttentionPlan, LayerForm, batch_plan
-from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel, own_kernel
-from mimo.engines.megatron.layers.rows import gather_lane
 from mimo.engines.megatron.segments import PackedSegments
+from mimo.ops.acceleration import TRANSFORMER_ENGINE, this_machine
+from mimo.ops.attention_plan import AttentionPlan, LayerForm, batch_plan
+from mimo.ops.kernel_choice import AttentionCase, choose_kernel, own_kernel
+from mimo.ops.rows import gather_lane
 
 
 def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from mimo.engines.megatron.acceleration import fp8_flags, layers_of
 from mimo.engines.megatron.cpu import adapt_to_machine
+from mimo.ops.acceleration import fp8_flags, layers_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mimo.engines.megatron.layers.products import linear
+from mimo.ops.products import linear
 
 _TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",

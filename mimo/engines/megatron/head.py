@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from mimo.engines.megatron.layers.cross_entropy import linear_cross_entropy
+from mimo.ops.cross_entropy import linear_cross_entropy
 
 
 class Head(ColumnParallelLinear):

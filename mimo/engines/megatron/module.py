@@ -16,7 +16,6 @@ from mimo.engines.contract import Chunk, Purpose
 from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.checkpoint import gradient_pieces, module_pieces
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.layers.attention_plan import LayerForm
 from mimo.engines.megatron.parallel import (
     MegatronOptimizer,
     finish_gradients,
@@ -36,6 +35,7 @@ from mimo.engines.megatron.schedule import (
     sum_losses,
 )
 from mimo.engines.piece import Piece
+from mimo.ops.attention_plan import LayerForm
 
 
 @dataclass

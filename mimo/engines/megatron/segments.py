@@ -23,7 +23,7 @@ from torch import Tensor
 from mimo.device import send, send_together
 
 if TYPE_CHECKING:
-    from mimo.engines.megatron.layers.attention_plan import LayerForm
+    from mimo.ops.attention_plan import LayerForm
 
 
 @dataclass(kw_only=True)

@@ -34,18 +34,18 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 
-from mimo.engines.megatron.acceleration import layers_of
 from mimo.engines.megatron.attention import WindowAttention, core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.deepstack import DeepStackLayer
-from mimo.engines.megatron.layers.gate import gate
-from mimo.engines.megatron.layers.norms import norm_class
-from mimo.engines.megatron.layers.self_attention import SelfAttention
 from mimo.engines.megatron.lora import (
     LoRAColumnParallelLinear,
     LoRARowParallelLinear,
     let_backward_into_layers,
 )
+from mimo.engines.megatron.self_attention import SelfAttention
+from mimo.ops.acceleration import layers_of
+from mimo.ops.gate import gate
+from mimo.ops.norms import norm_class
 
 
 def _transformer_engine() -> Any:

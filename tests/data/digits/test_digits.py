@@ -19,11 +19,11 @@ from data.digits.shards import (
     prepare_digits,
     split_of_scan,
 )
-from data.digits.text import image_conversation, text_conversation
 from data.index.store import build_index
-from data.media.image_files import open_image
-from data.media.images import ImageProcessor
+from data.modalities.image_files import open_image
+from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
+from data.text.digits import image_conversation, text_conversation
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -14,8 +14,8 @@ import pytest
 from data.digits.shards import is_text_only
 from data.digits.spoken import PLACEHOLDERS, Voice, prepare_spoken_digits, speak
 from data.index.store import build_index
-from data.media.audio import AudioClips, wav_bytes
-from data.media.processor import Part
+from data.modalities.audio import AudioClips, wav_bytes
+from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 from tests.data.digits.test_digits import digests

@@ -19,7 +19,7 @@ from data.index.samples import Index, Processors, settings_fingerprint
 from data.index.shard_index import COLUMNS, ENTRY, read_entry
 from data.index.shards import describe_shard
 from data.index.store import build_index, load_or_build_index
-from data.media.images import ImageProcessor
+from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
 

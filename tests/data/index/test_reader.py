@@ -15,7 +15,7 @@ from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Processors
 from data.index.shards import ShardChangedError
 from data.index.store import build_index
-from data.media.image_files import open_image
+from data.modalities.image_files import open_image
 from data.text.chat import ChatTokenizer
 
 

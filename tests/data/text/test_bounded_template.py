@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data.digits.text import write_tokenizer
 from data.text import bounded_template
 from data.text.chat import ChatTokenizer
+from data.text.digits import write_tokenizer
 from data.text.messages import MessagesError
 from tests.cases import quick_values
 

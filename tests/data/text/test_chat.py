@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.digits.text import write_tokenizer
 from data.text.chat import ChatTokenizer
+from data.text.digits import write_tokenizer
 from data.text.item_text import MediaText
 from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers import Qwen2_5_VLProcessor
 
-from data.media.processor import Part
+from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText, item_text_problem
 from data.text.messages import MessagesError

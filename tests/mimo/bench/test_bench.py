@@ -21,8 +21,8 @@ from mimo.bench.bridge_planning import Balance, StepTime, measure_balance, time_
 from mimo.bench.bridge_workload import Case, Workload
 from mimo.bench.contest import Run
 from mimo.bench.report import Bound
-from mimo.cli import app
-from mimo.layout.groups import build_topology
+from mimo.cli.main import app
+from mimo.parallel.groups import build_topology
 from tests.conftest import RunRanks
 
 ROWS, HIDDEN = 64, 8

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.folder import find_checkpoint, resumable
+from mimo.checkpoint.hf.folder import WeightsFolder
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.integrity import choose, problems_of
 from mimo.checkpoint.tensors import describe, read, read_index
 from mimo.errors import InputError
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
-from mimo.hf.folder import WeightsFolder
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
 
 

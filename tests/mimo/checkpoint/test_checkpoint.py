@@ -74,10 +74,10 @@ def test_damaged_progress_is_refused(tmp_path: Path, text: str) -> None:
 
 def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
     from data.packing import Used
-    from mimo.hf.recipes import load_recipe
-    from mimo.layout.build import build_layout
-    from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
-    from mimo.step.plan import StepPlanner
+    from mimo.checkpoint.hf.recipes import load_recipe
+    from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
+    from mimo.model.step_plan import StepPlanner
+    from mimo.parallel.build import build_layout
 
     recipe = load_recipe(path)
     chat = open_tokenizer(recipe)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mimo.cli import app
-from mimo.train.run_lock import run_lock
+from mimo.cli.main import app
+from mimo.runtime.run_lock import run_lock
 from tests.mimo import tiny
 from tests.mimo.checkpoint.manifests import flip_bit, small_checkpoint
 

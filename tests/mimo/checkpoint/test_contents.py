@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromWeights, Resume, Start
 from mimo.checkpoint.tensors import describe, read
+from mimo.config.schema import Recipe
 from mimo.engines.piece import EMA, key_of, kind_of
-from mimo.hf.recipes import load_recipe
-from mimo.layout.groups import Topology
-from mimo.recipe.schema import Recipe
+from mimo.parallel.groups import Topology
 from tests.conftest import RunRanks
 from tests.mimo.model.test_fsdp_runs import FSDP, make
 from tests.mimo.runs import save
@@ -36,8 +36,8 @@ ENGINES = {
 
 def save_and_begin(rank: int, path: Path) -> None:
     """Write three checkpoints for each engine: of a step, and of what the other runs have."""
-    from mimo.layout.build import build_layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.build import build_layout
+    from mimo.parallel.groups import build_topology
 
     for name, settings in ENGINES.items():
         recipe = load_recipe(path, [*SETTINGS, *settings, f"name={name}"])
@@ -63,7 +63,7 @@ def save_and_begin(rank: int, path: Path) -> None:
 def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | None = None) -> Any:
     """A run that begins with the weights of the recipe's folder, then with ``start``."""
     from mimo.checkpoint.contents import begin, stored_at
-    from mimo.hf.initial import initial_weights
+    from mimo.checkpoint.hf.initial import initial_weights
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, topology, recipe.run_dir / name, initial_weights(recipe))
@@ -73,7 +73,7 @@ def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | Non
 
 
 def train_one_step(trainer: Any) -> None:
-    from mimo.step.dataset import open_dataset
+    from mimo.model.dataset import open_dataset
     from mimo.train.observer import StepObserver
 
     class Observer(StepObserver):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from mimo.bench.checkpoint import peak_growth
-from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import Recipe
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
 from tests import language_steps
 from tests.cases import quick_values
 from tests.conftest import RunRanks

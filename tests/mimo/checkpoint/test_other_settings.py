@@ -13,12 +13,12 @@ from torch import Tensor
 
 from mimo.checkpoint.contents import resumed
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
 from mimo.checkpoint.tensors import describe, read
+from mimo.config.schema import Recipe
 from mimo.engines.piece import Piece
 from mimo.families.lora import is_adapter
-from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import Recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo.model.test_fsdp_runs import make
@@ -61,8 +61,8 @@ def steps_of(found: dict[str, Tensor], module: str) -> set[float]:
 def begun(rank: int, recipe: Recipe, start: Start) -> str:
     """Save what a run begins with, and return what it says about it."""
     from mimo.checkpoint.contents import begin, stored_at
-    from mimo.layout.build import build_layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.build import build_layout
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 
     topology = build_topology(build_layout(recipe))

@@ -21,12 +21,12 @@ import torch
 from mimo.checkpoint import folder as folder_of_checkpoints
 from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import Progress, drop_old, latest_checkpoint, publish, to_remove
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.saving import CheckpointFailed, Saver
 from mimo.checkpoint.tensors import read_index, read_pieces
+from mimo.config.schema import Recipe
 from mimo.engines.piece import Piece
-from mimo.hf.recipes import load_recipe
-from mimo.launch.processes import RanksFailed
-from mimo.recipe.schema import Recipe
+from mimo.runtime.processes import RanksFailed
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -12,14 +12,14 @@ import torch
 
 from mimo.checkpoint import saving
 from mimo.checkpoint.folder import Progress
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.saving import CheckpointFailed, Saver
 from mimo.checkpoint.start import FromScratch
 from mimo.checkpoint.tensors import describe, read
+from mimo.config.schema import Recipe
 from mimo.engines.piece import Piece
-from mimo.hf.recipes import load_recipe
-from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
 from mimo.train.run_folder import make_run_dir
 from tests.cases import quick_values
 from tests.conftest import RunRanks

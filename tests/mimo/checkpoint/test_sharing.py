@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.hf.recipes import load_recipe
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.launch.ranks import launch
-from mimo.layout.grids import Layout
+from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
+from mimo.runtime.ranks import launch
 from mimo.train.main import PRELOAD
 from mimo.train.run_folder import make_run_dir
 from tests import language_steps
@@ -157,7 +157,7 @@ def train_noting_files(
     rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Start
 ) -> tuple[set[str], list[str]]:
     """Train; the files opened of the folder in Hugging Face format, and those of the checkpoint."""
-    from mimo.hf.folder import WeightsFolder
+    from mimo.checkpoint.hf.folder import WeightsFolder
     from mimo.train.rank import train_in_world
 
     initial, own = set[str](), list[str]()

@@ -18,13 +18,13 @@ from annotated_types import Ge, Gt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from data.media.processor import Media, Part
-from mimo import bounds
+from data.modalities.processor import Media, Part
+from mimo.checkpoint.hf.architectures import ARCHITECTURES
+from mimo.config import bounds
 from mimo.families import contracts
 from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import num_elements
 from mimo.families.registry import encoder_families, language_families
-from mimo.hf.architectures import ARCHITECTURES
 from tests.mimo.families.test_keymap import check_complete
 
 ENCODERS: dict[str, Any] = dict(encoder_families())

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.families.registry import encoder_family
-from mimo.hf.recipes import load_recipe
-from tests.mimo.recipe.test_recipe import RECIPE
+from tests.mimo.config.test_recipe import RECIPE
 
 
 def test_what_families_share_is_no_family(tmp_path: Path) -> None:

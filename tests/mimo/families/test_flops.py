@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from data.media.processor import Part
+from data.modalities.processor import Part
 from mimo.families.flops import Adapters, causal_pairs, flops_per_unit, step_flops
 from mimo.families.lora import is_adapter
 from mimo.families.registry import encoder_families, language_families
@@ -113,7 +113,7 @@ def count_tower(rank: int, name: str, case: str) -> Counted:
 def count_language(rank: int, name: str, case: str) -> Counted:
     from mimo.engines.megatron import PackedSegments
 
-    family = importlib.import_module(f"mimo.languages.{name}")
+    family = importlib.import_module(f"mimo.families.languages.{name}")
     # A window as long as a segment: kernels compute on more keys than a shorter one needs.
     given = {"sliding_window": LENGTHS[0]} if name.startswith("gemma") else {}
     settings = settings_of(family).scaled_down(1, 1).model_copy(update=given)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
 from mimo.families.keymap import Weight, fused_qkv, grouped_qkv, plain, stacked
-from mimo.hf.architectures import ARCHITECTURES
-from tests.mimo.hf import folders
+from tests.mimo.checkpoint.hf import folders
 
 SIZES = st.integers(1, 4)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.media.processor import Part
+from data.modalities.processor import Part
 from mimo.families.registry import encoder_families, language_families
 from tests.conftest import RunRanks
 from tests.lone_module import SEED, _context
@@ -61,7 +61,7 @@ def run_language(rank: int, name: str) -> tuple[Tensor, Tensor]:
     """Losses of tokens before and after all parameters were away."""
     from mimo.engines.megatron import PackedSegments
 
-    family = importlib.import_module(f"mimo.languages.{name}")
+    family = importlib.import_module(f"mimo.families.languages.{name}")
     settings = settings_of(family).scaled_down(1, 1)
     model = family.build(settings, _context(1, False), 16, 8, SEED)
     ids = torch.arange(8)[None]

@@ -16,11 +16,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.media.audio import AudioClips, wav_bytes
-from data.media.images import ImageProcessor, normalisation_table
-from data.media.processor import Part, WireForm
-from data.media.square_images import SquareImageProcessor
-from data.media.videos import (
+from data.modalities.audio import AudioClips, wav_bytes
+from data.modalities.images import ImageProcessor, normalisation_table
+from data.modalities.processor import Part, WireForm
+from data.modalities.square_images import SquareImageProcessor
+from data.modalities.videos import (
     TimedVideoProcessor,
     VideoProcessor,
     frame_normalisation_table,

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.report.one_run import main as main_of_report
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -215,7 +215,7 @@ def _evaluate_by_command(rank: int, folder: Path) -> tuple[str, str]:
     """What `mimo evaluate` prints with the recipe's metrics, and its last line with others."""
     from typer.testing import CliRunner
 
-    from mimo.cli import app
+    from mimo.cli.main import app
 
     first = CliRunner().invoke(app, ["evaluate", str(folder), "--max-new-tokens", "3"])
     others = ["--metric", "exact", "--metric", "relaxed_number"]
@@ -240,7 +240,7 @@ def _evaluate_average(rank: int, folder: Path) -> None:
     from typer.testing import CliRunner
 
     from mimo.checkpoint import tensors
-    from mimo.cli import app
+    from mimo.cli.main import app
     from mimo.generate.answer import Generator
 
     checkpoint = folder / "checkpoints" / "step_1"

@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
+from mimo.config.data import Metric
 from mimo.generate.evaluate import Answered, Scoring
 from mimo.generate.scores import METRICS
-from mimo.recipe.data import Metric
 
 CASES = {
     "exact": [("4  2", "4 2", 1), ("4 2 ", "42", 0), ("Paris", "paris", 0)],

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mimo.cli import app
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.cli.main import app
 from mimo.engines.fsdp.plans import model_problems, tp_problems
 from mimo.errors import RecipeError
-from mimo.hf.recipes import load_recipe
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.layout.build import build_layout
 from mimo.model.recipe_checks import check_recipe
 from mimo.model.roles import parameters_by_role
+from mimo.parallel.build import build_layout
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -194,11 +194,11 @@ def test_each_role_holds_what_the_formula_says(
 
 def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ...]]:
     """Bytes of weights, gradients, optimizer, and of what a rank gathers at a time, by module."""
+    from mimo.checkpoint.hf.initial import initial_weights
     from mimo.engines.optimizer import fill_state, kept
     from mimo.families.dtypes import DTYPES
-    from mimo.hf.initial import initial_weights
-    from mimo.layout.groups import build_topology
     from mimo.model.build import build_model
+    from mimo.parallel.groups import build_topology
 
     recipe = load_recipe(path, overrides)
     topology = build_topology(build_layout(recipe))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.roles import RoleMemory, memory_by_role
+from mimo.parallel.build import build_layout
 from tests.conftest import RunRanks
 from tests.test_recipes import CONFIGS, PROCESSORS
 

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from mimo.check.verify.workload import Sample, write_shard
 from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.hf import to_hf
+from mimo.checkpoint.hf.adapter import convert as write_adapter
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.convert import to_hf
-from mimo.convert.adapter import convert as write_adapter
+from mimo.config.schema import Recipe
 from mimo.families.lora import is_adapter
-from mimo.hf.recipes import load_recipe
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.recipe.schema import Recipe
 from mimo.train import main as job
 from mimo.train.run_folder import make_run_dir
-from mimo.verify.workload import Sample, write_shard
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.hf import folders
+from tests.mimo.checkpoint.hf import folders
 from tests.mimo.runs import run_from, save
 
 RECIPE = """
@@ -130,8 +130,8 @@ def test_a_run_gives_what_megatron_gives_and_continues_on_any_mesh_of_either_eng
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
     from mimo.checkpoint.contents import begin, stored_at
-    from mimo.layout.build import build_layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.build import build_layout
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
@@ -251,8 +251,8 @@ def test_an_adapter_without_its_sum_over_tp_is_noticed(run_ranks: RunRanks, reci
 
 
 def train_without_sums(rank: int, recipe: Recipe, run_dir: Path) -> None:
-    from mimo.layout.build import build_layout
     from mimo.model import fsdp
+    from mimo.parallel.build import build_layout
     from mimo.train.rank import train_in_world
 
     def adapt(wrapper: Any, ctx: Any) -> None:

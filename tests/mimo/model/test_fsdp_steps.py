@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mimo.hf.recipes import load_recipe
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.layout.build import build_layout
-from mimo.verify.compare import RankSteps, Reference, compare
+from mimo.check.verify.compare import RankSteps, Reference, compare
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.parallel.build import build_layout
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_fsdp_runs import FSDP, RECIPE
@@ -54,7 +54,7 @@ class Steps:
 
 
 def take_steps(rank: int, path: Path, settings: list[str]) -> list[tuple[RankSteps, int]]:
-    from mimo.verify.run import layout_steps
+    from mimo.check.verify.run import layout_steps
     from tests.fsdp_ranks import Counted
 
     warnings.filterwarnings("error", message=".*returned a view tensor")
@@ -68,8 +68,8 @@ def take_steps(rank: int, path: Path, settings: list[str]) -> list[tuple[RankSte
 
 
 def take_reference_steps(rank: int, path: Path, settings: list[str]) -> Reference:
-    from mimo.verify.reference import reference_steps
-    from mimo.verify.run import all_in
+    from mimo.check.verify.reference import reference_steps
+    from mimo.check.verify.run import all_in
 
     with all_in("fp64"):
         return reference_steps(load_recipe(path, settings), NUM_STEPS)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
-from mimo.hf.recipes import load_recipe
 from mimo.model.recipe_checks import check_recipe
 from tests.cases import quick
 from tests.conftest import RunRanks

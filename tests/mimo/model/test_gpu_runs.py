@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.engines.megatron.acceleration import FP8_RECIPES
+from mimo.ops.acceleration import FP8_RECIPES
 from tests.conftest import RunRanks
 from tests.mimo.model.test_fsdp_runs import FSDP, TP, make, measured, read, trained
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from data.batch import PackedLane
-from data.media.processor import WireForm
+from data.modalities.processor import WireForm
 from mimo.device import Staging
 from mimo.families.item_rules import ItemRules
 from mimo.model.inputs import stage_items, stage_lane
-from mimo.model.partition import PartitionAdapter
-from mimo.step.loader import EncoderItems
+from mimo.model.loader import EncoderItems
+from mimo.parallel.partition import PartitionAdapter
 
 TOKENS = 24
 LANE = PackedLane(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mimo.launch.processes import RanksFailed
+from mimo.runtime.processes import RanksFailed
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -98,9 +98,9 @@ def test_a_stage_that_only_receives_levels_takes_part_in_the_check_of_plans(
 
 
 def _run_with_another_plan_on_the_last_stage(rank: int, recipe: Path) -> None:
-    from mimo.layout.hosts import Host
-    from mimo.step import decoding
-    from mimo.step.plan import StepPlanner
+    from mimo.model import decoding
+    from mimo.model.step_plan import StepPlanner
+    from mimo.parallel.hosts import Host
 
     # Ranks with other plans would wait for each other's texts.
     decoding.find_host = lambda: Host((rank,), "alone", 0, 1)

@@ -172,9 +172,9 @@ def test_in_the_second_step_both_matrices_of_every_adapter_have_gradients_that_c
 
 def drawn_weights(rank: int, path: Path) -> dict[str, np.ndarray]:
     """The weights of the recipe's model, by name in the whole model, before any step."""
+    from mimo.checkpoint.hf.recipes import load_recipe
     from mimo.generate.one_rank import LocalModel
-    from mimo.hf.recipes import load_recipe
-    from mimo.step.dataset import open_tokenizer
+    from mimo.model.dataset import open_tokenizer
 
     recipe = load_recipe(path)
     local = LocalModel(recipe, open_tokenizer(recipe).vocab_size, freeze=True)

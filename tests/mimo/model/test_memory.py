@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from mimo import device
+from mimo.check.verify import main as verify
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
 from mimo.device import Memory
 from mimo.errors import RecipeError
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
-from mimo.layout.grids import Layout
 from mimo.model import recipe_checks
 from mimo.model.memory import RANK_BYTES, check_memory
 from mimo.model.recipe_checks import check_data
@@ -21,9 +21,9 @@ from mimo.model.roles import (
     optimizer_bytes,
     parameters_by_role,
 )
-from mimo.recipe.schema import Recipe
+from mimo.parallel.build import build_layout
+from mimo.parallel.grids import Layout
 from mimo.train import main as job
-from mimo.verify import main as verify
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -102,8 +102,8 @@ ROLES = {
 
 def held_by_roles(rank: int, recipe: Recipe, layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
     """Bytes of weights, gradients and optimizer that this rank holds, by role."""
-    from mimo.layout.groups import build_topology
     from mimo.model.build import build_model
+    from mimo.parallel.groups import build_topology
 
     found = []
     modules: Any = build_model(recipe, build_topology(layout), 100).modules

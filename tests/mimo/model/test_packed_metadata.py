@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from data.batch import GlobalMicrobatch
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
-from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.step.plan import StepPlanner
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.model.step_plan import StepPlanner
+from mimo.parallel.build import build_layout
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mimo.hf.recipes import load_recipe
-from mimo.verify.cells import recipe_cells
-from mimo.verify.verifier import Verifier
+from mimo.check.verify.cells import recipe_cells
+from mimo.check.verify.verifier import Verifier
+from mimo.checkpoint.hf.recipes import load_recipe
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from encoders import qwen_vl
 from tests.conftest import RunRanks
-from tests.mimo.hf.folders import make
-from tests.mimo.step.test_videos import write_samples
+from tests.mimo.checkpoint.hf.folders import make
+from tests.mimo.model.test_videos import write_samples
 
 TOLERANCE = 1e-5
 # Frames of each video and images (0) of each sample, in order of mention.
@@ -41,11 +41,11 @@ def run_both(
     from transformers import AutoModelForImageTextToText
 
     from data.batch import pack_lane
+    from mimo.checkpoint.hf.initial import initial_weights
+    from mimo.checkpoint.hf.recipes import load_recipe
     from mimo.families.registry import encoder_settings
     from mimo.generate.one_rank import LocalModel
-    from mimo.hf.initial import initial_weights
-    from mimo.hf.recipes import load_recipe
-    from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+    from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 
     recipe = load_recipe(path, overrides)
     settings: Any = encoder_settings(recipe, "vision")

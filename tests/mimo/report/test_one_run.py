@@ -14,7 +14,7 @@ import pytest
 from mimo.generate.evaluate import Answered, draw
 from mimo.report.one_run import main, part_of
 from mimo.report.runs import read_runs
-from mimo.train.environment import starts_of
+from mimo.runtime.run_environment import starts_of
 from mimo.train.incidents import record
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
-from mimo.layout.hosts import SHARED_MEMORY
-from mimo.step.dataset import open_dataset
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.model.dataset import open_dataset
+from mimo.parallel.build import build_layout
+from mimo.parallel.hosts import SHARED_MEMORY
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import corrupt
@@ -30,10 +30,10 @@ from tests.mimo.runs import corrupt
 STEPS = 5
 # Not packed by the thread that trains: the names, and where each is called.
 PREPARING = (
-    ("mimo.step.plan.StepPlanner", "microbatches"),
-    ("mimo.step.plan.StepPlanner", "finish"),
+    ("mimo.model.step_plan.StepPlanner", "microbatches"),
+    ("mimo.model.step_plan.StepPlanner", "finish"),
     ("bridge.plan", "_exchange"),
-    ("mimo.step.loader", "pack_lane"),
+    ("mimo.model.loader", "pack_lane"),
     ("mimo.train.batches", "gather_items"),
     ("mimo.model.modules", "stage_lane"),
     ("mimo.model.modules", "stage_items"),
@@ -71,7 +71,7 @@ def _around(where: str, name: str, before: Callable[[], None]) -> None:
 
 def _trained(path: Path, *overrides: str) -> Iterator[dict[str, Any]]:
     """The metrics of training on this rank, as they are made."""
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
     from mimo.train.observer import StepObserver
 
@@ -106,7 +106,7 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
         seen = threads.setdefault(f"{where}.{name}", set())
         _around(where, name, lambda seen=seen: seen.add(threading.current_thread().name))
     if rank == 1:
-        _around("mimo.step.loader", "pack_lane", lambda: time.sleep(0.02))
+        _around("mimo.model.loader", "pack_lane", lambda: time.sleep(0.02))
         _around("data.index.reader.SampleReader", "sample", lambda: time.sleep(0.01))
     summed = batches.sum_over_world
 
@@ -135,7 +135,7 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
 
 def train_and_count(rank: int, path: Path, mib: int) -> list[tuple[int, int]]:
     """For each step, how many read batches and how many prepared ones there are meanwhile."""
-    from mimo.step.loader import LoadedStep
+    from mimo.model.loader import LoadedStep
     from mimo.train import step as steps
     from mimo.train.batches import RankBatch
 
@@ -195,8 +195,8 @@ def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -
 
     shared: whether the ranks know that they are on one host.
     """
-    from mimo.layout.hosts import Host
-    from mimo.step import decoding
+    from mimo.model import decoding
+    from mimo.parallel.hosts import Host
 
     found, decoded, hosts = decoding.find_host, list[str](), list[Host]()
 
@@ -237,7 +237,7 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
             steps = [m for m in found["metrics"] if "loss" in m]
             assert [m["skipped_samples"] for m in steps] == [1] * STEPS
         assert ranks[0]["messages"] == ranks[1]["messages"]
-        planned = [found["threads"]["mimo.step.plan.StepPlanner.finish"] for found in ranks]
+        planned = [found["threads"]["mimo.model.step_plan.StepPlanner.finish"] for found in ranks]
         assert planned == [{"preparer_0"}] * 2
         losses.append([m["loss"] for m in ranks[0]["metrics"] if "loss" in m])
         idle.append(ranks[0]["idle"])
@@ -272,7 +272,7 @@ def test_one_step_waits_whatever_the_recipe_says_and_two_at_most_are_staged(
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [("mimo.step.plan.StepPlanner", "finish"), ("data.index.reader.SampleReader", "sample")],
+    [("mimo.model.step_plan.StepPlanner", "finish"), ("data.index.reader.SampleReader", "sample")],
 )
 def test_an_error_in_the_background_reaches_the_training_thread_as_it_was(
     run_ranks: RunRanks, recipe: Path, where: str, name: str
@@ -336,6 +336,6 @@ SLOW = 0.25
 def train_and_wait(rank: int, path: Path) -> list[dict[str, Any]]:
     """Metrics of steps whose samples rank 1 is slow to get."""
     if rank == 1:
-        _around("mimo.step.loader.StepLoader", "next", lambda: time.sleep(SLOW))
+        _around("mimo.model.loader.StepLoader", "next", lambda: time.sleep(SLOW))
     metrics = list(_trained(path))
     return metrics[: STEPS - 2]  # the last two steps read nothing

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch
+from mimo.config.schema import Recipe
 from mimo.errors import InputError
-from mimo.hf.recipes import load_recipe
-from mimo.layout.grids import Layout
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny

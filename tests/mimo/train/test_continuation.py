@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_phases, load_recipe
 from mimo.errors import RecipeError
-from mimo.hf.recipes import load_phases, load_recipe
 from mimo.model.recipe_checks import check_recipe
 from mimo.train import main as job
 from tests.mimo import tiny
+from tests.mimo.checkpoint.hf import folders
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
-from tests.mimo.hf import folders
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mimo.engines.megatron import acceleration
+from mimo.ops import acceleration
 from mimo.errors import InputError
-from mimo.layout.grids import LANGUAGE, GridSpec, Layout
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.train import entry
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mimo.checkpoint.folder import latest_checkpoint
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.saving import Saver
 from mimo.checkpoint.start import FromScratch
-from mimo.hf.recipes import load_recipe
-from mimo.launch.ranks import launch, rank_environment
-from mimo.layout.grids import Layout
+from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
+from mimo.runtime.ranks import launch, rank_environment
 from mimo.train.run_folder import make_run_dir
 from tests.cases import quick_values
 from tests.mimo import tiny

@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch
-from mimo.hf.recipes import load_recipe
-from mimo.launch.ranks import launch, rank_environment
-from mimo.layout.grids import Layout
+from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
+from mimo.runtime.ranks import launch, rank_environment
 from mimo.train.incidents import incidents
 from mimo.train.restarts import say_killed
 from mimo.train.run_folder import make_run_dir
@@ -130,7 +130,7 @@ def _kill() -> None:
 
 
 def _plan_in_another_order(struck: Path) -> None:
-    from mimo.step.plan import StepPlanner
+    from mimo.model.step_plan import StepPlanner
 
     struck.touch()
     plan = StepPlanner.microbatches

@@ -69,7 +69,7 @@ def disturb(kills: list[Kill], attempt: int, run_dir: Path, start: Start) -> Non
 
 
 def note_samples(file: Path) -> None:
-    from mimo.step.plan import StepPlan
+    from mimo.model.step_plan import StepPlan
     from mimo.train.presence import Presence
 
     def planned(self: Presence, step: int, plan: StepPlan) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
-from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import Recipe
 from mimo.train.loggers import check_loggers
 from mimo.train.main import Request
 from mimo.train.metrics import MetricsWriter

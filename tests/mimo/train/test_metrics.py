@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
 from mimo.families.registry import encoder_settings, language_settings
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
-from mimo.layout.grids import num_microbatches
+from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.model.flops import StepFlops
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.step.plan import StepPlan, StepPlanner
+from mimo.model.step_plan import StepPlan, StepPlanner
+from mimo.parallel.build import build_layout
+from mimo.parallel.grids import num_microbatches
 from mimo.train import metrics
 from mimo.train.metrics import MetricsWriter, StepResult, step_metrics
 from tests.mimo import tiny

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mimo.checkpoint.contents import with_masters
+from mimo.checkpoint.hf import to_hf
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import Resume
 from mimo.checkpoint.tensors import averages
-from mimo.convert import to_hf
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
-from mimo.hf.recipes import load_recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo.model.test_fsdp_runs import FSDP, TP, make, read, trained

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from mimo.checkpoint.folder import Progress, find_checkpoint, read_progress
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
+from mimo.model.dataset import open_dataset
 from mimo.model.recipe_checks import check_recipe
-from mimo.step.dataset import open_dataset
+from mimo.parallel.build import build_layout
 from mimo.train.incidents import incidents
 from mimo.train.observer import StepObserver
 from mimo.train.odd_steps import LossSpikes
@@ -93,8 +93,8 @@ class Poison(StepObserver):
 
 def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """Steps 0, 1 and 2, the second without numbers; and steps 0 and 2 alone."""
-    from mimo.hf.initial import initial_weights
-    from mimo.layout.groups import build_topology
+    from mimo.checkpoint.hf.initial import initial_weights
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 
     recipe = load_recipe(path, overrides)

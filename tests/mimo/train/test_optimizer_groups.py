@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from mimo.check.verify.compare import RankSteps, Shard
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch, Resume, Start
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
+from mimo.model.dataset import open_dataset
 from mimo.model.recipe_checks import check_recipe
-from mimo.step.dataset import open_dataset
-from mimo.verify.compare import RankSteps, Shard
+from mimo.parallel.build import build_layout
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -128,9 +128,9 @@ OPTIMIZERS: dict[str, tuple[list[str], float]] = {
 
 def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> RankSteps:
     """Some steps of one rank, each tensor's weights before the first one included."""
-    from mimo.layout.groups import build_topology
+    from mimo.check.verify.run import WatchedSteps
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
-    from mimo.verify.run import WatchedSteps
 
     recipe = load_recipe(path, overrides)
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)

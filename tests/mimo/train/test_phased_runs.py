@@ -13,12 +13,12 @@ from torch import Tensor
 from encoders.qwen_vl import PROJECTOR
 from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.hf.recipes import load_phases
 from mimo.checkpoint.start import FromScratch, FromWeights, Start
+from mimo.config.schema import Recipe
 from mimo.families.dtypes import DTYPES
 from mimo.families.lora import is_adapter
-from mimo.hf.recipes import load_phases
-from mimo.launch.ranks import run_on_cpu
-from mimo.recipe.schema import Recipe
+from mimo.runtime.ranks import run_on_cpu
 from mimo.train import main as job
 from tests.cases import quick_values
 from tests.conftest import RunRanks
@@ -87,8 +87,8 @@ def metrics(path: Path, name: str, phase: str) -> list[dict[str, float]]:
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
     from mimo.checkpoint.contents import begin, stored_at
-    from mimo.layout.build import build_layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.build import build_layout
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)

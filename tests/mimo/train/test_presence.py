@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bridge import BridgeError
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.parallel.build import build_layout
 from mimo.train.presence import Presence, RankLost
 from tests.mimo import tiny
 from tests.mimo.runs import LAYOUT

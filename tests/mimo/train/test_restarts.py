@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.start import Start
 from mimo.errors import EXIT_CONTINUE, InputError
-from mimo.launch.processes import RanksFailed
-from mimo.launch.ranks import RENDEZVOUS, run_on_cpu
+from mimo.runtime.processes import RanksFailed
+from mimo.runtime.ranks import RENDEZVOUS, run_on_cpu
 from mimo.train import main as job
 from mimo.train.incidents import INCIDENTS, incidents, record
 from mimo.train.restarts import (
@@ -91,7 +91,7 @@ def train_under_torchrun(port: int, restart: int, arguments: list[str], death: s
 
     death: how rank 1 ends in step 3; nothing is asked of the others.
     """
-    from mimo.cli import app
+    from mimo.cli.main import app
 
     del os.environ[RENDEZVOUS]
     os.environ |= {
@@ -315,7 +315,7 @@ def test_the_agent_of_torchrun_restarts_a_run_exactly_and_leaves_no_process(
     script.write_text(
         "import os, signal, sys\n"
         "from tests.mimo.disturbed import when_at\n"
-        "from mimo.cli import app\n"
+        "from mimo.cli.main import app\n"
         "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':\n"
         "    when_at(3, 'update', lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
         "app(['train', *sys.argv[1:]])\n"

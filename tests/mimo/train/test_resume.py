@@ -16,11 +16,11 @@ import pytest
 
 from data.index.samples import Index
 from mimo.checkpoint.folder import Progress, read_progress
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError
-from mimo.hf.recipes import load_recipe
-from mimo.launch.processes import RanksFailed
+from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.model.recipe_checks import check_recipe
-from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.runtime.processes import RanksFailed
 from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks

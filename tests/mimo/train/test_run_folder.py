@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.hf.recipes import load_phases
+from mimo.checkpoint.hf.recipes import load_phases
 from mimo.model.recipe_checks import check_recipe
 from mimo.train.main import Job, Request
 from mimo.train.restarts import follows_another

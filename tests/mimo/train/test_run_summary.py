@@ -10,11 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mimo.checkpoint.folder import Progress
-from mimo.hf.initial import initial_weights
-from mimo.hf.recipes import load_recipe
+from mimo.checkpoint.hf.initial import initial_weights
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.model.recipe_checks import check_recipe
-from mimo.step.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.train.environment import starts_of
+from mimo.runtime.run_environment import starts_of
 from mimo.train.run_summary import num_parameters, precision_warnings, summary_of
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -45,7 +45,7 @@ def facts(path: Path, *overrides: str, progress: Progress | None = None) -> dict
 
 def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, int]]:
     """Elements of each module on a rank that has all of it, and of those that train."""
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 
     recipe = load_recipe(path, overrides)

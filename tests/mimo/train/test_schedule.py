@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
-from mimo.hf.recipes import load_recipe
-from mimo.recipe.schema import Recipe
 from mimo.train.schedule import learning_rates
 from tests.mimo import tiny
 

@@ -20,19 +20,19 @@ from typing import Any
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch
-from mimo.hf.recipes import load_recipe
-from mimo.launch.ranks import RENDEZVOUS, launch, rank_environment
-from mimo.layout.grids import Layout
+from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
-from mimo.recipe.schema import Recipe
+from mimo.parallel.grids import Layout
+from mimo.runtime.ranks import RENDEZVOUS, launch, rank_environment
 from mimo.train.incidents import incidents
 from mimo.train.observer import ACTIVITIES
 from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.launch.conftest import free_port, train
+from tests.mimo.runtime.conftest import free_port, train
 from tests.ranks import running
 
 HERE = "tests.mimo.train.test_stalls"
@@ -109,7 +109,7 @@ CASES = {
         alone(2, "batch"), 2, rf"at step 2, {PLANS}",
     ),
     "decode": Case(
-        1, _sleep, (0, "setup"), "mimo.step.crew:Crew", "begin",
+        1, _sleep, (0, "setup"), "mimo.model.crew:Crew", "begin",
         alone(0, "setup"), 2, "at step 0, in 'setup', waits for rank 1: samples of step 0 that it",
         layout=SHARES,
     ),

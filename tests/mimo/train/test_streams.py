@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimo.checkpoint.folder import Progress, read_progress, write_progress
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
-from mimo.layout.hosts import Host
-from mimo.recipe.schema import Recipe
-from mimo.step import decoding
-from mimo.step.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
+from mimo.model import decoding
+from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.parallel.build import build_layout
+from mimo.parallel.hosts import Host
 from mimo.train import batches, loop
 from mimo.train.continuation import continue_order
 from mimo.train.loop import Trainer

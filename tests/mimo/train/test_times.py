@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mimo.layout.grids import GridSpec, Layout
+from mimo.parallel.grids import GridSpec, Layout
 from mimo.spans import RANK
 from mimo.train import times
 from mimo.train.times import StepTimes

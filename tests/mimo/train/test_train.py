@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.start import FromScratch
-from mimo.cluster.watch import facts_of, look
-from mimo.hf.recipes import load_recipe
-from mimo.launch.processes import RanksFailed
-from mimo.layout.build import build_layout
-from mimo.layout.grids import Layout
-from mimo.recipe.schema import Recipe
-from mimo.step.dataset import open_dataset
-from mimo.step.plan import StepPlan
+from mimo.config.schema import Recipe
+from mimo.model.dataset import open_dataset
+from mimo.model.step_plan import StepPlan
+from mimo.parallel.build import build_layout
+from mimo.parallel.grids import Layout
+from mimo.report.status import facts_of, look
+from mimo.runtime.processes import RanksFailed
 from mimo.train.incidents import incidents
 from mimo.train.run_files import BAD_SAMPLES
 from mimo.train.run_folder import make_run_dir
@@ -70,7 +70,7 @@ def test_corrupt_video_blanks_the_images_of_its_sample_too(
 
 
 def _loss_without_first_sample(rank: int, recipe: Path) -> float:
-    from mimo.verify import reference
+    from mimo.check.verify import reference
 
     plan = reference.plan_microbatch
 
@@ -159,7 +159,7 @@ CLIP = 0.01
 
 def _observe(rank: int, path: Path) -> tuple[list[str], float, dict[str, float]]:
     """What an observer is told of one step, the squared norm that it finds, and the metrics."""
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
     from mimo.train.observer import StepObserver
 

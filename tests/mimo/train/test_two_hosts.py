@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.hf.recipes import load_recipe
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.train.incidents import incidents
 from tests.conftest import RunRanks
 from tests.hosts import INTERFACE, Host, two_hosts
@@ -63,7 +63,7 @@ def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path
     job = MarkedJob()
     with two_hosts(tmp_path) as hosts:
         lines = lines_of(hosts, recipe, "name=two")
-        look = [line.replace("mimo.cli train", "mimo.cli preflight") for line in lines]
+        look = [line.replace("mimo.cli.main train", "mimo.cli.main preflight") for line in lines]
         looks = start(hosts, recipe, job, look)
         assert [look.wait(120) for look in looks] == [0, 0], log_of(recipe, hosts[0]).read_text()
         table = json.loads((tmp_path / "runs/two/launch/preflight.json").read_text())
@@ -88,7 +88,7 @@ def test_a_host_that_preflight_finds_broken_is_named_on_hosts_without_slurm(
     job = MarkedJob()
     with two_hosts(tmp_path) as hosts:
         lines = lines_of(hosts, recipe, "name=broken")
-        looks = [line.replace("mimo.cli train", "mimo.cli preflight") for line in lines]
+        looks = [line.replace("mimo.cli.main train", "mimo.cli.main preflight") for line in lines]
         looks[1] = looks[1].replace("name=broken", "name=broken train.stepps=3")
         codes = [agent.wait(120) for agent in start(hosts, recipe, job, looks)]
         told = [log_of(recipe, host).read_text() for host in hosts]

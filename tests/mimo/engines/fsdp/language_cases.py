@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.load import materialise
-from mimo.engines.megatron.layers.rows import place_rows
 from mimo.engines.megatron.segments import PackedSegments
+from mimo.ops.rows import place_rows
 
 _TEXT = {
     "vocab_size": 96,

@@ -17,7 +17,7 @@ from mimo.engines.fsdp.attention import Segments, attend
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.plans import PLANS, model_problems, tp_problems
-from mimo.engines.megatron.layers.attention_plan import LayerForm
+from mimo.ops.attention_plan import LayerForm
 from tests.conftest import RunRanks
 from tests.mimo.engines.fsdp.language_cases import (
     LAYOUTS,

@@ -30,7 +30,7 @@ def step(rank: int, cases: Any) -> list[Any]:
     from mimo.engines.fsdp.load import load
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.sharding import shard
-    from mimo.engines.megatron.layers.rows import place_rows
+    from mimo.ops.rows import place_rows
     from tests.fsdp_job import OPTIMIZER
     from tests.fsdp_ranks import Asked, norm_of, same_names, sent
     from tests.mimo.engines.fsdp.language_cases import (

@@ -76,7 +76,7 @@ def test_rows_of_padding_are_zeros_that_no_parameter_has() -> None:
 
 def names() -> Names:
     """Those of Megatron's Qwen3, as a recipe makes them of the family's key map."""
-    from mimo.languages import qwen3
+    from mimo.families.languages import qwen3
     from tests.language_steps import NUM_TOKENS, SETTINGS
 
     sizes = qwen3.Settings(**{**SETTINGS, "vocab_size": NUM_TOKENS})

@@ -26,8 +26,8 @@ def holds(rank: int) -> dict[str, Any]:
 
     from mimo.engines.fsdp.context import TP, FsdpContext
     from mimo.engines.fsdp.sharding import held, shard
-    from mimo.layout.grids import GridSpec, Layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.grids import GridSpec, Layout
+    from mimo.parallel.groups import build_topology
 
     found: dict[str, Any] = {}
     for tp, replicate in ((1, 1), (2, 1), (2, 2), (1, 2)):

@@ -40,8 +40,8 @@ def gpu_inputs(num_queries: int) -> list[Tensor]:
 def by_kernel(kernel: str, cp: tuple[int, int], causal: bool, window: int | None, items: Any):
     """The attention of one rank by this kernel, of q, k and v; k and v are not contiguous."""
     from mimo.device import local_device, send
-    from mimo.engines.megatron.layers.attention_plan import LayerForm
     from mimo.engines.megatron.segments import brought
+    from mimo.ops.attention_plan import LayerForm
 
     form = LayerForm(kernel, causal, window, *cp)
     plan = brought(form.plan(GPU_LENGTHS, items), lambda tensor: send(tensor, local_device()))
@@ -84,8 +84,8 @@ def test_gpu_kernel_equals_sdpa_in_bf16(
     cp: tuple[int, int],
 ) -> None:
     """Forward and backward."""
-    from mimo.engines.megatron.acceleration import Machine, has_function, this_machine
-    from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
+    from mimo.ops.acceleration import Machine, has_function, this_machine
+    from mimo.ops.kernel_choice import AttentionCase, choose_kernel
 
     if not has_function(package, *function):
         pytest.skip(f"{package} has no {function[0]} or is not installed")
@@ -142,10 +142,10 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
 def test_layers_neither_wait_for_the_gpu_nor_copy_to_it() -> None:
     """Once plans are prepared; PyTorch itself raises at whatever makes the host wait."""
     from mimo.device import local_device
-    from mimo.engines.megatron.acceleration import this_machine
-    from mimo.engines.megatron.layers.attention_plan import LayerForm
-    from mimo.engines.megatron.layers.kernel_choice import AttentionCase, choose_kernel
     from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.acceleration import this_machine
+    from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.kernel_choice import AttentionCase, choose_kernel
 
     case = AttentionCase(GPU_HEAD_SIZE, causal=True, window=50, whole_items=True)
     kernel = choose_kernel(case, torch.bfloat16, this_machine()).kernel

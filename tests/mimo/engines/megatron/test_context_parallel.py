@@ -91,8 +91,8 @@ def check_blocks(rank: int) -> None:
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from mimo.engines.megatron.layers.attention_kernels import dense_blocks, sdpa
     from mimo.engines.megatron.segments import attention_blocks, zigzag_order
+    from mimo.ops.attention_kernels import dense_blocks, sdpa
 
     units = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests import lone_module
 from tests.conftest import RunRanks
 from tests.lone_module import Weights, noise
-from tests.mimo.languages.test_qwen3 import (
+from tests.mimo.families.languages.test_qwen3 import (
     IMAGES,
     LENGTHS,
     NUM_TOKENS,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.hf.recipes import load_recipe
-from mimo.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.layout.grids import Layout
-from mimo.recipe.schema import Recipe
+from mimo.config.schema import Recipe
+from mimo.parallel.grids import Layout
 from tests import language_steps
 from tests.conftest import RunRanks
 from tests.language_steps import Job
@@ -94,7 +94,7 @@ class _Largest(TorchDispatchMode):
 
 def largest_while_building(rank: int) -> tuple[int, int, int]:
     """Elements of the largest tensor made and of the largest parameter; peak bytes of numpy."""
-    from mimo.languages import qwen3
+    from mimo.families.languages import qwen3
 
     ctx = _context(2, sp=True)
     settings = qwen3.Settings(**{**language_steps.SETTINGS, **WIDE, "vocab_multiple": 2400})
@@ -178,11 +178,11 @@ def test_weights_of_a_published_checkpoint_are_not_drawn(
 
 
 def names_drawn_from_hf(rank: int, folder: Path) -> list[str]:
-    from mimo.convert.from_hf import minimal_recipe
+    from mimo.checkpoint.hf.from_hf import minimal_recipe
+    from mimo.checkpoint.hf.initial import initial_weights
     from mimo.engines.megatron import initialize
     from mimo.generate.one_rank import LocalModel
-    from mimo.hf.initial import initial_weights
-    from mimo.step.dataset import open_tokenizer
+    from mimo.model.dataset import open_tokenizer
 
     names: list[str] = []
     original = initialize.draw

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mimo.engines.megatron.layers.gate import gate
-from mimo.engines.megatron.layers.norms import rms_norm
-from mimo.engines.megatron.layers.rope import rotate
+from mimo.ops.gate import gate
+from mimo.ops.norms import rms_norm
+from mimo.ops.rope import rotate
 from tests.conftest import RunRanks
 from tests.language_steps import Job, Trainer, microbatches
 from tests.lone_module import noise

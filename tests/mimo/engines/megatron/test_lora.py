@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from encoders.qwen_vl import PROJECTOR
+from mimo.check.verify.compare import Reference
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.modules import LoRA
 from mimo.errors import RecipeError
 from mimo.families.lora import is_adapter, merged_weight
-from mimo.hf.recipes import load_recipe
-from mimo.recipe.modules import LoRA
-from mimo.verify.compare import Reference
 from tests import language_steps
 from tests.conftest import RunRanks
 from tests.lone_module import noise, tensor_parallel_slice
@@ -34,9 +34,10 @@ TOWER = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attenti
 OUTPUT_SIZE = 20
 # (package, family): settings, without what makes weights large.
 FAMILIES: dict[tuple[str, str], dict[str, Any]] = {
-    ("mimo.languages", "qwen2_5"): language_steps.SETTINGS,
-    ("mimo.languages", "qwen3"): language_steps.SETTINGS,
-    ("mimo.languages", "gemma3"): DECODER | {"sliding_window": 8, "sliding_window_pattern": 2},
+    ("mimo.families.languages", "qwen2_5"): language_steps.SETTINGS,
+    ("mimo.families.languages", "qwen3"): language_steps.SETTINGS,
+    ("mimo.families.languages", "gemma3"): DECODER
+    | {"sliding_window": 8, "sliding_window_pattern": 2},
     ("encoders", "qwen_vl"): TOWER | {"window_size": 56, "full_attention_layers": (1,)},
     ("encoders", "qwen3_vl"): TOWER | {"deepstack_visual_indexes": (0,), "num_grid_per_side": 5},
     ("encoders", "gemma3"): TOWER | {"image_size": 56, "mm_tokens_per_image": 4},
@@ -74,8 +75,8 @@ def adapted_and_merged(
     """Both models of a family on one rank in fp64, one forward and backward each."""
     from mimo.engines.megatron.config import LoRA, ModuleContext
     from mimo.engines.megatron.parallel import prepare_engine
-    from mimo.layout.grids import LANGUAGE, GridSpec, Layout
-    from mimo.layout.groups import build_topology
+    from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+    from mimo.parallel.groups import build_topology
 
     prepare_engine(language_steps.SEED)
     family = importlib.import_module(f"{package}.{name}")
@@ -85,7 +86,7 @@ def adapted_and_merged(
     lora = LoRA(RANK, ALPHA / RANK, targets)
     sizes = family.Settings(**settings, **({} if "init_std" in settings else {"init_std": 0.2}))
     rest: tuple = (OUTPUT_SIZE, language_steps.SEED)
-    if package == "mimo.languages":
+    if package == "mimo.families.languages":
         rest = (language_steps.NUM_TOKENS, 64, language_steps.SEED)
     model, merged = (
         family.build(sizes, one, *rest) for one in (replace(ctx, lora=lora), replace(ctx))
@@ -167,7 +168,7 @@ def test_an_adapter_is_a_low_rank_update_of_the_weight(
 
 
 def test_only_the_targets_have_adapters(run_ranks: RunRanks) -> None:
-    family = ("mimo.languages", "qwen3")
+    family = ("mimo.families.languages", "qwen3")
     args = (*family, FAMILIES[family], frozenset(["proj", "fc1"]), "full")
     (found,) = run_ranks(adapted_and_merged, 1, *args)
     assert {name.rpartition(".")[2] for name in found.linears} == {"linear_proj", "linear_fc1"}
@@ -226,7 +227,7 @@ STEPS = len(LAYOUTS)
 
 
 def one_rank_steps(rank: int, path: Path, overrides: list[str]) -> Reference:
-    from mimo.verify.reference import reference_steps
+    from mimo.check.verify.reference import reference_steps
 
     return reference_steps(load_recipe(path, overrides), STEPS)
 

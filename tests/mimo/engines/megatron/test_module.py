@@ -25,9 +25,9 @@ def steps_with_overwriting_linears(rank: int, path: Path, overrides: list[str]) 
     import torch.distributed as dist
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from mimo.hf.recipes import load_recipe
-    from mimo.layout.build import build_layout
-    from mimo.verify.run import WatchedSteps, open_trainer, train_watched
+    from mimo.check.verify.run import WatchedSteps, open_trainer, train_watched
+    from mimo.checkpoint.hf.recipes import load_recipe
+    from mimo.parallel.build import build_layout
 
     class Linear(torch.autograd.Function):
         """As Transformer Engine's: the first gradient of a step overwrites DDP's sum."""

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.engines.megatron.acceleration import TRANSFORMER_ENGINE, Machine, overlap_problem
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
-from mimo.hf.recipes import load_recipe
-from mimo.layout.build import build_layout
-from mimo.layout.grids import fixed_tokens
 from mimo.model.recipe_checks import check_device, check_recipe
+from mimo.ops.acceleration import TRANSFORMER_ENGINE, Machine, overlap_problem
+from mimo.parallel.build import build_layout
+from mimo.parallel.grids import fixed_tokens
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -66,7 +66,7 @@ def test_a_machine_without_gpus_or_transformer_engine_is_refused(path: Path) -> 
 
 
 def test_buffers_are_made_anew_for_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mimo.engines.megatron.acceleration import make_user_buffers
+    from mimo.ops.acceleration import make_user_buffers
 
     calls: list[Any] = []
     base = SimpleNamespace(
@@ -104,8 +104,8 @@ def test_sequences_of_one_length_give_the_steps_of_one_rank(
 
 def padded_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """Inside a rank: train on sequences padded as for the overlap; all lanes' tokens, too."""
-    from mimo.step import planner
-    from mimo.step.plan import StepPlanner
+    from mimo.model import planner
+    from mimo.model.step_plan import StepPlanner
 
     tokens: list[int] = []
     finish = StepPlanner.finish

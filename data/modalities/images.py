@@ -1,0 +1,230 @@
+"""Images, one item each, and the Qwen2-VL preprocessing into patches.
+
+Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch size in frames,
+`t, h, w` the grid of one image in patches (`t` is 1 for a still image).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from data.modalities.image_files import (
+    IMAGE_SUFFIXES,
+    full_size,
+    image_size,
+    open_image,
+    png_bytes,
+    to_rgb,
+)
+from data.modalities.processor import Part, PartPlan, Size, WireForm, encoding_cost
+from data.text.item_text import ITEM_SLOT
+
+MAX_ASPECT_RATIO = 200
+
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+_RANDOM_ROWS = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))  # columns and lines of a random file
+
+
+class StillImages(ABC):
+    """A `Media` of parts that are one image and become one item, for dataclasses.
+
+    Sizes are (width, height) in pixels. patch_size: P, pixels. merge_size: M, patches per side that
+    become one row. mean, std: per RGB channel, for values in 0..1. tower_width: hidden size of the
+    tower; only the cost depends on it. jpeg_draft: whether a JPEG that will shrink to a half or
+    less is decoded at a smaller size, which is faster and changes its pixels.
+    """
+
+    KIND: ClassVar[str]
+    RESAMPLING: ClassVar[Image.Resampling]
+    suffixes = IMAGE_SUFFIXES
+    patch_size: int
+    merge_size: int
+    tower_width: int
+    jpeg_draft: bool
+
+    @property
+    def row_pixels(self) -> int:
+        """Side of a square in the resized image that makes one row: P·M pixels."""
+        return self.patch_size * self.merge_size
+
+    @abstractmethod
+    def resized(self, width: int, height: int) -> Size:
+        """The size at which an image becomes patches: multiples of P·M. May raise ValueError."""
+
+    # ------------------------------------------------------------------------------ files
+
+    def probe(self, file: BinaryIO) -> Size:
+        """Size, from the header. Raises as `image_size`."""
+        return image_size(file)
+
+    def decode(self, data: bytes) -> Image.Image:
+        """In RGB. Raises ValueError as `open_image`, and for a mode that cannot become RGB."""
+        image = open_image(data, self.shown_size if self.jpeg_draft else None)
+        try:
+            return to_rgb(image)
+        except OSError as error:
+            raise ValueError(f"the image cannot become RGB ({error})") from error
+
+    def shown_size(self, size: Size) -> Size | None:
+        """The size at which a file of this size becomes patches; None if there are several."""
+        return self.resized(*size)
+
+    def size_of(self, decoded: Image.Image) -> Size:
+        """Width and height of its file."""
+        return full_size(decoded)
+
+    def size_text(self, size: Size) -> str:
+        """Words for a size."""
+        return f"{size[0]} x {size[1]} pixels"
+
+    def picture(self, decoded: Image.Image) -> np.ndarray:
+        """The image itself."""
+        return np.asarray(decoded)
+
+    def random_file(self, rng: np.random.Generator) -> bytes:
+        """A PNG of noise: 1 to 4 rows, one to three side by side."""
+        columns, lines = _RANDOM_ROWS[int(rng.integers(len(_RANDOM_ROWS)))]
+        shape = lines * self.row_pixels, columns * self.row_pixels
+        return png_bytes(rng.integers(0, 256, shape, dtype=np.uint8))
+
+    # ------------------------------------------------------------------------------ items
+
+    def plan(self, part: Part) -> PartPlan:
+        """One item. Raises ValueError for several frames, and as `resized`."""
+        if part.frames != 1:
+            raise ValueError(f"a part of {part.frames} frames, but its encoder takes still images")
+        return self._plan(self.resized(*part.size))
+
+    def _plan(
+        self, size: Size, t: int = 1, text: str = ITEM_SLOT, time_step: float = 1.0
+    ) -> PartPlan:
+        """Items of t patches of frames that are resized to ``size``."""
+        w, h = (side // self.patch_size for side in size)
+        return PartPlan(
+            grid=(t, h, w),
+            row_grid=(t, h // self.merge_size, w // self.merge_size),
+            cost=t * encoding_cost(h * w, self.tower_width),  # attention stays inside a frame
+            text=text,
+            time_step=time_step,
+        )
+
+    def item_files(self, part: Part, item: int) -> range:
+        """All of them."""
+        return range(part.frames)
+
+    def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
+        """uint8 (h·w, 3·P·P) of the image."""
+        return self.patches(files[0])
+
+    def patches(self, image: Image.Image) -> np.ndarray:
+        """uint8 (h·w, 3·P·P): patches, the M² of a row adjacent, see `cut_patches`."""
+        resized = to_rgb(image).resize(self.resized(*self.size_of(image)), self.RESAMPLING)
+        return cut_patches(np.asarray(resized)[None], self.patch_size, self.merge_size)
+
+    def fingerprint(self) -> str:
+        """Hex digest that changes whenever sizes or row counts may change."""
+        own: Any = self
+        pairs = zip(fields(own), astuple(own), strict=True)
+        settings = tuple(value for field, value in pairs if field.name != "jpeg_draft")
+        return hashlib.sha256(repr((self.KIND, settings)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ImageProcessor(StillImages):
+    """Qwen2-VL preprocessing: resize to whole merge blocks, cut into patches, normalise.
+
+    temporal_patch_size: T, frames per patch; a still image is repeated T times. min_pixels,
+    max_pixels: bounds on the pixels of the resized image. Raises ValueError for bounds that nothing
+    can meet.
+    """
+
+    patch_size: int = 14
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
+    std: tuple[float, float, float] = OPENAI_CLIP_STD
+    tower_width: int = 1280
+    jpeg_draft: bool = False
+
+    KIND: ClassVar[str] = "qwen2_vl-1"
+    RESAMPLING: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
+
+    def __post_init__(self) -> None:
+        block = self.row_pixels
+        if self.max_pixels < max(self.min_pixels, block * block):
+            raise ValueError(
+                f"image processor: max_pixels is {self.max_pixels}, needs to be at least "
+                f"min_pixels ({self.min_pixels}) and one merge block ({block} x {block} = "
+                f"{block * block})"
+            )
+
+    @property
+    def wire(self) -> WireForm:
+        """3·P·P bytes of a patch, for 3·T·P·P values."""
+        width, frames = 3 * self.patch_size**2, self.temporal_patch_size
+        return WireForm(width, normalisation_table, self.mean, self.std, frames)
+
+    def resized(self, width: int, height: int) -> Size:
+        """The size at which an image becomes patches, within the pixel bounds.
+
+        The aspect ratio is kept as well as the multiples allow. A very long image may end above
+        `max_pixels`, because a side is never shorter than one merge block. Raises ValueError for an
+        aspect ratio above 200.
+        """
+        return self._bounded(width, height, 1, 1)
+
+    def _bounded(self, width: int, height: int, frames: int, whole: int) -> Size:
+        """The size of ``frames`` frames, if ``whole`` of them together are to meet the bounds."""
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise ValueError(
+                f"image of {width} x {height} pixels has an aspect ratio of "
+                f"{max(width, height) / min(width, height):.0f}, at most {MAX_ASPECT_RATIO} is "
+                "allowed; crop or split it"
+            )
+        block, pixels = self.row_pixels, frames * height * width
+        new_width, new_height = round(width / block) * block, round(height / block) * block
+        if whole * new_width * new_height > self.max_pixels:
+            shrink = math.sqrt(pixels / self.max_pixels)
+            new_width = max(block, math.floor(width / shrink / block) * block)
+            new_height = max(block, math.floor(height / shrink / block) * block)
+        elif whole * new_width * new_height < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / pixels)
+            new_width = math.ceil(width * grow / block) * block
+            new_height = math.ceil(height * grow / block) * block
+        return new_width, new_height
+
+
+def cut_patches(frames: np.ndarray, size: int, merge: int, frames_per_patch: int = 1) -> np.ndarray:
+    """uint8 (t·h·w, 3·T·P·P): patches of frames whose sides are multiples of P·M pixels.
+
+    frames: uint8 (t·T or fewer, height, width, 3), RGB; the last one is repeated to fill a patch.
+    size, merge, frames_per_patch: P, M, T. The M x M patches of one merge block are adjacent, so M²
+    consecutive patches make one row. Inside a patch the order is channel, frame, y, x.
+    """
+    depth = frames_per_patch
+    if missing := -len(frames) % depth:
+        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+    count, height, width, _ = frames.shape
+    t, h, w = count // depth, height // size, width // size
+    # (t, T, h/M, M, P, w/M, M, P, 3) -> (t, h/M, w/M, M, M, 3, T, P, P)
+    blocks = frames.reshape(t, depth, h // merge, merge, size, w // merge, merge, size, 3)
+    return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3 * depth * size**2)
+
+
+def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """float32 (3, 256): the normalised value of each byte, rounded as transformers does."""
+    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    means, stds = (np.array(x, dtype=np.float32)[:, None] for x in (mean, std))
+    return (scaled - means) / stds

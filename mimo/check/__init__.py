@@ -1,0 +1,1 @@
+"""Comparisons: a layout with one rank, our model with transformers, a step with itself."""

@@ -1,0 +1,309 @@
+"""The stand-in that is run for a recipe: tiny modules, synthetic data, a given layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mimo.check.verify.stand_in import stand_in
+from mimo.check.verify.workload import Items, Workload
+from mimo.config.schema import Recipe
+from mimo.config.source import dotted
+from mimo.errors import RecipeError
+from mimo.families.registry import encoder_settings, language_settings
+from mimo.model.recipe_checks import check_recipe
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, sequence_multiple
+from mimo.parallel.levels import minimum_run_ahead
+
+NUM_STEPS = 2  # the second step reveals stale state
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+# An fp32 error up to this many tolerances may be rounding: fp64 decides. A larger one is not.
+DOUBTFUL = 10.0
+
+# Few different depths and widths, so that layouts can share the one-rank run as a reference.
+_USUAL_STAGES = 4
+_USUAL_ENCODER_STAGES = 2
+_USUAL_TP = 2
+_USUAL_MICROBATCHES = 8
+_USUAL_SAMPLES = 6  # of all lanes together, in a microbatch
+_SEQUENCE_LENGTH = 192
+_AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
+_GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
+
+# Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
+_LEARNING_RATE = {"sgd": 0.1, "adam": 0.01}
+_SMALLEST_RATE = 0.1  # of a module, as a share of the largest: weights have to move
+_WARMUP_STEPS = 2  # the shortest: half of the rate in the first step, all of it in the second
+_LARGER_WEIGHT = 3.0  # of two data sources: the ratio in which samples are drawn
+_ADAM_EPS = 1e-3
+# Adapters begin at 0: their weights are nothing but updates, with all the rounding noise of these.
+_ADAM_EPS_OF_ADAPTERS = 1e-2
+
+
+@dataclass(frozen=True)
+class ScaledRecipe:
+    """A recipe to run, its layout and its data."""
+
+    recipe: Recipe
+    layout: Layout
+    workload: Workload
+    directory: Path
+
+
+def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -> ScaledRecipe:
+    """The recipe with tiny modules on ``layout``; the recipe's sizes and data are not used.
+
+    folder: where the data of all workloads go, and tiny checkpoints, which are written at once.
+    Raises RecipeError if a family or an engine cannot work on the layout's grids.
+    """
+    microbatches = _num_microbatches(layout)
+    language, samples = layout.language, _samples_per_microbatch(layout)
+    data, items = recipe.model_dump(mode="json"), []
+    settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
+    every = {LANGUAGE: language_settings(recipe), **settings}
+    models = {name: _scaled(own, layout.grids[name]) for name, own in every.items()}
+    start, in_it = stand_in(recipe, layout, folder)
+    data["init_from"] = start and str(start)
+    models |= in_it
+    data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
+    for name, encoder in recipe.encoders.items():
+        model, placeholder = models[name], f"<|{name}_pad|>"
+        data["encoders"][name] |= {
+            "placement": "colocated" if name in layout.colocated else "disjoint",
+            "grid": _grid(layout, name),
+            "model": model,
+            "encode_group": _encode_group(encoder.encode_group, language),
+            "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
+            # The recipe's placeholder may be a word in the data made here.
+            "placeholder": placeholder,
+            "template_token": None,
+            "item_text": "{placeholder}",
+            # One media shows what the encoder does; the others only share its weights.
+            "other_media": {},
+        }
+        media = type(settings[name])(**model).processor(encoder.media)
+        items.append(Items(encoder.media, placeholder, media))
+    divisor = sequence_multiple(language.cp, language.tp, language.sp)
+    longest = -(-_SEQUENCE_LENGTH // divisor) * divisor
+    by_tokens = recipe.data.tokens_per_microbatch is not None
+    workload = Workload(
+        tuple(items),
+        NUM_STEPS,
+        microbatches,
+        samples,
+        _source_weights(recipe),
+        longest if by_tokens else None,
+        language.dp if by_tokens else 1,
+    )
+    directory = folder / workload.name
+    _set_training(data, recipe, precision)
+    data["train"] |= {
+        "seed": workload.seed(recipe.train.seed),
+        "global_batch_size": microbatches * (language.dp if by_tokens else samples),
+        "micro_batch_size": 1 if by_tokens else samples // language.dp,
+        "run_dir": str(folder / "runs"),
+    }
+    data["data"] |= {
+        "prepare": None,
+        "sources": [
+            {"path": str(directory / shard), "weight": weight}
+            for shard, weight in zip(workload.shards, workload.weights, strict=True)
+        ],
+        "validation": [],
+        "test": [],
+        "tokenizer": str(directory / "tokenizer"),
+        "sequence_length": longest,
+        "tokens_per_microbatch": workload.tokens,
+        # No more than tokens: a sample may be nearly all rows.
+        "rows_per_microbatch": recipe.data.rows_per_microbatch and longest,
+        "packing_window": samples,  # so the kinds of microbatches in the data are not all mixed
+        "shuffle_block": workload.block,
+        "max_skipped_samples": 0,
+    }
+    disjoint = [grid for name, grid in layout.grids.items() if name not in layout.colocated]
+    data["bridge"] |= {
+        "wire_dtype": "auto",
+        "check": "always",
+        "timeout_seconds": 60.0,
+        "block_ranks": -(-max(grid.size // grid.pp for grid in disjoint) // layout.blocks),
+    }
+    scaled = _validated(data)
+    placed = check_recipe(scaled, None)
+    assert placed == layout, f"{placed} was built, not {layout}"
+    return ScaledRecipe(scaled, placed, workload, directory)
+
+
+def changes(recipe: Recipe, precision: str) -> list[str]:
+    """What differs from the recipe besides sizes, data and layout, one sentence each."""
+    train, rate, eps = recipe.train, _LEARNING_RATE[recipe.train.optimizer], _eps(recipe)
+    rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in recipe.modules.items()}
+    lower = [f"{name} {own:g}" for name, own in rates.items() if own < max(rates.values())]
+    of_modules = f" ({', '.join(lower)})" if lower else ""
+    found = {
+        f"{precision} instead of {train.precision}": train.precision != precision,
+        f"no 8-bit linears (fp8: {train.fp8})": train.fp8 != "none",
+        "messages of linears are not overlapped": train.tp_comm_overlap,
+        f"learning rate {rate:g}{of_modules}, so that weights move": True,
+        **{
+            f"warm-up of {scaled} steps instead of {steps}": scaled > 0
+            for steps, scaled in _scaled_warmups(recipe).items()
+        },
+        f"adam_eps {eps:g} instead of {train.adam_eps:g}: a smaller one turns rounding of "
+        "gradients near zero into whole steps": train.optimizer == "adam" and eps != train.adam_eps,
+        f"no distributed optimizer: the engine has none in {precision}": (
+            train.distributed_optimizer and precision == "fp64"
+        ),
+        f"rows travel as {precision} instead of {recipe.bridge.wire_dtype}": (
+            recipe.bridge.wire_dtype != "auto"
+        ),
+    }
+    return [sentence for sentence, is_so in found.items() if is_so]
+
+
+def _eps(recipe: Recipe) -> float:
+    """Adam's eps; the same in every precision, so that fp64 settles what fp32 left open."""
+    adapts = any(module.lora is not None for module in recipe.modules.values())
+    return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
+
+
+def _source_weights(recipe: Recipe) -> tuple[float, ...]:
+    """Weights of one data source, or of two like the recipe's: equal, or one larger."""
+    weights = [source.weight for source in recipe.data.sources]
+    if len(weights) == 1:
+        return (1.0,)
+    small, large = weights.index(min(weights)), weights.index(max(weights))
+    if small == large:
+        return (1.0, 1.0)
+    return (1.0, _LARGER_WEIGHT) if small < large else (_LARGER_WEIGHT, 1.0)
+
+
+def _scaled_rate(recipe: Recipe, own: float | None) -> float:
+    """A module's learning rate, scaled so that the largest of all modules makes weights move.
+
+    The others keep their ratio to it, down to `_SMALLEST_RATE`. own: None for
+    `train.learning_rate`.
+    """
+    train = recipe.train
+    used = [part.learning_rate or train.learning_rate for part in recipe.modules.values()]
+    share = (own or train.learning_rate) / max(used)
+    return _LEARNING_RATE[train.optimizer] * max(share, _SMALLEST_RATE)
+
+
+def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
+    """By warm-up of the recipe, the steps of the stand-in's: unequal ones stay unequal."""
+    every = {recipe.train.warmup_steps, *map(recipe.warmup_steps, recipe.modules)}
+    return {0: 0} | {steps: n for n, steps in enumerate(sorted(every - {0}), _WARMUP_STEPS)}
+
+
+def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
+    """Set the optimizer so that a difference shows."""
+    warmups = _scaled_warmups(recipe)
+    for name, own in recipe.modules.items():
+        part = data["language"] if name == LANGUAGE else data["encoders"][name]
+        if own.learning_rate is not None:
+            part["learning_rate"] = _scaled_rate(recipe, own.learning_rate)
+        if own.warmup_steps is not None:
+            part["warmup_steps"] = warmups[own.warmup_steps]
+    data["train"] |= {
+        # The last step writes a checkpoint; after every warm-up a rate may fall.
+        "steps": max(NUM_STEPS, *warmups.values()) + 1,
+        "precision": precision,
+        "fp8": "none",
+        "tp_comm_overlap": False,
+        "learning_rate": _scaled_rate(recipe, None),
+        "warmup_steps": warmups[recipe.train.warmup_steps],
+        "decay_steps": recipe.train.decay_steps and 1,
+        "max_skipped_steps": 0,
+        "loss_spike_zscore": None,
+        "profile": None,
+        "adam_eps": _eps(recipe),
+        "validate_every": None,
+        "save_every": None,
+        "threads_per_rank": 1,
+    }
+    if precision == "fp64" or not recipe.train.distributed_optimizer:
+        # Megatron's distributed optimizer has no fp64.
+        data["train"] |= {"distributed_optimizer": False, "overlap_param_gather": "auto"}
+
+
+def _grid(layout: Layout, module: str) -> dict[str, Any]:
+    grid = layout.grids[module]
+    sizes = {axis: getattr(grid, axis) for axis in _AXES}
+    return sizes if module in layout.colocated else sizes | {"rank_offset": grid.rank_offset}
+
+
+def _scaled(settings: Any, grid: GridSpec) -> dict[str, Any]:
+    usual = _USUAL_STAGES if grid.module == LANGUAGE else _USUAL_ENCODER_STAGES
+    stages = _multiple(usual, grid.pp * grid.vpp)
+    return settings.scaled_down(stages, _multiple(_USUAL_TP, grid.tp)).model_dump(mode="json")
+
+
+def _multiple(usual: int, size: int) -> int:
+    return usual if usual % size == 0 else size
+
+
+def _num_microbatches(layout: Layout) -> int:
+    """Enough to fill the pipeline and let every encoder run as far ahead as it may."""
+    language, step = layout.language, layout.language.pp if layout.language.vpp > 1 else 1
+    count = math.lcm(step, _USUAL_MICROBATCHES)
+    # One more than needed is what `run_ahead: auto` means.
+    while count <= language.pp + minimum_run_ahead(language.pp, language.vpp, count) + 1:
+        count += step
+    return count
+
+
+def _samples_per_microbatch(layout: Layout) -> int:
+    """Of all lanes together: at least two per lane, and an item for about every encoder lane."""
+    lanes = layout.language.dp
+    needed = max(2 * lanes, *(grid.dp for grid in layout.encoders.values()), 0)
+    is_usual = _USUAL_SAMPLES % lanes == 0 and needed <= _USUAL_SAMPLES
+    return _USUAL_SAMPLES if is_usual else -(-needed // lanes) * lanes
+
+
+def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str:
+    """'auto', or the recipe's number between what is needed and what fits."""
+    if value == "auto":
+        return value
+    needed = minimum_run_ahead(layout.language.pp, layout.language.vpp, microbatches)
+    return min(max(int(value), needed), microbatches - layout.language.pp - 1)
+
+
+def _encode_group(value: int | str, language: GridSpec) -> int | str:
+    """'all', one, or several microbatches, as the interleaved schedule allows."""
+    if value == "all":
+        return value
+    stages = language.pp if language.vpp > 1 else 1
+    return stages if value == 1 else max(_GROUP // stages, 1) * stages
+
+
+def reference_recipe(scaled: ScaledRecipe) -> Recipe:
+    """The recipe without anything about how it is spread over ranks.
+
+    Layouts for which it is equal share one run on one rank.
+    """
+    data = scaled.recipe.model_dump(mode="json")
+    alone = {"grid": {"dp": 1}, "recompute": "none"}
+    alone |= {"reshard_after_forward": True, "reduce_gradients": "step"}
+    data["language"] |= alone
+    for encoder in data["encoders"].values():
+        encoder |= alone | {"placement": "disjoint", "run_ahead": "auto", "encode_group": "all"}
+    data["bridge"] = {}
+    tokens = scaled.workload.tokens
+    if tokens is None:
+        data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
+    spread = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
+    data["train"] |= dict.fromkeys(spread, False)
+    data["data"] |= {"packing": True, "sequence_length": tokens or _SEQUENCE_LENGTH}
+    return _validated(data)
+
+
+def _validated(data: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        problems = (f"{dotted(e['loc'])}: {e['msg']}; got {e['input']!r}" for e in error.errors())
+        raise RecipeError(*problems) from error

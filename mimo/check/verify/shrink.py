@@ -1,0 +1,204 @@
+"""Scales a layout down but keeps its character, in pure integers.
+
+Every axis above 1 stays above 1. Placements, SP, interleaving and the kind of lane ratio between
+each encoder and the language model stay. A layout that still needs too many ranks is covered by
+several layouts, each with some of the parallel axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import combinations, product
+from typing import NamedTuple
+
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+
+Axis = tuple[str, str]
+"""A module and one of its axes, such as ("language", "tp")."""
+
+_AXES = ("tp", "cp", "pp", "dp")
+_SMALL = (2, 3, 4)  # sizes to try for an axis above 1, before its actual size
+_FEW_LANES = range(2, 9)  # of a disjoint encoder
+
+
+class Part(NamedTuple):
+    """A layout with some of the parallel axes of another, the others set to 1."""
+
+    axes: frozenset[Axis]
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """For example `language.tp · vision.dp`."""
+        return " · ".join(".".join(axis) for axis in sorted(self.axes)) or "no parallel axis"
+
+
+class Cover(NamedTuple):
+    """Layouts that together cover a layout that is too large.
+
+    uncovered: pairs of axes that occur together in none of them.
+    """
+
+    parts: list[Part]
+    uncovered: list[tuple[Axis, Axis]]
+
+
+def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
+    """The kind of lane ratio, which determines how rows and gradients are routed."""
+    if encoder_lanes == language_lanes:
+        return "equal"
+    if encoder_lanes % language_lanes == 0:
+        return "fan-in"
+    if language_lanes % encoder_lanes == 0:
+        return "fan-out"
+    return "non-dividing, " + ("more" if encoder_lanes > language_lanes else "fewer")
+
+
+def place(
+    language: GridSpec,
+    encoders: dict[str, GridSpec],
+    colocated: Collection[str],
+    in_blocks: bool = False,
+) -> Layout:
+    """A layout of these grids without gaps.
+
+    Disjoint modules stand in the order of their offsets; where these are equal, encoders come
+    first. in_blocks: with the fewest blocks of lanes above one, if there can be any.
+    """
+    grids, start = {**encoders, LANGUAGE: language}, 0
+    disjoint = [name for name in grids if name not in colocated]
+    for name in sorted(disjoint, key=lambda name: grids[name].rank_offset):
+        grids[name] = replace(grids[name], rank_offset=start)
+        start = grids[name].ranks.stop
+    language = grids.pop(LANGUAGE)
+    for name in colocated:
+        grids[name] = replace(grids[name], rank_offset=language.rank_offset)
+    layout = Layout(language, grids, start, frozenset(colocated))
+    return replace(layout, blocks=_fewest_blocks(layout)) if in_blocks else layout
+
+
+def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
+    """Axes above 1, by module; the lanes of a colocated encoder follow from the other axes."""
+    return tuple(
+        (name, axis)
+        for name, grid in layout.grids.items()
+        for axis in _AXES
+        if getattr(grid, axis) > 1 and not (axis == "dp" and name in layout.colocated)
+    )
+
+
+def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
+    """The layout with all parallel axes but ``axes`` set to 1.
+
+    None if a colocated encoder would then not fit its ranks.
+    """
+
+    def reduced(grid: GridSpec) -> GridSpec:
+        sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}
+        grid = replace(grid, **sizes, dp_replicate=_replicas(grid, sizes["dp"]) or 1)
+        return replace(grid, sp=grid.sp and grid.tp > 1, vpp=grid.vpp if grid.pp > 1 else 1)
+
+    language = reduced(layout.language)
+    encoders = {name: reduced(grid) for name, grid in layout.encoders.items()}
+    for name in layout.colocated:
+        lanes, rest = divmod(language.size, encoders[name].tp)
+        if rest:
+            return None
+        copies = _replicas(layout.encoders[name], lanes) or 1
+        encoders[name] = replace(encoders[name], dp=lanes, dp_replicate=copies)
+    return place(language, encoders, layout.colocated, layout.blocks > 1)
+
+
+def shrink(layout: Layout) -> Layout:
+    """The smallest layout of the same kind.
+
+    Each axis above 1 gets the smallest size above 1 that keeps the kind of every lane ratio.
+    """
+    language, found = layout.language, {}
+    for sizes in product(*(_sizes(getattr(language, axis)) for axis in _AXES)):
+        axes = dict(zip(_AXES, sizes, strict=True))
+        if (copies := _replicas(language, axes["dp"])) is None:
+            continue
+        candidate = replace(language, **axes, vpp=min(language.vpp, 2), dp_replicate=copies)
+        encoders = {name: _shrink_encoder(layout, name, candidate) for name in layout.encoders}
+        fitting = {name: grid for name, grid in encoders.items() if grid is not None}
+        if len(fitting) == len(encoders):
+            placed = place(candidate, fitting, layout.colocated, layout.blocks > 1)
+            found[placed.world_size, sum(sizes), sizes] = placed
+    return found[min(found)]  # the layout's own sizes are among them
+
+
+def cover(layout: Layout, max_ranks: int) -> Cover:
+    """All maximal sets of parallel axes whose shrunk layout fits into ``max_ranks``.
+
+    Raises ValueError naming the axes that no fitting layout has.
+    """
+    axes, parts = parallel_axes(layout), []
+    for count in range(len(axes), -1, -1):
+        for chosen in map(frozenset, combinations(axes, count)):
+            if any(chosen <= part.axes for part in parts):
+                continue
+            reduced = keep_axes(layout, chosen)
+            if reduced is not None and (small := shrink(reduced)).world_size <= max_ranks:
+                parts.append(Part(chosen, small))
+    missing = [axis for axis in axes if not any(axis in part.axes for part in parts)]
+    if missing:
+        names = ", ".join(".grid.".join(axis) for axis in missing)
+        raise ValueError(f"no layout with {names} fits into {max_ranks} ranks")
+    if not parts:
+        needed = shrink(layout).world_size
+        raise ValueError(f"the modules need {needed} ranks, but got {max_ranks}")
+    pairs = combinations(axes, 2)
+    return Cover(parts, [pair for pair in pairs if not any(part.axes >= {*pair} for part in parts)])
+
+
+def _sizes(size: int) -> tuple[int, ...]:
+    return (1,) if size == 1 else tuple(sorted({*_SMALL, size}))
+
+
+def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec | None:
+    """The encoder's smallest grid that goes with this language grid; None if there is none."""
+    grid = layout.encoders[name]
+    kind = lane_ratio(grid.dp, layout.language.dp)
+
+    blocks = 1 if layout.blocks_of(name) == 1 else _fewest_blocks(layout)
+
+    def is_alike(tp: int, dp: int) -> bool:
+        same_axes = (tp > 1, dp > 1) == (grid.tp > 1, grid.dp > 1)
+        is_cut_alike = _replicas(grid, dp) is not None
+        is_in_blocks = math.gcd(dp, language.dp) % blocks == 0
+        return same_axes and is_cut_alike and is_in_blocks and lane_ratio(dp, language.dp) == kind
+
+    def of(tp: int, dp: int) -> GridSpec:
+        return replace(grid, tp=tp, dp=dp, dp_replicate=_replicas(grid, dp) or 1)
+
+    if name in layout.colocated:
+        size = language.size
+        fits = [tp for tp in range(1, size + 1) if size % tp == 0 and is_alike(tp, size // tp)]
+        return of(fits[0], size // fits[0]) if fits else None
+    tp, cp, pp = (min(getattr(grid, axis), 2) for axis in ("tp", "cp", "pp"))
+    lanes = [dp for dp in (1, *_FEW_LANES, grid.dp) if is_alike(tp, dp)]
+    if not lanes:
+        return None
+    return replace(of(tp, lanes[0]), cp=cp, pp=pp, vpp=min(grid.vpp, 2))
+
+
+def _fewest_blocks(layout: Layout) -> int:
+    """Above one, if the lanes of the disjoint modules can be cut into blocks at all."""
+    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
+    lanes = math.gcd(layout.language.dp, *(grid.dp for grid in disjoint)) if disjoint else 1
+    return next((number for number in range(2, lanes + 1) if lanes % number == 0), 1)
+
+
+def _replicas(grid: GridSpec, lanes: int) -> int | None:
+    """The fewest copies of the weights for so many lanes: one, as many as lanes, or fewer.
+
+    None if these lanes cannot have as few as the grid has.
+    """
+    if grid.dp_replicate == 1:
+        return 1
+    if grid.dp_replicate == grid.dp:
+        return lanes
+    return next((copies for copies in range(2, lanes) if lanes % copies == 0), None)

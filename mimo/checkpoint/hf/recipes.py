@@ -1,0 +1,169 @@
+"""Recipes as people use them: what one leaves to its ``init_from`` folder is filled in from it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mimo.checkpoint.hf.architectures import Architecture, architecture_of
+from mimo.config.phases import PhasedRecipe, read_phases
+from mimo.config.schema import Recipe, read_recipe
+from mimo.config.source import Location
+from mimo.errors import InputError, StartError
+from mimo.families.hf_config import Config, read_config
+from mimo.families.hf_preprocessing import read_processors
+
+DEFAULT_ENCODER = "vision"
+_UNREAD = "unread"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """`mimo.config.schema.read_recipe`, completed. Raises RecipeError."""
+    return read_recipe(path, overrides, fill_recipe)
+
+
+def load_phases(
+    path: Path, overrides: Sequence[str] = (), sections: Mapping[str, Path] | None = None
+) -> PhasedRecipe:
+    """`mimo.config.phases.read_phases`, completed. Raises RecipeError."""
+    return read_phases(path, overrides, fill_recipe, sections)
+
+
+def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
+    """Complete a recipe's plain data in place from the folder that ``init_from`` names.
+
+    A Hub id (``org/name``) becomes its folder in the local cache; nothing is downloaded.
+    What the recipe says stands. One without ``encoders`` gets one for images; ``encoders: {}``
+    means the language model alone. A resolved recipe (from a run) no longer needs the folder. The
+    folder's tower is the first encoder that names no family, or the folder's family; the others
+    must name a family and give their settings. Yields the location and the message of every
+    problem.
+    """
+    given = data.get("init_from")
+    if given is None:
+        return
+    if not isinstance(given, str):
+        _stand_in(data)
+        return  # the schema reports it
+    folder = Path(given)
+    if not folder.is_dir() and (cached := _in_cache(given)) is not None:
+        folder, data["init_from"] = cached, str(cached)
+    if not folder.is_dir() and _section(data, "language").get("model"):
+        return  # resolved
+    try:
+        if not folder.is_dir():
+            hint = "give a checkpoint in Hugging Face format"
+            if _HUB_ID.fullmatch(given):
+                hint += f"; if this is the id of one, run `hf download {given}` first"
+            raise InputError(f"{folder}: no such folder; {hint}")
+        config = read_config(folder)
+        architecture = architecture_of(config.get("model_type"))
+        language = architecture.language_family().settings_from_hf(config)
+        tower = tower_settings(architecture, config, folder)
+    except StartError:
+        raise
+    except (ValueError, KeyError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        # An InputError names the file.
+        yield ("init_from",), reason if isinstance(error, InputError) else f"{folder}: {reason}"
+        _stand_in(data)
+        return
+    section = _section(data, "language")
+    yield from _fill_module(("language",), section, architecture.language, language)
+    _section(data, "data").setdefault("tokenizer", str(folder))
+    data.setdefault("encoders", {} if tower is None else {DEFAULT_ENCODER: {}})
+    encoders = _section(data, "encoders")
+    if tower is None or architecture.encoder is None:
+        for name in encoders:
+            message = f"{folder} holds a language model alone ({architecture.model_type}); leave "
+            yield ("encoders", name), message + "encoders out"
+        return
+    sections = {name: _section(encoders, name) for name in encoders}
+    # If none is of the folder's family, the first is meant, and the messages say so.
+    own = architecture.tower_among({name: one.get("family") for name, one in sections.items()})
+    own = next(iter(sections), None) if own is None else own
+    for name, section in sections.items():
+        if name == own:
+            yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
+            for key, value in architecture.encoder_keys.items():
+                section.setdefault(key, copy.deepcopy(value))
+        elif isinstance(encoders[name], dict) and section.get("family") is None:
+            message = (
+                f"this key is required: the encoder that init_from holds is encoders.{own}, and "
+                f"every other one has a family and a model of its own (or name further media of "
+                f"the same encoder in encoders.{own}.other_media)"
+            )
+            yield ("encoders", name, "family"), message
+            section["family"] = _UNREAD  # so that it is not reported twice
+
+
+def _in_cache(name: str) -> Path | None:
+    """The folder of a Hub id in the cache of Hugging Face; None if it is none, or not there."""
+    if not _HUB_ID.fullmatch(name):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def tower_settings(
+    architecture: Architecture, config: Config, folder: Path
+) -> dict[str, Any] | None:
+    """Recipe keys under ``model`` for the tower of a folder; None if the model has no tower.
+
+    Raises ValueError or KeyError for what we do not compute.
+    """
+    if architecture.encoder is None:
+        return None
+    return architecture.encoder_family().settings_from_hf(config, read_processors(folder))
+
+
+def _stand_in(data: dict[str, Any]) -> None:
+    """Fill in, in place, what only the folder could say, so that it is not also reported missing.
+
+    The recipe is refused anyway.
+    """
+    _section(data, "data").setdefault("tokenizer", _UNREAD)
+    encoders = data.get("encoders")
+    for section in encoders.values() if isinstance(encoders, dict) else ():
+        if isinstance(section, dict):
+            section.setdefault("family", _UNREAD)
+
+
+def architecture_of_folder(folder: Path) -> Architecture:
+    """The architecture of a folder. Raises InputError unless it configures a model that we know."""
+    try:
+        return architecture_of(read_config(folder).get("model_type"))
+    except StartError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
+    """A mapping inside a recipe, made if it is absent; a value of a wrong type is left alone."""
+    if data.get(key) is None:
+        data[key] = {}
+    return data[key] if isinstance(data[key], dict) else {}
+
+
+def _fill_module(
+    location: Location, section: dict[str, Any], family: str, settings: dict[str, Any]
+) -> Iterator[tuple[Location, str]]:
+    if section.setdefault("family", family) != family:
+        yield (
+            (*location, "family"),
+            f"got {section['family']!r}, but init_from holds {family!r}; leave the key out",
+        )
+        return
+    own = _section(section, "model")
+    for key, value in settings.items():
+        own.setdefault(key, copy.deepcopy(value))

@@ -1,0 +1,176 @@
+"""`cluster:` of a recipe: the machines of a job and how SLURM is asked for them.
+
+The keys describe a site rather than a model, so they may stand in a file of their own, which
+`mimo launch --cluster my_site.yaml` lays over the recipe's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from mimo.config import bounds
+from mimo.config.modules import Section
+
+
+def _line(text: str) -> str:
+    """Scripts quote every value, but a directive of SLURM ends with its line."""
+    if not text.isprintable():
+        raise ValueError("has a line break or another character that does not print")
+    return text
+
+
+# What job scripts, SLURM, torchrun and bash itself go by; a test reads the scripts for it.
+_OTHERS = re.compile(
+    r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
+    r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|MIMO_(JOB_SECRET|BEGAN|RENDEZVOUS|OVERRIDES|NODE_OF_RANK)"
+    r"|run|launch|logs|recipe|chain|number|kind|container|jobs|failures|overrides|nodes|entry|i"
+    r"|rank|ranks_of_\w+|meeting|code|runs|log|own|from|to|taker|asked"
+)
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("an environment variable has letters, digits and '_' only")
+    if name == "PATH":
+        raise ValueError("ranks would not find `mimo`; use cluster.venv or cluster.modules")
+    if _OTHERS.fullmatch(name):
+        raise ValueError("job scripts, SLURM or bash need this variable; leave it out or rename it")
+    return name
+
+
+def _mount(text: str) -> str:
+    if not re.fullmatch(r"/[^:]*:/[^:]*(:(ro|rw))?", text):
+        raise ValueError("needs the form /on/the/host:/in/the/container, with :ro for read-only")
+    return text
+
+
+# One word of an `#SBATCH` line: a name, a list of names, or a condition such as `a100&ib`.
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:&|*@()\[\]-]*$", max_length=256)]
+Line = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_line)]
+Mount = Annotated[str, Field(max_length=4096), AfterValidator(_line), AfterValidator(_mount)]
+VariableName = Annotated[str, Field(max_length=256), AfterValidator(_variable)]
+TimeLimit = Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", max_length=32)]
+Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s'\"\\`$#;]+)?$", max_length=1024)]
+Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
+Devices = Annotated[int, Field(ge=0, le=2**10)]
+"""Of one node; 0 for none."""
+
+
+class Container(Section):
+    """The image that ranks run in; the node's own file system without one."""
+
+    runtime: Literal["pyxis", "apptainer"]
+    """Who runs it: enroot by srun's pyxis plugin, or apptainer."""
+    image: Line
+    """The image: a `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
+    mounts: Annotated[tuple[Mount, ...], Field(strict=False, max_length=100)] = ()
+    """Folders of the node inside the container, such as `/data:/data:ro`. The folders that the
+    recipe names are mounted where they are without being listed."""
+
+
+class EncoderNodes(Section):
+    """Other nodes, often cheaper ones, for the disjoint encoders: the first part of a
+    heterogeneous job.
+    """
+
+    gpus_per_node: Devices | None = None
+    """GPUs of such a node; null for as many as `cluster.gpus_per_node`."""
+    ranks_per_node: bounds.Ranks | None = None
+    """Ranks on such a node; null for one on each GPU."""
+    partition: Word | None = None
+    """Their partition; null for `cluster.partition`."""
+    constraint: Word | None = None
+    """Features that they have to have."""
+
+
+class Cluster(Section):
+    """The machines of a job; `mimo launch` writes its batch script from these keys."""
+
+    gpus_per_node: Devices = 8
+    """GPUs of a node; 0 for nodes without, whose number of ranks `ranks_per_node` gives."""
+    ranks_per_node: bounds.Ranks | None = None
+    """Ranks on a node; null for one on each GPU."""
+    encoder_nodes: EncoderNodes | None = None
+    """Nodes of another kind for the disjoint encoders, as `--hetjob`; null for the same ones."""
+    partition: Word | None = None
+    """Partition of the job; null for the site's default."""
+    account: Word | None = None
+    """Account that pays."""
+    qos: Word | None = None
+    """Quality of service."""
+    constraint: Word | None = None
+    """Features that nodes have to have, such as `a100&ib`."""
+    reservation: Word | None = None
+    """Reservation that the job uses."""
+    time_limit: TimeLimit | None = None
+    """Time limit of one job, such as `"12:00:00"` or `"2-00:00:00"`; training goes on in the
+    next one. Null for the partition's."""
+    exclusive: bool = True
+    """Whether the job has its nodes to itself."""
+    cpus_per_rank: bounds.Threads | None = None
+    """CPU cores of a rank (`--cpus-per-task`); null leaves it to SLURM."""
+    memory_per_node: Annotated[str, Field(pattern=r"^\d{1,9}[KMGT]?$")] | None = None
+    """Memory of the job on a node, such as `512G`; null for the site's default."""
+    gpu_binding: Literal["none", "closest"] = "none"
+    """`closest` shows a rank only the GPUs nearest to its cores; `none` shows all of the node, of
+    which a rank takes that of its local number."""
+    options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
+    """Further options of sbatch, such as `--mail-type=FAIL`."""
+    container: Container | None = None
+    """The image that ranks run in; null for none."""
+    venv: bounds.PathText | None = None
+    """Folder of the virtual environment on the nodes; null for that of `mimo launch`."""
+    modules: Annotated[tuple[Line, ...], Field(strict=False, max_length=100)] = ()
+    """Environment modules to load, in this order."""
+    environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
+    """Environment variables of all ranks; none that job scripts or SLURM use themselves."""
+    interface: Interface | None = None
+    """Network interface, such as `ib0`, by which ranks meet and, without faster ways, talk; null
+    for the one that the nodes' names lead to."""
+    log_dir: bounds.PathText | None = None
+    """Folder of the output of jobs and ranks, in a folder of the run's name; null for `launch` in
+    the run folder."""
+    local_logs: bounds.PathText | None = None
+    """Folder on each node, which all users may write to, such as `/tmp`, where ranks write logs and
+    output first; these are taken to the run's folders every ten seconds and when a rank ends. Null
+    writes them there directly."""
+    signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
+    """How long before its time is up the job is told to save and leave: for a step and a
+    checkpoint."""
+    restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How often the job is put into the queue again after a failure; preemption and the time limit
+    do not count."""
+    preflight: bool = True
+    """Check nodes, network, folders and versions before ranks start."""
+
+    @model_validator(mode="after")
+    def _nodes_have_places(self) -> Cluster:
+        if self.gpus_per_node == 0 and self.ranks_per_node is None:
+            raise ValueError(
+                "gpus_per_node 0 says that nodes have no GPU, so the number of their ranks is "
+                "unknown; give ranks_per_node"
+            )
+        encoders = self.encoder_nodes
+        if encoders is not None and encoders.gpus_per_node == 0 and encoders.ranks_per_node is None:
+            raise ValueError(
+                "encoder_nodes.gpus_per_node 0 says that these nodes have no GPU, so the number of "
+                "their ranks is unknown; give encoder_nodes.ranks_per_node"
+            )
+        return self
+
+    @property
+    def places_per_node(self) -> int:
+        """Ranks that a node has room for."""
+        return self.ranks_per_node or self.gpus_per_node
+
+    @property
+    def places_per_encoder_node(self) -> int:
+        """The same of the nodes of disjoint encoders."""
+        own = self.encoder_nodes
+        if own is None:
+            return self.places_per_node
+        return own.ranks_per_node or own.gpus_per_node or self.places_per_node

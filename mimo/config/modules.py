@@ -1,0 +1,257 @@
+"""The part of a recipe that says what each module is: its family, grid, adapters and media."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from mimo.config import bounds
+
+Engine = Literal["megatron", "fsdp"]
+Recompute = Literal["none", "selective", "full"]
+ReduceGradients = Literal["step", "microbatch"]
+MAX_ENTRIES = 64  # encoders of a model, media of an encoder
+
+
+class Section(BaseModel):
+    """A part of a recipe: nothing unknown, nothing coerced, nothing changed afterwards."""
+
+    model_config = bounds.STRICT
+
+
+class Grid(Section):
+    """Sizes of a module's axes, as numbers of ranks. The module has `tp · cp · pp · dp` ranks."""
+
+    tp: bounds.Ranks = 1
+    """Tensor parallelism: ranks that share every layer."""
+    sp: bool = False
+    """Sequence parallelism: the tp ranks also share out the sequence between layers."""
+    cp: bounds.Ranks = 1
+    """Context parallelism: ranks that share every sequence."""
+    pp: bounds.Layers = 1
+    """Pipeline parallelism: stages that share out the layers."""
+    vpp: bounds.Layers = 1
+    """Chunks of layers per pipeline stage; more than 1 interleaves the pipeline."""
+    dp: bounds.Ranks | None = None
+    """Data parallelism: lanes that work on different samples; may be left out of one module, where
+    it follows from the number of ranks."""
+    dp_replicate: bounds.Ranks = 1
+    """With `engine: fsdp`, groups of lanes that each hold all weights (hybrid sharding); 1 cuts the
+    weights over all lanes."""
+    rank_offset: bounds.RankOffset | None = None
+    """First rank of the module; without it, disjoint encoders come first, then the language model.
+    """
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor_parallel_ranks(self) -> "Grid":
+        if self.sp and self.tp == 1:
+            raise ValueError(
+                "sp: true shards the sequence over the tp ranks, but tp is 1; "
+                "set tp to 2 or more, or remove sp"
+            )
+        return self
+
+
+Target = Literal["qkv", "proj", "fc1", "fc2"]
+
+
+def _targets(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    if not targets or len(set(targets)) < len(targets):
+        raise ValueError(f"needs one or more of {', '.join(get_args(Target))}, each once")
+    return targets
+
+
+class LoRA(Section):
+    """Low-rank adapters on linears of every transformer layer; what they adapt is frozen."""
+
+    rank: bounds.AdapterRank = 16
+    """Inner size of the adapters."""
+    alpha: bounds.AdapterScale = 32.0
+    # A list in YAML: only the container is converted, not its entries.
+    """The adapters' output is multiplied by `alpha` / `rank`."""
+    targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
+        get_args(Target)
+    )
+    """Linears that are adapted: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP."""
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' output is multiplied by."""
+        return self.alpha / self.rank
+
+
+def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
+    if freeze is True and lora is not None:
+        raise ValueError(
+            "freeze: true lets nothing learn, but lora adds adapters that learn; remove freeze "
+            "(lora freezes the weights that it adapts) or remove lora"
+        )
+
+
+class Language(Section):
+    """The language model."""
+
+    family: bounds.Word = "qwen3"
+    """Name of a file in `mimo/families/languages/`."""
+    engine: Engine = "megatron"
+    """What runs it: `megatron`, or `fsdp`: the module of transformers in the folder of `init_from`.
+    """
+    reshard_after_forward: bool = True
+    """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
+    reduce_gradients: ReduceGradients = "step"
+    """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`:
+    with more messages, but only a share of the gradients on each rank in between.
+    """
+    grid: Grid = Grid()
+    """The ranks and their axes."""
+    freeze: bool = False
+    """Keep all weights as they are."""
+    lora: LoRA | None = None
+    """Train only adapters; embeddings, norms, head and the layers' other weights stay as they are.
+    """
+    learning_rate: bounds.LearningRate | None = None
+    """Peak learning rate of this module; null takes `train.learning_rate`."""
+    warmup_steps: bounds.WarmupSteps | None = None
+    """Steps over which its learning rate rises from zero; null takes `train.warmup_steps`."""
+    recompute: Recompute = "none"
+    """Activations computed again in the backward pass: none, core attention, or all of each layer.
+    """
+    model: dict[str, Any] = {}
+    """Sizes and other settings of the family; see its section below."""
+
+    @model_validator(mode="after")
+    def _adapters_can_learn(self) -> "Language":
+        _check_adapters_can_learn(self.freeze, self.lora)
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its weights are updated."""
+        return not self.freeze
+
+
+def word_or_number(choices: str, kind: Any) -> PlainValidator:
+    """Take a value of ``kind``, which ``choices`` describes; pydantic would report two errors."""
+
+    def check(value: Any) -> Any:
+        try:
+            return TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError as error:  # the first is about the number
+            reason = error.errors()[0]["msg"].removeprefix("Input ")
+            raise ValueError(f"needs {choices}; a number {reason}") from None
+
+    return PlainValidator(check, kind)
+
+
+def _freeze(value: Any) -> bool | Literal["tower"]:
+    if isinstance(value, bool) or value == "tower":
+        return value
+    raise ValueError("needs true, false or 'tower' (all but the projector)")
+
+
+def _item_text(value: str) -> str:
+    from data.text.item_text import item_text_problem  # here: the package loads numpy
+
+    problem = item_text_problem(value)
+    if problem:
+        raise ValueError(problem)
+    return value
+
+
+class MediaTokens(Section):
+    """How items of a media stand in the text."""
+
+    placeholder: bounds.Word
+    """Token that stands for each row of an item."""
+    template_token: bounds.Word | None = None
+    """What the chat template writes for each item; null for the placeholder."""
+    item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
+    """What stands for an item in the text, with `{placeholder}` where its rows go."""
+
+
+class Encoder(Section):
+    """An encoder with its projector."""
+
+    family: bounds.Word
+    """Name of a file in `encoders/`."""
+    engine: Engine = "megatron"
+    """What runs it: `megatron`, or `fsdp`: the module of transformers in the folder of `init_from`.
+    """
+    reshard_after_forward: bool = True
+    """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
+    reduce_gradients: ReduceGradients = "step"
+    """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`:
+    with more messages, but only a share of the gradients on each rank in between.
+    """
+    media: bounds.Word = "image"
+    """Type of the content parts that it encodes, such as `image` or `video`."""
+    placeholder: bounds.Word = "<|image_pad|>"
+    """Token that stands for each row of an item."""
+    template_token: bounds.Word | None = None
+    """What the chat template writes for each item; null for the placeholder."""
+    item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
+    """What stands for an item in the text, with `{placeholder}` where its rows go."""
+    placement: Literal["disjoint", "colocated"] = "disjoint"
+    """`disjoint` runs on ranks of its own, `colocated` on those of the language model."""
+    grid: Grid = Grid()
+    """The ranks and their axes."""
+    freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze, bool | Literal["tower"])] = (
+        False
+    )
+    """`true` keeps all weights as they are, `tower` all but the projector's."""
+    lora: LoRA | None = None
+    """Train only adapters in the tower, and the projector."""
+    learning_rate: bounds.LearningRate | None = None
+    """Peak learning rate of this module; null takes `train.learning_rate`."""
+    warmup_steps: bounds.WarmupSteps | None = None
+    """Steps over which its learning rate rises from zero; null takes `train.warmup_steps`."""
+    recompute: Recompute = "none"
+    """Activations computed again in the backward pass: none, core attention, or all of each layer.
+    """
+    other_media: Annotated[dict[bounds.Word, MediaTokens], Field(max_length=MAX_ENTRIES)] = {}
+    """Further types of content parts that it encodes with the same weights, and how each stands in
+    the text."""
+    run_ahead: Annotated[
+        int | Literal["auto"],
+        word_or_number("'auto' or a number of microbatches", bounds.Microbatches | Literal["auto"]),
+    ] = "auto"
+    """Microbatches that a disjoint encoder encodes before the first gradient comes back; `auto` is
+    the least that cannot deadlock."""
+    encode_group: Annotated[
+        int | Literal["all"],
+        word_or_number("'all' or a number of microbatches", bounds.Batch | Literal["all"]),
+    ] = "all"
+    """Microbatches that a colocated encoder encodes in one go."""
+    model: dict[str, Any] = {}
+    """Sizes and other settings of the family; see its section below."""
+
+    @model_validator(mode="after")
+    def _adapters_can_learn(self) -> "Encoder":
+        _check_adapters_can_learn(self.freeze, self.lora)
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its weights are updated."""
+        return self.freeze is not True
+
+    @property
+    def own_tokens(self) -> MediaTokens:
+        """How items of its own `media` stand in the text."""
+        return MediaTokens(
+            placeholder=self.placeholder,
+            template_token=self.template_token,
+            item_text=self.item_text,
+        )
+
+    @property
+    def media_tokens(self) -> dict[str, MediaTokens]:
+        """How each media that it encodes stands in the text, its own `media` first."""
+        return {self.media: self.own_tokens, **self.other_media}

@@ -1,0 +1,117 @@
+"""Any causal language model of transformers, for text alone and `engine: fsdp` only.
+
+Its configuration goes along whole, and its tensors are those that transformers gives it. Where they
+are those of a decoder with pre-norms, as Llama's, they have our names, and adapters fit; else they
+keep transformers' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from mimo.families.contracts import LanguageSettings
+from mimo.families.hf_config import Config, refuse_dropout
+from mimo.families.item_rules import ItemRules
+from mimo.families.keymap import Weight, plain
+from mimo.families.languages._decoder import PRE_NORMS, QK_NORMS, decoder_weights
+
+_SIZES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "head_size",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+"""Our setting by the configuration's key."""
+_BY_LAYER = ("layer_types", "mlp_layer_types")
+_NOT_THE_MODEL = ("architectures", "dtype", "text_config", "transformers_version", "_name_or_path")
+
+
+class Settings(LanguageSettings):
+    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+
+    item_rules: ClassVar = ItemRules(positions="plain", bidirectional=False)
+    engines: ClassVar = ("fsdp",)
+
+    config: dict[str, Any] = Field(default={"model_type": "llama"}, max_length=500)
+    """The configuration of transformers, where it says more than the sizes."""
+
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """A tiny copy: see `LanguageSettings.scaled_down`. The configuration stays."""
+        sizes = {**self._scaled_sizes(tp), "num_layers": chunks, "init_std": 0.1}
+        return self.model_copy(update=sizes)
+
+    def configuration(self) -> dict[str, Any]:
+        """Of the model with these sizes, for transformers."""
+        sizes = {key: getattr(self, ours) for key, ours in _SIZES.items()}
+        # Where kinds of layers are listed, transformers wants one for each layer.
+        kinds = {
+            key: self.config[key][: self.num_layers]
+            for key in _BY_LAYER
+            if isinstance(self.config.get(key), list)
+        }
+        return self.config | kinds | sizes
+
+
+def settings_from_hf(config: Config) -> dict[str, Any]:
+    """Recipe keys for the configuration of a model of text alone.
+
+    Raises ValueError for what the engine cannot run.
+    """
+    from transformers import PreTrainedConfig  # late: it takes seconds to import
+
+    from mimo.engines.fsdp.plans import structure_problems
+
+    refuse_dropout(config)
+    text, usual = config["text_config"], PreTrainedConfig().to_dict()
+    heads = text["num_attention_heads"]
+    found = {ours: text[key] for key, ours in _SIZES.items() if text.get(key) is not None}
+    found.setdefault("num_query_groups", heads)
+    found.setdefault("head_size", text["hidden_size"] // heads)
+    found["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
+    own = {
+        key: value
+        for key, value in text.items()
+        if key == "model_type" or key not in {*_SIZES, *_NOT_THE_MODEL}
+        if key not in usual or usual[key] != value or key == "model_type"
+    }
+    whole = _on_meta(json.dumps(Settings(**found, config=own).configuration()))
+    if problems := list(structure_problems(whole)):
+        raise ValueError(f"model_type is {text['model_type']!r}: {'; '.join(problems)}")
+    return {**found, "config": own}
+
+
+def weights_in_hf(settings: Settings) -> list[Weight]:
+    """Every parameter of the whole model, under our name or else its own."""
+    assert settings.vocab_size is not None, "settings from a checkpoint say how many it knows"
+    whole = _on_meta(json.dumps(settings.configuration()))
+    shapes = {name: tuple(own.shape) for name, own in whole.named_parameters()}
+    for norms in (PRE_NORMS, PRE_NORMS | QK_NORMS):
+        for bias in (False, True):
+            found = decoder_weights(settings, norms, qkv_bias=bias)
+            sources = {source for weight in found for source in weight.sources}
+            # Families have the names of a model with a tower.
+            theirs = {one.key.replace("language_model.", ""): one.shape for one in sources}
+            if theirs == shapes:
+                return found
+    return [plain(name, name, *shape) for name, shape in shapes.items()]
+
+
+@functools.lru_cache(maxsize=8)
+def _on_meta(configuration: str) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    from mimo.engines.fsdp.load import on_meta
+
+    said = json.loads(configuration)
+    return on_meta(AutoConfig.for_model(said.pop("model_type"), **said), "sdpa", torch.float32)

@@ -1,0 +1,172 @@
+"""Language models of the Gemma-3 kind: sliding and global layers, norms around every branch.
+
+Five local layers with a sliding window to one global layer, each kind with a rotary base of its
+own; GQA, norms on queries and keys, tanh GeGLU, norm factors of 1 + weight, tied embeddings scaled
+by sqrt(hidden_size). Inside an item tokens see each other in both directions. Source: transformers
+`Gemma3TextModel` and `create_masks_for_vision_model`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import nn
+from torch.nn import functional
+
+from mimo.config.bounds import AttentionScalar, Layers, RotaryBase, RotaryFactor, Window
+from mimo.engines import megatron as engine
+from mimo.families.flops import causal_pairs
+from mimo.families.hf_config import Config, expect, rope_settings
+from mimo.families.item_rules import ItemRules
+from mimo.families.keymap import Weight
+from mimo.families.languages._decoder import (
+    QK_NORMS,
+    DecoderSettings,
+    decoder_sizes,
+    decoder_weights,
+)
+from mimo.families.languages._decoder import build as build
+
+# Shorter than the tiny samples of `mimo verify`, so that sliding layers differ from global ones.
+_SMALL_WINDOW = 8
+
+
+class Settings(DecoderSettings):
+    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+
+    item_rules: ClassVar = ItemRules(positions="plain", bidirectional=True)
+
+    query_pre_attn_scalar: AttentionScalar | None = None
+    """Attention scores are divided by its root; head_size when left out."""
+    sliding_window: Window = 1024
+    """Keys that a query of a local layer sees, its own included."""
+    sliding_window_pattern: Layers = 6
+    """Layers whose number is a multiple of this, counted from 1, are global."""
+    local_rotary_base: RotaryBase = 10_000.0
+    """Base of rotary positions in local layers."""
+    rotary_base: RotaryBase = 1_000_000.0
+    """Base of rotary positions in global layers."""
+    rotary_factor: RotaryFactor = 1.0
+    """Global positions are divided by it (linear scaling): 8 for models of 4B and larger."""
+    tie_word_embeddings: bool = True
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer: sliding, or global."""
+        return tuple(
+            "sliding" if number % self.sliding_window_pattern else "global"
+            for number in range(1, self.num_layers + 1)
+        )
+
+    def counts(
+        self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
+    ) -> dict[str, float]:
+        """As of all decoders, by kind of layer; an item's tokens also see those after them."""
+        rows = np.asarray(item_rows, np.float64)
+        later = float((rows * (rows - 1) / 2).sum())
+        found = super().counts(lengths, item_rows, loss_tokens)
+        found["global pair"] = found.pop("attention pair") + later
+        found["sliding pair"] = causal_pairs(lengths, self.sliding_window) + later
+        return found
+
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """A tiny copy: see `LanguageSettings.scaled_down`.
+
+        Each chunk has one layer of each kind that the model has; rotary bases, factor, epsilon and
+        the share of query_pre_attn_scalar in head_size stay.
+        """
+        kinds = len(set(self.layer_kinds()))
+        pattern = 1 if self.sliding_window_pattern == 1 else 2
+        if kinds == 1 and pattern > 1:  # fewer layers than the pattern: none is global
+            pattern = chunks + 1
+        sizes, scalar = self._scaled_sizes(tp), self.query_pre_attn_scalar
+        return self.model_copy(
+            update={
+                **sizes,
+                "num_layers": kinds * chunks,
+                "query_pre_attn_scalar": scalar and scalar * sizes["head_size"] / self.head_size,
+                "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
+                "sliding_window_pattern": pattern,
+                "init_std": 0.2,
+            }
+        )
+
+    def stack_shape(self) -> engine.StackShape:
+        """With norms on queries and keys, tanh GeGLU, and sliding and global layers."""
+        scalar = self.query_pre_attn_scalar
+        return replace(
+            super().stack_shape(),
+            activation=partial(functional.gelu, approximate="tanh"),
+            qk_norm=True,
+            softmax_scale=None if scalar is None else scalar**-0.5,
+            zero_centered_norm=True,
+            local_window=self.sliding_window,
+            global_every=self.sliding_window_pattern,
+        )
+
+    def rotary(self) -> nn.Module:
+        """A base of its own for each kind of layer."""
+        bases = self.local_rotary_base, self.rotary_base
+        return engine.LocalGlobalRope(self.head_size, *bases, self.rotary_factor)
+
+    def layer_spec(
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext
+    ) -> engine.ModuleSpec:
+        """Layers with norms around every branch."""
+        return engine.local_global_layer_spec(config, ctx.lora)
+
+    @property
+    def embedding_scale(self) -> float:
+        """The root of the width."""
+        return self.hidden_size**0.5
+
+
+_SANDWICH_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "self_attn_bda.norm",
+    "pre_feedforward_layernorm": "pre_mlp_layernorm",
+    "post_feedforward_layernorm": "mlp_bda.norm",
+}
+
+
+def settings_from_hf(config: Config) -> dict[str, Any]:
+    """Recipe keys under ``language.model`` for Gemma-3's configuration. Raises ValueError."""
+    text = config["text_config"]
+    expect(
+        text,
+        "text_config",
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        use_bidirectional_attention=False,
+    )
+    where, rope = "text_config.rope_parameters", text["rope_parameters"]
+    local, _ = rope_settings(rope["sliding_attention"], f"{where}.sliding_attention", "default")
+    base, factor = rope_settings(
+        rope["full_attention"], f"{where}.full_attention", "default", "linear"
+    )
+    kinds = ["global" if kind == "full_attention" else "sliding" for kind in text["layer_types"]]
+    found = {
+        **decoder_sizes(config),
+        "query_pre_attn_scalar": float(text["query_pre_attn_scalar"]),
+        "sliding_window": text["sliding_window"],
+        # Without any global layer, all that counts is that the first would come later.
+        "sliding_window_pattern": (kinds.index("global") if "global" in kinds else len(kinds)) + 1,
+        "local_rotary_base": local,
+        "rotary_base": base,
+        "rotary_factor": factor,
+    }
+    if list(Settings(**found).layer_kinds()) != kinds:
+        raise ValueError(
+            f"text_config.layer_types is {text['layer_types']}; only one global layer after each "
+            f"{found['sliding_window_pattern'] - 1} sliding ones is supported"
+        )
+    return found
+
+
+def weights_in_hf(settings: Settings) -> list[Weight]:
+    """Every parameter of the whole model, as what it consists of in Gemma-3's checkpoints."""
+    return decoder_weights(settings, _SANDWICH_NORMS | QK_NORMS)

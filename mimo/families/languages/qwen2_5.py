@@ -1,0 +1,41 @@
+"""Language models of the Qwen2.5 kind: GQA, biases on queries, keys and values, SwiGLU, RMSNorm.
+
+The rotary embedding is Qwen2.5-VL's, in which time, height and width each have a block of channels,
+so text-only positions give plain Qwen2.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from mimo.engines import megatron as engine
+from mimo.families.hf_config import Config
+from mimo.families.keymap import Weight
+from mimo.families.languages._decoder import PRE_NORMS, decoder_weights
+from mimo.families.languages._decoder import build as build
+from mimo.families.languages._mrope import MRopeSettings, mrope_settings_from_hf
+
+
+class Settings(MRopeSettings):
+    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+
+    def stack_shape(self) -> engine.StackShape:
+        """With biases."""
+        return replace(super().stack_shape(), qkv_bias=True)
+
+    def rotary(self) -> nn.Module:
+        """Each axis has its block of channels."""
+        return engine.MRope(engine.contiguous_axes(self.mrope_section), self.rotary_base)
+
+
+def settings_from_hf(config: Config) -> dict[str, Any]:
+    """Recipe keys for Qwen2.5-VL's configuration, or Qwen2.5's. Raises ValueError."""
+    return mrope_settings_from_hf(config, section=[16, 24, 24])
+
+
+def weights_in_hf(settings: Settings) -> list[Weight]:
+    """Every parameter of the whole model, as what it consists of in Qwen2.5-VL's checkpoints."""
+    return decoder_weights(settings, PRE_NORMS, qkv_bias=True)

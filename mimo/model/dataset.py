@@ -1,0 +1,261 @@
+"""Opens the data of a recipe: tokenizer, processors, indexes, readers and order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from data.batch import GlobalMicrobatch
+from data.index.block_cache import BlockCache, default_cache_directory
+from data.index.build import Progress, build_here
+from data.index.columns import DamagedFileError
+from data.index.reader import SampleReader
+from data.index.samples import Index, Processors, check_sizes, check_skipped
+from data.index.shards import ShardChangedError
+from data.index.store import Build, load_or_build_index
+from data.modalities.processor import Media
+from data.order import SampleOrder
+from data.packing import TokenBudget
+from data.text.chat import ChatTokenizer
+from data.text.item_text import MediaText
+from mimo.config.data import Source
+from mimo.config.modules import MediaTokens
+from mimo.config.schema import Recipe
+from mimo.config.source import Location, dotted
+from mimo.errors import InputError, RecipeError, StartError, file_system_failed, kind_of
+from mimo.families.registry import encoder_settings, language_settings
+
+SPLITS = ("sources", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One split: an index and a reader per data source, and the order of its samples."""
+
+    indexes: tuple[Index, ...]
+    readers: tuple[SampleReader, ...]
+    order: SampleOrder
+
+    def sample_keys(self, microbatch: GlobalMicrobatch, most: int | None = None) -> list[str]:
+        """The keys of a microbatch's samples, lane after lane; of the first ``most`` only."""
+        sources, samples = microbatch.source[:most], microbatch.sample[:most]
+        pairs = zip(sources.tolist(), samples.tolist(), strict=True)
+        return [self.indexes[source].key(sample) for source, sample in pairs]
+
+
+def token_budget(recipe: Recipe) -> TokenBudget | None:
+    """What fits into a packed sequence; None if microbatches are a number of samples."""
+    data = recipe.data
+    if data.tokens_per_microbatch is None:
+        return None
+    return TokenBudget(data.tokens_per_microbatch, data.rows_per_microbatch, data.packing_window)
+
+
+def linear_tokens(recipe: Recipe) -> int:
+    """Tokens of a sample at which the attention scores cost as much as the matrices of all layers.
+
+    L tokens see L²/2 pairs of queries and keys; windows and the head are left out.
+    """
+    settings = language_settings(recipe)
+    products = settings.products(settings.padded_vocab_size(1))
+    linear = sum(product.forward for product in products if product.per == "token")
+    scores = sum(product.forward for product in products if product.parameter is None)
+    return round(linear / (scores / 2))
+
+
+def check_media(recipe: Recipe) -> None:
+    """Raise RecipeError unless every media has one encoder, and tokens of its own."""
+    problems, owners = [], dict[tuple[str, str], str]()
+    for where, place, media, tokens in _media_of(recipe):
+        if media == "text":
+            message = "'text' is the language model's own; name another media"
+            problems.append(recipe.problem(where, message))
+        named = {where: ("media", media)}
+        for key in ("placeholder", "template_token"):
+            named[*place, key] = key, getattr(tokens, key)
+        for location, (key, value) in named.items():
+            owner = owners.setdefault((key, value), dotted(location))
+            if value is not None and owner != dotted(location):
+                message = f"got {value!r}, which {owner} is already; name another"
+                problems.append(recipe.problem(location, message))
+    if problems:
+        raise RecipeError(*problems)
+
+
+def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
+    """Where in the recipe each media is named, where its keys are, its name and its tokens."""
+    for name, encoder in recipe.encoders.items():
+        place = ("encoders", name)
+        yield (*place, "media"), place, encoder.media, encoder.own_tokens
+        for media, tokens in encoder.other_media.items():
+            other = (*place, "other_media", media)
+            yield other, other, media, tokens
+
+
+def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
+    """The media that the encoders take, by name. Raises RecipeError."""
+    check_media(recipe)
+    return {
+        media: encoder_settings(recipe, name).processor(media)
+        for name, encoder in recipe.encoders.items()
+        for media in encoder.media_tokens
+    }
+
+
+def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
+    """The recipe's tokenizer. Raises RecipeError with the key ``data.tokenizer``, or StartError."""
+    placeholders = {
+        media: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
+        for encoder in recipe.encoders.values()
+        for media, tokens in encoder.media_tokens.items()
+    }
+    try:
+        return ChatTokenizer(recipe.data.tokenizer, placeholders)
+    except ValueError as error:
+        raise kind_of(error, RecipeError)(
+            recipe.problem(("data", "tokenizer"), str(error))
+        ) from error
+
+
+def cache_folder(recipe: Recipe) -> Path:
+    """Where this machine keeps what it has of shards at URLs."""
+    given = recipe.data.cache_directory
+    return default_cache_directory() if given is None else Path(given)
+
+
+@contextmanager
+def changed_shards_named() -> Iterator[None]:
+    """Inside, a shard or an index that changes ends the run as any bad input does."""
+    try:
+        yield
+    except (ShardChangedError, DamagedFileError) as error:
+        raise InputError(str(error)) from error
+
+
+def open_dataset(
+    recipe: Recipe,
+    split: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    build: Build = build_here,
+) -> Dataset | None:
+    """A split ("sources", "validation" or "test"); None when the recipe names no shards for it.
+
+    build: how shards are indexed that are not yet.
+    Raises RecipeError for missing shards, samples that are too long or have too many rows for a
+    microbatch, more unusable samples than `data.max_skipped_fraction`, and samples whose
+    placeholders do not match their items or that have items which no encoder takes; StartError
+    where the shards' file system fails.
+    """
+    indexes = open_indexes(recipe, split, chat, processors, progress, build)
+    return dataset_of(recipe, split, indexes, chat, processors) if indexes else None
+
+
+def sources_of(recipe: Recipe, split: str) -> Sequence[Source]:
+    """The sources of a split, which may have none."""
+    return getattr(recipe.data, split)
+
+
+def open_indexes(
+    recipe: Recipe,
+    split: str,
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+    build: Build = build_here,
+) -> tuple[Index, ...]:
+    """The index of every source of a split; see `open_dataset`."""
+
+    def open_source(source: Source) -> Index:
+        index = load_or_build_index(
+            source.path, chat, processors, progress, cache_folder(recipe), build
+        )
+        check_index(index, source, recipe)
+        return index
+
+    return tuple(for_each_source(recipe, [split], open_source))
+
+
+def check_index(index: Index, source: Source, recipe: Recipe) -> None:
+    """Raise ValueError for what `open_dataset` refuses in the samples of a source."""
+    check_skipped(index, recipe.data.max_skipped_fraction)
+    check_sizes(index, recipe.data.sequence_length, recipe.data.rows_per_microbatch)
+    if len(index) == 0:
+        raise ValueError(
+            f"{source.path}: none of {index.num_skipped} samples is usable; the first: "
+            + "; ".join(f"{s.key}: {s.reason}" for s in islice(index.skipped_samples(), 3))
+        )
+
+
+def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[str]:
+    """A warning for each source with more than 1 % of unknown tokens, beside those of items."""
+    return [
+        f"warning: {source.path}: {index.unknown_share:.1%} of the tokens of its texts are unknown "
+        "to data.tokenizer, so what they stand for is neither read nor learned; use a tokenizer "
+        "that knows these texts"
+        for source, index in zip(sources, indexes, strict=True)
+        if index.unknown_share > 0.01
+    ]
+
+
+def for_each_source[T](recipe: Recipe, splits: Sequence[str], do: Callable[[Source], T]) -> list[T]:
+    """Call ``do`` on every source of these splits.
+
+    Raises one RecipeError with what it raised as ValueError, each line with the source's key, or as
+    RecipeError; StartError at once where a file system fails.
+    """
+    results, problems = list[T](), list[str]()
+    for split in splits:
+        for number, source in enumerate(sources_of(recipe, split)):
+            try:
+                results.append(do(source))
+            except RecipeError as error:
+                problems += error.problems
+            except ValueError as error:
+                problem = recipe.problem(("data", split, number, "path"), str(error))
+                if file_system_failed(error):
+                    raise StartError(problem) from error
+                problems.append(problem)
+    if problems:
+        raise RecipeError(*problems)
+    return results
+
+
+def dataset_of(
+    recipe: Recipe,
+    split: str,
+    indexes: Sequence[Index],
+    chat: ChatTokenizer,
+    processors: Processors,
+) -> Dataset:
+    """A split whose indexes are open."""
+    gib = recipe.data.cache_gib
+    cache = BlockCache(cache_folder(recipe), round(gib * 2**30)) if gib else None
+    readers = tuple(SampleReader(index, chat, processors, cache) for index in indexes)
+    return Dataset(tuple(indexes), readers, _order(recipe, indexes, sources_of(recipe, split)))
+
+
+def _order(recipe: Recipe, indexes: Sequence[Index], sources: Sequence[Source]) -> SampleOrder:
+    return SampleOrder(
+        [len(index) for index in indexes],
+        [source.weight for source in sources],
+        seed=recipe.train.seed,
+        block=recipe.data.shuffle_block,
+        names=[source.path for source in sources],
+    )
+
+
+def apart(recipe: Recipe, split: str, dataset: Dataset) -> dict[int, Dataset]:
+    """Each source of an open split, by its number, as a dataset of its own; none of weight 0."""
+    return {
+        number: Dataset((index,), (reader,), _order(recipe, [index], [source]))
+        for number, (index, reader, source) in enumerate(
+            zip(dataset.indexes, dataset.readers, sources_of(recipe, split), strict=True)
+        )
+        if source.weight > 0
+    }

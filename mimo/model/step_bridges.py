@@ -1,0 +1,178 @@
+"""Who sends which rows to whom in a step: the plans of an encoder's bridges, for all microbatches.
+
+They are planned in one go, as a single microbatch: lane l of microbatch m is its lane m·L + l. Then
+the plan is cut apart.
+
+A rank needs of them only what its own lanes send or receive. As ranks of a lane share out its rows,
+that depends on all items of the encoder lanes that have any of these, and on all items of the
+language lanes that get any of those. So what a rank plans does not grow with the number of lanes.
+
+Letters: M microbatches, E encoder lanes, L language lanes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge import (
+    BridgePlan,
+    ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
+    SequenceShardedSource,
+    ShardMap,
+    Source,
+    replicated_destination,
+    sharded_destination,
+)
+from bridge.runs import Ints, count_up, totals
+from data.batch import GlobalMicrobatch
+from mimo.parallel.grids import GridSpec, Layout
+from mimo.parallel.levels import Link
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """An encoder's rows in all microbatches of a step, and the sequences that they go to.
+
+    samples, runs: of each microbatch. encode_group: microbatches that are encoded in one go.
+    delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
+        language lane).
+    """
+
+    layout: Layout
+    encoder: str
+    delivery: str
+    encode_group: int
+    samples: Sequence[GlobalMicrobatch]
+    runs: Sequence[ItemRuns]
+
+    def plans(self, link: Link, rank: int | None = None) -> list[BridgePlan]:
+        """For each microbatch, the plan of the bridge over ``link``.
+
+        rank: whose plans; they have all that the ranks of its lanes send and receive over the
+            link. None for the plans of all ranks.
+        """
+        every, lanes = self._side_by_side, self.layout.language.dp
+        gets = np.ones(len(self.runs) * lanes, np.bool_)
+        if rank is not None:
+            gets = self._lanes_reached_by(rank)
+        lane, item = np.flatnonzero(gets), np.flatnonzero(gets[every.destination_lane])
+        source_lane, own_source_lane = np.unique(every.source_lane[item], return_inverse=True)
+        runs = ItemRuns(
+            sample=every.sample[item],
+            source_lane=own_source_lane,
+            destination_lane=np.searchsorted(lane, every.destination_lane[item]),
+            position=every.position[item],
+            rows=every.rows[item],
+            num_samples=every.num_samples,
+        )
+        destination, returning = self._destination(link, lane, runs)
+        plan = BridgePlan.build(runs, self._source(source_lane), destination, returning)
+        microbatch = every.destination_lane[item[plan.item]] // lanes
+        bounds = np.searchsorted(microbatch, np.arange(len(self.runs) + 1)).tolist()
+        whole = functools.cache(lambda: self.plans(link))
+        partial = item.size < every.rows.size
+        return [
+            plan.part(
+                slice(*bounds[m : m + 2]), own, held, (lambda m=m: whole()[m]) if partial else None
+            )
+            for m, (own, held) in enumerate(zip(self.runs, self._held, strict=True))
+        ]
+
+    @functools.cached_property
+    def _side_by_side(self) -> ItemRuns:
+        """All runs, with the lanes and the samples of all microbatches one after the other."""
+        lanes = self.layout.encoders[self.encoder].dp, self.layout.language.dp
+        before = np.cumsum([0, *(own.num_samples for own in self.runs)]).tolist()
+        return ItemRuns(
+            np.concatenate([own.sample + n for n, own in zip(before, self.runs, strict=False)]),
+            np.concatenate([own.source_lane + m * lanes[0] for m, own in enumerate(self.runs)]),
+            np.concatenate(
+                [own.destination_lane + m * lanes[1] for m, own in enumerate(self.runs)]
+            ),
+            np.concatenate([own.position for own in self.runs]),
+            np.concatenate([own.rows for own in self.runs]),
+            before[-1],
+        )
+
+    def _lanes_reached_by(self, rank: int) -> np.ndarray:
+        """(M·L,) bool: the language lanes with items on which a rank's transfers depend."""
+        every, encoder = self._side_by_side, self.layout.encoders[self.encoder]
+        language = self.layout.language
+        gives = np.zeros((len(self.runs), encoder.dp), np.bool_)
+        gets = np.zeros((len(self.runs), language.dp), np.bool_)
+        if rank in encoder.ranks:
+            gives[:, encoder.coords(rank).dp] = True
+        if rank in language.ranks:
+            gets[:, language.coords(rank).dp] = True
+        gives, gets = gives.reshape(-1), gets.reshape(-1)
+        gives[every.source_lane[gets[every.destination_lane]]] = True
+        gets[every.destination_lane[gives[every.source_lane]]] = True
+        return gets
+
+    @functools.cached_property
+    def _rows(self) -> tuple[Ints, Ints, Ints]:
+        """(M, E) rows of each lane, those encoded before them in the same go, and of all of it."""
+        every, lanes = self._side_by_side, self.layout.encoders[self.encoder].dp
+        rows = totals(every.source_lane, every.rows, len(self.runs) * lanes).reshape(-1, lanes)
+        together = np.arange(len(rows)) // self.encode_group
+        before = np.cumsum(rows, axis=0) - rows
+        total = np.add.reduceat(rows, np.arange(0, len(rows), self.encode_group))
+        return rows, before - before[together * self.encode_group], total[together]
+
+    @property
+    def _held(self) -> Ints:
+        """(M, E) rows on each rank of a lane, with padding."""
+        rows, _, total = self._rows
+        grid = self.layout.encoders[self.encoder]
+        return -(-total // grid.tp) if grid.sp else rows
+
+    def _source(self, lane: Ints) -> Source:
+        """Which rank of the encoder has which rows, for some lanes of all microbatches."""
+        grid = self.layout.encoders[self.encoder]
+        rows, before, total = (own.reshape(-1)[lane] for own in self._rows)
+        ranks = _ranks(grid, grid.pp - 1)[lane % grid.dp, 0]
+        if grid.sp:
+            return SequenceShardedSource(rows, ranks, before, total)
+        return ReplicatedSource(rows, ranks)
+
+    def _destination(
+        self, link: Link, lane: Ints, runs: ItemRuns
+    ) -> tuple[ShardMap, ShardMap | None]:
+        """Where rows go on the link's stage, for some lanes of all microbatches side by side.
+
+        And which ranks return gradients if rows have copies there.
+        """
+        language, segments = self.layout.language, self._segments(lane)
+        ranks = _ranks(language, link.stage)[lane % language.dp]
+        if self.delivery == "sharded":
+            return sharded_destination(segments, ranks, language.sp, runs), None
+        # Every TP rank has a row's whole gradient: they return even shares.
+        returning = sharded_destination(segments, ranks, False, runs)
+        return replicated_destination(segments.tokens, ranks), returning
+
+    def _segments(self, lane: Ints) -> LaneSegments:
+        """The padded segments of these lanes; what fills up a packed sequence is a segment too."""
+        lanes = self.layout.language.dp
+        of_sample = np.concatenate([own.lane + m * lanes for m, own in enumerate(self.samples)])
+        first = np.searchsorted(of_sample, lane)
+        count = np.searchsorted(of_sample, lane, side="right") - first
+        sample, number = np.repeat(first, count) + count_up(count), np.arange(lane.size)
+        length = np.concatenate([own.segment_length for own in self.samples])[sample]
+        if not self.samples[0].packed:
+            return LaneSegments(np.repeat(number, count), length, lane.size, packed=False)
+        tokens = np.concatenate([own.lane_tokens for own in self.samples])[lane]
+        tail = tokens - totals(np.repeat(number, count), length, lane.size)
+        length = np.insert(length, np.cumsum(count), tail)
+        return LaneSegments(np.repeat(number, count + 1), length, lane.size)
+
+
+def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
+    """(lanes, cp, tp) global ranks of one pipeline stage."""
+    first = grid.rank(pp=stage)
+    return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)

@@ -1,0 +1,252 @@
+"""The plan of one training step: which rank does what with which sample, in pure integers.
+
+Every rank computes it from the data index alone and gets the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bridge import BridgePlan, ItemRuns, assign_items, imbalance
+from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_order
+from data.index.samples import Index, column
+from data.order import SampleOrder
+from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
+from mimo.model.step_bridges import StepRows
+from mimo.parallel.grids import Layout, segment_multiple, sequence_multiple
+from mimo.parallel.levels import Link
+
+
+@dataclass(frozen=True)
+class PlannedItems:
+    """The items of one encoder in a global microbatch.
+
+    item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
+    """
+
+    item: np.ndarray
+    lane: np.ndarray
+
+    def of_lane(self, lane: int) -> np.ndarray:
+        """Numbers in the microbatch of the items that one encoder lane owns, in order."""
+        return self.item[self.lane == lane]
+
+
+@dataclass(frozen=True)
+class PlannedMicrobatch:
+    """One global microbatch and who encodes its items, by encoder."""
+
+    samples: GlobalMicrobatch
+    encoders: dict[str, PlannedItems]
+
+    def runs_of(self, encoder: str) -> ItemRuns:
+        """The encoder's items as runs of rows."""
+        samples, own = self.samples, self.encoders[encoder]
+        sample = samples.item_sample[own.item]
+        return ItemRuns(
+            sample=sample,
+            source_lane=own.lane,
+            destination_lane=samples.lane[sample],
+            position=samples.item_position[own.item],
+            rows=samples.item_rows[own.item],
+            num_samples=samples.num_samples,
+        )
+
+    def without(self, unusable: Collection[int]) -> PlannedMicrobatch:
+        """The same with some samples blanked, given by their numbers in this microbatch."""
+        if not unusable:
+            return self
+        kept = ~np.isin(self.samples.item_sample, list(unusable))
+        number = np.cumsum(kept) - 1
+        encoders = {
+            name: PlannedItems(number[own.item[kept[own.item]]], own.lane[kept[own.item]])
+            for name, own in self.encoders.items()
+        }
+        return PlannedMicrobatch(self.samples.without(unusable), encoders)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All microbatches of a step.
+
+    num_loss_tokens: N, of the whole global batch. num_tokens: real tokens, without padding.
+    encoder_imbalance: largest lane load over the mean, averaged over the microbatches (or
+    groups of them) that are encoded in one go, of the encoder where it is worst.
+    bridges: by link of the planner, for each microbatch the plan of the bridge.
+    """
+
+    microbatches: tuple[PlannedMicrobatch, ...]
+    num_loss_tokens: int
+    num_tokens: int
+    encoder_imbalance: float
+    bridges: dict[Link, list[BridgePlan]]
+
+
+@dataclass
+class StepPlanner:
+    """Plans steps of a fixed shape over a fixed order of samples.
+
+    media: by encoder, all media of the items that it encodes.
+    delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
+        language lane).
+    encode_group: microbatches that colocated encoders encode in one go; None for all.
+    done: the steps before this run, and the samples used in them: they continue where they
+        stopped, whatever the batch size or the budget was.
+    packed: whether a lane's samples share one sequence.
+    links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
+    rank: whose transfers to plan; None for those of all ranks.
+    tokens_on_rank: the multiple for the part of a sequence that a rank holds.
+    budget: of the tokens of a lane's microbatch; then it has as many samples as fit instead of
+        ``micro_batch_size``. linear_tokens: a lane's load of L tokens in one sample is
+        L · (linear_tokens + L): the length at which attention costs as much as everything else.
+    fixed_tokens: of every lane's sequence; None for those that its samples need.
+    """
+
+    layout: Layout
+    media: Mapping[str, tuple[str, ...]]
+    indexes: Sequence[Index]
+    order: SampleOrder
+    micro_batch_size: int
+    num_microbatches: int
+    delivery: str = "sharded"
+    encode_group: int | None = None
+    done: tuple[int, Used] = (0, Used())
+    packed: bool = True
+    links: Collection[Link] | None = None
+    rank: int | None = None
+    tokens_on_rank: int = 1
+    budget: TokenBudget | None = None
+    linear_tokens: int = 0
+    fixed_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.budget is None or self.packed, "a budget is of the tokens of one sequence"
+        language = self.layout.language
+        self._latest = self.done
+        self._padding = Padding(
+            self.packed,
+            segment_multiple(language.cp),
+            sequence_multiple(language.cp, language.tp, language.sp, self.tokens_on_rank),
+        )
+
+    def used_before(self, step: int) -> Used:
+        """The samples used in all steps before this one; quick if asked in the order of steps."""
+        known, used = self._latest if self._latest[0] <= step else self.done
+        assert known <= step, f"step {step} is before the first step, {known}"
+        for _ in range(known, step):
+            used = used.with_packs(self._packs(used))
+        self._latest = step, used
+        return used
+
+    def _packs(self, used: Used) -> list[np.ndarray]:
+        """The next step's packs, lane by lane of each microbatch."""
+        lanes = self.layout.language.dp
+        count = self.num_microbatches * lanes
+        if self.budget is None:
+            return packs_of_samples(used, count, self.micro_batch_size)
+        sizes = sizes_in_order(self.indexes, self.order)
+        packs = packs_of_tokens(used, count, self.budget, sizes)
+        tokens = column(self.indexes, "token_length", *self.order.at(np.concatenate(packs)))
+        first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
+        loads = np.add.reduceat(tokens * (self.linear_tokens + tokens), first)
+        return [packs[pack] for pack in deal(loads, lanes).flat]
+
+    def microbatches(self, step: int) -> list[PlannedMicrobatch]:
+        """The microbatches of a step with items assigned to lanes, but nothing blanked yet."""
+        used = self.used_before(step)
+        packs = self._packs(used)
+        self._latest = step + 1, used.with_packs(packs)
+        samples = plan_microbatch(self.indexes, self.order, packs, self._padding)
+        planned = [PlannedMicrobatch(own, {}) for own in samples.split(self.num_microbatches)]
+        for name, grid in self.layout.encoders.items():
+            step_loads = np.zeros(grid.dp, np.int64)
+            for m, own in enumerate(planned):
+                if m % self._group_size(name) == 0:
+                    group_loads = np.zeros(grid.dp, np.int64)
+                item = own.samples.items_of_media(*self.media[name])
+                lane = self._lanes(name, own.samples, item, group_loads, step_loads)
+                for loads in (group_loads, step_loads):
+                    np.add.at(loads, lane, own.samples.item_cost[item])
+                own.encoders[name] = PlannedItems(item, lane)
+        return planned
+
+    def _lanes(
+        self,
+        encoder: str,
+        samples: GlobalMicrobatch,
+        item: np.ndarray,
+        group_loads: np.ndarray,
+        step_loads: np.ndarray,
+    ) -> np.ndarray:
+        """(k,) the encoder lane of each item, in the block of its sample's language lane."""
+        blocks, lanes = self.layout.blocks_of(encoder), self.layout.encoders[encoder].dp
+        size, cost, found = lanes // blocks, samples.item_cost[item], np.zeros(item.size, np.int64)
+        block = samples.lane[samples.item_sample[item]] // (self.layout.language.dp // blocks)
+        for number, first in enumerate(range(0, lanes, size)):
+            own, here = block == number, slice(first, first + size)
+            given = group_loads[here], step_loads[here]
+            found[own] = first + assign_items(cost[own], size, *given)
+        return found
+
+    def _group_size(self, encoder: str) -> int:
+        """Microbatches that the encoder encodes in one go, over which its lanes are balanced."""
+        if encoder not in self.layout.colocated:
+            return 1
+        return self.encode_group or self.num_microbatches
+
+    def finish(
+        self, microbatches: Sequence[PlannedMicrobatch], unusable: Sequence[int] = ()
+    ) -> StepPlan:
+        """Blank the unusable samples and plan the bridges.
+
+        unusable: sample numbers in the step, the same on every rank.
+        """
+        tokens = self.fixed_tokens
+        if tokens is None and self.layout.language.vpp > 1:  # interleaved stages need one length
+            tokens = max(m.samples.longest_sequence for m in microbatches)
+        if tokens is not None:
+            microbatches = [replace(m, samples=m.samples.padded_to(tokens)) for m in microbatches]
+        finished = []
+        for first, planned in zip(first_samples(microbatches), microbatches, strict=True):
+            numbers = range(first, first + planned.samples.num_samples)
+            here = [sample - first for sample in unusable if sample in numbers]
+            finished.append(planned.without(here))
+        bridges = {}
+        for name in self.layout.encoders:
+            samples, runs = [m.samples for m in finished], [m.runs_of(name) for m in finished]
+            group = self._group_size(name)
+            rows = StepRows(self.layout, name, self.delivery, group, samples, runs)
+            bridges |= {
+                link: rows.plans(link, self.rank)
+                for link in self.layout.links_of(name)
+                if self.links is None or link in self.links
+            }
+        return StepPlan(
+            microbatches=tuple(finished),
+            num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
+            num_tokens=int(sum(m.samples.length.sum() for m in finished)),
+            encoder_imbalance=max(
+                (imbalance(self.encoder_loads(name, finished)) for name in self.layout.encoders),
+                default=1.0,
+            ),
+            bridges=bridges,
+        )
+
+    def encoder_loads(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> np.ndarray:
+        """(groups, lanes): what each lane has to encode in one go."""
+        lanes = self.layout.encoders[encoder].dp
+        loads = np.zeros((-(-len(microbatches) // self._group_size(encoder)), lanes))
+        for m, planned in enumerate(microbatches):
+            own = planned.encoders[encoder]
+            cost = planned.samples.item_cost[own.item]
+            loads[m // self._group_size(encoder)] += np.bincount(own.lane, cost, lanes)
+        return loads
+
+
+def first_samples(microbatches: Sequence[PlannedMicrobatch]) -> list[int]:
+    """For each microbatch of a step, the number in the step of its first sample."""
+    counts = [planned.samples.num_samples for planned in microbatches]
+    return [0, *np.cumsum(counts[:-1]).tolist()]

@@ -1,0 +1,270 @@
+"""Process groups of every module and of every bridge, made here and nowhere else.
+
+Each module is a separate Megatron job on its own grid of ranks, so each gets a
+`ProcessGroupCollection`; no global `parallel_state` is initialised.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mimo.device import barrier, bridge_group_options, local_device
+from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP
+from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
+from mimo.ops.acceleration import TRANSFORMER_ENGINE, this_machine
+from mimo.parallel.connections import (
+    bridge_ends,
+    connect_all,
+    connect_bridge,
+    connect_collectives,
+    connect_context,
+    connect_stages,
+)
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+from mimo.parallel.levels import Link
+
+# Megatron's names for groups, and the axes of our grid that each spans. Without experts, the
+# expert groups are those of the dense model with one expert rank.
+_GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("cp", "dp"),
+    "intra_dp_cp": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+    "mp": ("tp", "pp"),
+    "ep": (),
+    "expt_tp": ("tp",),
+    "expt_dp": ("cp", "dp"),
+    "intra_expt_dp": ("cp", "dp"),
+    "tp_ep": ("tp",),
+    "tp_ep_pp": ("tp", "pp"),
+    # The whole module, so that the distributed optimizer never reduces over the world.
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+}
+
+
+# Those with collectives in every step; a module on FSDP2 has its mesh for all but the first.
+_GROUPS_OF_STEPS = ("tp", "cp", "dp_cp", "embd")
+
+
+@dataclass(frozen=True)
+class BridgeGroups:
+    """Groups of one bridge: the encoder's last stage and one stage of the language model.
+
+    Two groups, because in-order transfers of gradients must not wait behind those of rows.
+    """
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's view: its modules' groups and the bridges that it takes part in.
+
+    modules: by name, the groups of each module of which this rank owns a part.
+    meshes: of those whose engine is fsdp, the same ranks as (dp_replicate, dp_shard, tp).
+    bridges: those with this rank at one end; for each encoder, in the order of their stages.
+    groups: all groups with this rank, in the order in which they were made.
+    """
+
+    layout: Layout
+    rank: int
+    modules: dict[str, ProcessGroupCollection] = field(default_factory=dict)
+    meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+    bridges: dict[Link, BridgeGroups] = field(default_factory=dict)
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def owns(self, module: str) -> bool:
+        """Whether this rank holds a part of the module."""
+        return module in self.modules
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for the run: the first of the language model's last stage."""
+        language = self.layout.language
+        return self.rank == language.rank(pp=language.pp - 1)
+
+    def close(self) -> None:
+        """Destroy all groups but the world and meshes; the model can no longer be used.
+
+        Every rank of the world calls it. The world may then build another topology.
+        """
+        barrier()
+        for group in self.groups:
+            dist.destroy_process_group(group)
+        self.groups.clear()
+
+
+class _GroupFactory:
+    """Creates groups by their ranks, each set of ranks once. Every rank makes the same calls.
+
+    timeout: of each group's collectives; None for the backend's, which may be far longer.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        groups: list[dist.ProcessGroup],
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        self.rank = rank
+        self.groups = groups
+        self.timeout = timeout
+        self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+        """The group of ``enumeration`` that has this rank; None if none does."""
+        found = None
+        for ranks in enumeration:
+            key = tuple(ranks)
+            if key not in self.made:
+                self.made[key] = self.fresh(key, name)
+            if self.rank in key:
+                found = self.made[key]
+        return found
+
+    def fresh(
+        self, ranks: Sequence[int], name: str, options: Any = None
+    ) -> dist.ProcessGroup | None:
+        """A separate group, even if another with the same ranks exists. options: the backend's."""
+        if options is not None and self.timeout is not None:
+            options._timeout = self.timeout  # torch warns where the two differ
+        group = dist.new_group(
+            list(ranks), timeout=self.timeout, group_desc=name, pg_options=options
+        )
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        self.groups.append(group)
+        return group
+
+
+def comm_grid(spec: GridSpec) -> HyperCommGrid:
+    """Megatron's view of a module's ranks; creates no group."""
+    axes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
+    return HyperCommGrid(list(axes.values()), list(axes), spec.rank_offset)
+
+
+def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
+    """All groups that Megatron 0.19 wants for a module; None if this rank has no part of it."""
+    grid = comm_grid(spec)
+    made = {
+        name: factory.mine(
+            grid.get_rank_enum(list(axes)) if axes else [[r] for r in spec.ranks],
+            f"{spec.module}.{name}",
+        )
+        for name, axes in _GROUP_AXES.items()
+    }
+    if spec.module == LANGUAGE:
+        # Tied embeddings need a real [first stage, last stage] group: without one Megatron skips
+        # their synchronisation silently. Middle stages hold no embedding and have none.
+        stages = grid.get_rank_enum(["pp"])
+        ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
+        made["embd"] = factory.mine(ends, f"{spec.module}.embd")
+        made["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
+    if factory.rank not in spec.ranks:
+        return None
+    groups = {name: group for name, group in made.items() if group is not None}
+    of_steps = _GROUPS_OF_STEPS[: 1 if spec.engine == "fsdp" else None]
+    connect_collectives(groups[name] for name in of_steps if name in groups)
+    return ProcessGroupCollection(**groups)
+
+
+@functools.cache
+def _mesh(
+    world: dist.ProcessGroup,
+    first: int,
+    sizes: tuple[int, int, int],
+    timeout: datetime.timedelta | None,
+) -> DeviceMesh | None:
+    """Ranks from ``first`` on as (dp_replicate, dp_shard, tp); None if this one is not among them.
+
+    Lanes that share out one copy of the weights are next to each other. A mesh lasts as long as its
+    world: DTensor remembers meshes by their ranks, and would go on with groups that are destroyed.
+    """
+    factory, names = _GroupFactory(world.rank(), [], timeout), (DP_REPLICATE, DP_SHARD, TP)
+    ranks = torch.arange(first, first + math.prod(sizes)).view(sizes)
+    found = []
+    for axis, size in enumerate(sizes):
+        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        found.append(factory.mine(lines, names[axis]))
+    groups = [group for group in found if group is not None]
+    if not groups:
+        return None
+    connect_collectives(groups)
+    return DeviceMesh.from_group(groups, local_device().type, ranks, mesh_dim_names=names)
+
+
+def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topology:
+    """Create every group, and connect the ranks that may exchange messages in it.
+
+    Every rank of the world calls it, once, after joining the world.
+    timeout_seconds: how long a collective call may take; None leaves that to the backend.
+    """
+    rank = dist.get_rank()
+    assert dist.get_world_size() == layout.world_size, "the layout was made for another world"
+    topology = Topology(layout, rank)
+    timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
+    factory = _GroupFactory(rank, topology.groups, timeout)
+    assert dist.group.WORLD is not None
+    connect_collectives([dist.group.WORLD])
+    for name, spec in layout.grids.items():
+        groups = _module_groups(spec, factory)
+        if groups is not None:
+            topology.modules[name] = groups
+            if spec.pp > 1:
+                connect_stages(groups.pp, interleaved=spec.vpp > 1)
+            if spec.tp > 1 and not spec.sp and layout.encoders:  # they share out rows
+                connect_all(groups.tp)
+            if spec.cp > 1 and TRANSFORMER_ENGINE in this_machine().installed:
+                connect_context(groups.cp)
+        if spec.engine == "fsdp":
+            sizes = (spec.dp_replicate, spec.dp // spec.dp_replicate, spec.tp)
+            mesh = _mesh(dist.group.WORLD, spec.rank_offset, sizes, timeout)
+            if mesh is not None:
+                topology.meshes[name] = mesh
+    for name in layout.encoders:
+        for link in layout.links_of(name):
+            for senders, receivers in bridge_ends(layout, link):
+                _add_bridge(topology, factory, link, senders, receivers)
+    return topology
+
+
+def _add_bridge(
+    topology: Topology,
+    factory: _GroupFactory,
+    link: Link,
+    senders: Sequence[int],
+    receivers: Sequence[int],
+) -> None:
+    """Create and connect the groups of a bridge's block; every rank of the world calls it.
+
+    One for each way over both ends is the least: items are balanced over the encoder's lanes, so
+    each may have rows for any of the language model's. A group for each pair would be lanes times
+    as many. As a rank connects to the whole other end, large ends are cut into blocks of lanes.
+    """
+    ends = sorted({*senders, *receivers})
+    forward, backward = (
+        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}", bridge_group_options())
+        for way in ("forward", "backward")
+    )
+    if topology.rank not in ends:
+        return
+    assert forward is not None and backward is not None
+    # NCCL wants all ranks of a group in its first call; later messages go only between peers that
+    # have rows to exchange.
+    connect_collectives((forward, backward))
+    connect_bridge(forward, backward, senders, receivers)
+    topology.bridges[link] = BridgeGroups(forward, backward)

@@ -1,0 +1,257 @@
+"""The runs of an experiment: which are done, and running those that are not, here, in alternation.
+
+A run is a folder, a resolved recipe beside it and two files with what its command said. Whether it
+is done is told from these alone, so an experiment that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
+from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
+from mimo.report.experiment.schema import Layout
+from mimo.report.status import plain
+from mimo.runtime.signals import Signalled, heeded
+from mimo.train.run_files import METRICS, json_lines
+from mimo.train.run_folder import moved_aside
+
+_POLL_SECONDS = 0.5
+_LAST_BYTES = 1 << 16  # of metrics; far more than a line has
+_MAX_ERROR = 300  # characters of its first line
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a layout. folder: of the experiment. repeat: from 1 on."""
+
+    folder: Path
+    layout: Layout
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """Of the run and of its folder."""
+        return f"{self.layout.name}.{self.repeat}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Where it trains."""
+        return self.folder / self.name
+
+    @property
+    def recipe_file(self) -> Path:
+        """The resolved recipe that it was last started with."""
+        return self.folder / "recipes" / f"{self.name}.yaml"
+
+    @property
+    def log(self) -> Path:
+        """What its command wrote to stdout; what it wrote to stderr is beside it, in `.err`."""
+        return self.folder / "logs" / f"{self.name}.log"
+
+    @property
+    def errors(self) -> Path:
+        """What its command wrote to stderr."""
+        return self.log.with_suffix(".err")
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides of the recipe: the layout's, and the name and folder of the run."""
+        place = (f"name={self.name}", f"train.run_dir={json.dumps(str(self.folder))}")
+        return (*self.layout.overrides, *place)
+
+    def recipe(self, path: Path) -> Recipe:
+        """As it is to be run now, of the recipe at ``path``. Raises RecipeError."""
+        return load_recipe(path, self.overrides)
+
+    def is_done(self, path: Path) -> bool:
+        """Check if the run ended with the recipe as it is now. Raises RecipeError."""
+        recipe = self.recipe(path)
+        if not self.recipe_file.exists():
+            return False
+        same = self.recipe_file.read_text(encoding="utf-8") == recipe.to_yaml()
+        return same and len(self.records()) == recipe.train.steps
+
+    def records(self) -> list[Record]:
+        """The training steps in its metrics; of a step that was done again the last."""
+        lines = json_lines(self.run_dir / METRICS)
+        found = {line["step"]: line for line in lines if "loss" in line}
+        return [found[step] for step in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run stands.
+
+    error: the first line of what went wrong, if anything did. job: what SLURM says of the job that
+    still has to do it, if one has.
+    """
+
+    run: Run
+    records: list[Record]
+    error: str = ""
+    job: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its records are those of the whole run."""
+        return not self.error and not self.job
+
+
+def check_layouts(runs: Sequence[Run], path: Path, check: Callable[[Run], object]) -> None:
+    """Check each layout that has runs to do, before the first one starts.
+
+    path: of the recipe. check: raises RecipeError for a layout that cannot run.
+    Raises RecipeError with the refusals of all layouts; a line names the layouts that it is about.
+    """
+    refused, to_do = dict[str, list[str]](), dict[str, Run]()
+    for run in runs:
+        if run.layout.name in to_do:
+            continue
+        try:
+            if not run.is_done(path):
+                to_do[run.layout.name] = run
+                check(run)
+        except StartError:
+            continue  # a file system that fails now may answer when the run starts
+        except InputError as error:
+            to_do[run.layout.name] = run
+            for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
+                refused.setdefault(problem, []).append(run.layout.name)
+    if refused:
+        lines = [f"{', '.join(names)}: {problem}" for problem, names in refused.items()]
+        raise RecipeError(*lines)
+
+
+def make_ready(run: Run, path: Path) -> Outcome | None:
+    """What is known of a run without starting it; None if it is to be started now.
+
+    Then its recipe is in place, and what was run with another one has moved aside.
+    """
+    try:
+        recipe = run.recipe(path)
+    except InputError as error:
+        return Outcome(run, [], str(error).partition("\n")[0])
+    text, before = recipe.to_yaml(), None
+    if run.recipe_file.exists():
+        before = run.recipe_file.read_text(encoding="utf-8")
+    if before != text:
+        if run.run_dir.exists():
+            aside = moved_aside(run.run_dir)
+            print(f"{run.name}: its recipe has changed; the run with the old one is now {aside}")
+        run.recipe_file.parent.mkdir(parents=True, exist_ok=True)
+        run.recipe_file.write_text(text, encoding="utf-8")
+        return None
+    records = run.records()
+    return Outcome(run, records) if len(records) == recipe.train.steps else None
+
+
+def outcome_of(run: Run, code: int, steps: int) -> Outcome:
+    """Of a run that has ended with an exit code. steps: that it should have done."""
+    records = run.records()
+    if code in (0, EXIT_CONTINUE):
+        early = f"it ended with exit code {code} after {len(records)} of {steps} steps"
+        return Outcome(run, records, early if len(records) != steps else "")
+    told = run.errors.read_text(encoding="utf-8", errors="replace") if run.errors.exists() else ""
+    lines = [line for line in told.splitlines() if line.strip()]
+    # Wrong input is told in one line per problem. A failed rank's traceback ends with the cause.
+    causes = [line for line in lines if line.startswith("rank ")]
+    line = (lines[:1] if code == 2 else causes[-1:] or lines[-1:]) or [f"exit code {code}"]
+    return Outcome(run, records, plain(line[0], _MAX_ERROR))
+
+
+class Interrupted(Exception):
+    """The experiment was told to end; called again, it goes on."""
+
+
+def run_here(
+    runs: Sequence[Run], steps: int, known: Callable[[Run], Outcome | None]
+) -> Iterator[Outcome]:
+    """Run what is not done yet, one after the other, as `mimo train`; yields each one's outcome.
+
+    steps: of each run. known: what is known of one without starting it; None if it is to be run.
+    Raises Interrupted when a run was asked to end.
+    """
+    console = Console(soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("")
+        for number, run in enumerate(runs, start=1):
+            title = f"run {number} of {len(runs)}, {run.name}"
+            outcome = known(run)
+            if outcome is None:
+                bar.reset(task, description=title, total=steps)
+                began = time.monotonic()
+                outcome = outcome_of(run, _train(run, bar, task), steps)
+                took = f"{time.monotonic() - began:.0f} s"
+            else:
+                took = "before"
+            told = outcome.error or outcome.job or f"done ({took})"
+            console.print(f"{title}: {told}", markup=False, highlight=False)
+            yield outcome
+
+
+def _train(run: Run, bar: Progress, task: TaskID) -> int:
+    """`mimo train`; it goes on from its checkpoint if it has one. Returns the exit code.
+
+    What asks this process to end is passed on. Raises Interrupted.
+    """
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "mimo.cli.main", "train", str(run.recipe_file), "--resume"]
+    with run.log.open("w") as log, run.errors.open("w") as errors:
+        # In a session of its own: Ctrl-C would reach it twice, and the second time ends it at once.
+        child = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            with heeded() as asked:
+                while child.poll() is None and not asked:
+                    time.sleep(_POLL_SECONDS)
+                    bar.update(task, completed=_steps(run.run_dir / METRICS))
+                if asked:
+                    child.terminate()  # it finishes its step, and saves
+                child.wait()
+                is_asked = bool(asked)
+        except Signalled:
+            child.terminate()
+            child.wait()
+            is_asked = True
+    if is_asked:
+        raise Interrupted(f"{run.name} was interrupted; the same command goes on from there")
+    return child.returncode
+
+
+def _steps(metrics: Path) -> int:
+    """Done, by the end of the file."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _LAST_BYTES))
+        found = re.findall(rb'"step": (\d+), "loss"', file.read())
+    return int(found[-1]) + 1 if found else 0

@@ -1,0 +1,186 @@
+"""The file of an experiment: one recipe, and the layouts that are compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from mimo.config import bounds
+from mimo.config.findings import descriptions
+from mimo.config.modules import Section
+from mimo.config.source import Location, read_yaml
+from mimo.errors import RecipeError, shown, suggestion
+
+_MAX_RUNS = 1000  # repeats of all layouts together
+_SAME = ("train.steps", "train.run_dir", "train.precision")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}"
+
+
+def _layout_keys(layouts: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    names = [str(layout.get("name", "")) for layout in layouts]
+    for name in names:
+        if not re.fullmatch(_NAME, name):
+            raise ValueError(
+                f"each layout needs a `name` of letters, digits, '_' and '-'; one has {name!r}"
+            )
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"each layout needs a name of its own; several are called {twice[0]}")
+    return layouts
+
+
+Overrides = Annotated[dict[str, Any], Field(max_length=100)]
+"""Keys of the recipe with dots, such as `language.grid.tp`, and their values."""
+
+
+class ExperimentFile(Section):
+    """An experiment as it is written."""
+
+    name: bounds.RunName
+    """Name of the experiment and of its folder in the recipe's `train.run_dir`."""
+    recipe: bounds.PathText
+    """The recipe, from the folder of this file or from the working folder."""
+    set: Overrides = {}
+    """Overrides of the recipe in all layouts."""
+    layouts: Annotated[
+        tuple[dict[str, Any], ...],
+        Field(strict=False, min_length=1, max_length=_MAX_RUNS),
+        AfterValidator(_layout_keys),
+    ] = ()
+    """Each with a `name` and overrides."""
+    vary: Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], Field(max_length=16)] = {}
+    """Keys of the recipe with the values of each; the layouts are all combinations."""
+    reference: str | None = None
+    """The layout whose losses all others have to follow; null for the first."""
+    repeats: Annotated[int, Field(ge=1, le=100)] = 1
+    """Runs of each layout, one of all layouts after the other."""
+    steps: bounds.Steps
+    """Steps of each run, in place of the recipe's."""
+
+    @model_validator(mode="after")
+    def _layouts_are_given_once(self) -> Self:
+        if bool(self.layouts) == bool(self.vary):
+            raise ValueError("give either `layouts`, a list, or `vary`, keys with values")
+        return self
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run the recipe. overrides: as on the command line."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is to be run. shared: overrides of all layouts, which are part of each one's own too.
+
+    layouts: by name, the reference among them.
+    """
+
+    name: str
+    recipe: Path
+    shared: tuple[str, ...]
+    layouts: Mapping[str, Layout]
+    reference: str
+    repeats: int
+
+    @property
+    def rounds(self) -> Iterator[tuple[Layout, int]]:
+        """Each layout with the number of its run, from 1 on, in alternation: A B C A B C."""
+        for repeat in range(1, self.repeats + 1):
+            for layout in self.layouts.values():
+                yield layout, repeat
+
+
+def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read the file of an experiment; overrides of its recipe come after those of the file.
+
+    Raises RecipeError with a line for every problem.
+    """
+    source = read_yaml(path)
+
+    def problem(location: Location, message: str) -> str:
+        own = location[1:]
+        return source.problem(own, message) if own else f"{path}: {message}"
+
+    try:
+        given = ExperimentFile.model_validate(source.data)
+    except ValidationError as error:
+        lines = descriptions(error, problem, ExperimentFile, ("experiment",))
+        raise RecipeError(*lines) from error
+    places = (path.parent / given.recipe, Path(given.recipe))
+    recipe = next((place for place in places if place.is_file()), None)
+    if recipe is None:
+        tried = " nor ".join(dict.fromkeys(map(str, places)))
+        raise RecipeError(source.problem(("recipe",), f"no recipe is at {tried}"))
+    try:
+        named = dict(_named_layouts(given))
+    except ValueError as error:
+        raise RecipeError(source.problem(("vary",), str(error))) from error
+    for name, own in named.items():
+        if same := [key for key in _SAME if key in own]:
+            message = f"{name} sets {same[0]}, which is the same in all layouts"
+            raise RecipeError(source.problem(("vary" if given.vary else "layouts",), message))
+    reference = given.reference or next(iter(named))
+    if reference not in named:
+        message = f"no layout is called {shown(reference)}; {suggestion(reference, named)}"
+        raise RecipeError(source.problem(("reference",), message))
+    if len(named) * given.repeats > _MAX_RUNS:
+        message = f"{len(named)} layouts · {given.repeats} are more than {_MAX_RUNS} runs"
+        raise RecipeError(source.problem(("repeats",), message))
+    own = {"train.save_every": None, **given.set, "train.steps": given.steps}
+    shared = (*_texts(own), *overrides)
+    layouts = [Layout(name, (*shared, *_texts(own))) for name, own in named.items()]
+    by_name = {layout.name: layout for layout in layouts}
+    return Experiment(given.name, recipe, shared, by_name, reference, given.repeats)
+
+
+def _texts(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """As on the command line; JSON is YAML."""
+    for key, value in overrides.items():
+        yield f"{key}={json.dumps(value)}"
+
+
+def _named_layouts(given: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Layouts by name. Raises ValueError where names that follow from values are no names."""
+    for layout in given.layouts:
+        yield str(layout["name"]), {key: value for key, value in layout.items() if key != "name"}
+    if not given.vary:
+        return
+    labels = {key: [_label(key, value) for value in given.vary[key]] for key in given.vary}
+    counts = Counter(label for own in labels.values() for label in set(own))
+    for key, own in labels.items():
+        if any(counts[label] > 1 for label in own):  # such as tp2 of two modules
+            module = key.removeprefix("encoders.").partition(".")[0]
+            labels[key] = [f"{module}-{label}" for label in own]
+    seen = set[str]()
+    for values in itertools.product(*(range(len(own)) for own in labels.values())):
+        chosen = dict(zip(given.vary, values, strict=True))
+        name = "-".join(labels[key][number] for key, number in chosen.items())
+        if name in seen or not re.fullmatch(_NAME, name):
+            raise ValueError(
+                f"the name {shown(name)}, which follows from the values, is too long or that of "
+                f"two layouts; list the layouts with names of their own under `layouts`"
+            )
+        seen.add(name)
+        yield name, {key: given.vary[key][number] for key, number in chosen.items()}
+
+
+def _label(key: str, value: Any) -> str:
+    """A value of a key in a few letters: `tp2-dp2` of {tp: 2, dp: 2}, `colocated` of itself."""
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, Mapping) and value:
+        text = "-".join(f"{name}{one}" for name, one in value.items())
+    else:
+        text = f"{key.rpartition('.')[2]}{json.dumps(value)}"
+    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-")

@@ -1,0 +1,332 @@
+"""`mimo status` and `mimo top`: where a run stands, by its folder and what SLURM says of its jobs.
+
+The folder is enough, so any machine that sees it can look. Of metrics only the end is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mimo.checkpoint.folder import newest_checkpoint
+from mimo.errors import InputError
+from mimo.report.jobs import jobs_of, last_words
+from mimo.report.page import number, percent
+from mimo.report.runs import TIMES, RunData, begun_runs
+from mimo.runtime.run_lock import holder
+from mimo.train.run_files import BAD_SAMPLES
+
+_NEWEST_BYTES = 4 * 2**20  # of metrics: some thousand steps
+_RECENT = 20  # steps that a figure is the mean of
+_SHOWN_JOBS = 10
+_SQUEUE_SECONDS = 10.0
+_REFRESH_SECONDS = 5.0
+_TEXT_LENGTH = 300
+_SAID_LINES = 3  # of a job's output: its last one is the exit code
+# States that a job does not leave; in all others, such as COMPLETING, it may come back.
+_ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """One look at a run. runs: of its phases, if it has any. jobs: a line for each.
+
+    is_queued: whether SLURM has a job to do; None where it does not say.
+    """
+
+    folder: Path
+    runs: Sequence[RunData]
+    jobs: Sequence[str]
+    holder: str
+    is_queued: bool | None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there may be more to see soon."""
+        return self.may_be_queued or bool(self.holder) or any(run.alive for run in self.runs)
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Where SLURM does not say, a run that has not ended may."""
+        return not self.has_ended if self.is_queued is None else self.is_queued
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of its steps are done."""
+        return bool(self.runs) and all(run.state == "ended" for run in self.runs)
+
+    @property
+    def now(self) -> RunData | None:
+        """The phase that it is in, or was in last; None before its ranks have started."""
+        begun = [run for run in self.runs if run.steps_done or run.states]
+        return begun[-1] if begun else next(iter(self.runs), None)
+
+
+def look(folder: Path) -> View:
+    """Read a run's folder, and ask SLURM if it is here. Raises InputError if no run is there."""
+    runs = begun_runs(folder, _NEWEST_BYTES)
+    jobs, is_queued = _jobs(jobs_of(folder)[-_SHOWN_JOBS:])
+    return View(folder, runs, jobs, holder(folder), is_queued)
+
+
+def _jobs(submitted: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool | None]:
+    """A line for each job, and whether SLURM still has one to do, if it says."""
+    ids = [str(one.get("job_id")) for one in submitted]
+    rows = _queue(ids) if ids else []
+    lines = []
+    for job, one in zip(ids, submitted, strict=True):
+        name = f"{job} ({one.get('kind')})"
+        if isinstance(rows, str):
+            lines.append(f"{name}: submitted {one.get('time')}; {rows}")
+            continue
+        own = [row for row in rows if re.split(r"[_+]", row[0])[0] == re.split(r"[_+]", job)[0]]
+        for number_of, state, so_far, left, where in own:
+            more = f" for {so_far}, {left} left" if state == "RUNNING" else ""
+            lines.append(f"{number_of} ({one.get('kind')}): {state}{more}, {where}")
+        if not own:
+            lines.append(f"{name}: no longer in the queue")
+    if isinstance(rows, str):
+        return lines, None
+    return lines, any(row[1] not in _ENDED for row in rows)
+
+
+def _queue(ids: Sequence[str]) -> list[list[str]] | str:
+    """Of each job that SLURM still knows: its number, state, time, time left, nodes or reason.
+
+    Or else, in words, why it does not say.
+    """
+    if shutil.which("squeue") is None:
+        return "no SLURM here to ask"
+    ask = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}"]
+    ask.append("--format=%i|%T|%M|%L|%R")
+    try:
+        told = subprocess.run(ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"SLURM did not answer within {_SQUEUE_SECONDS:g} s"
+    except OSError as error:
+        return f"squeue cannot be run: {error.strerror}"
+    if told.returncode != 0:
+        # SLURM has forgotten jobs that ended minutes ago. A single one, and with some versions one
+        # of several, is then an error.
+        if "Invalid job id" not in told.stderr:
+            return f"SLURM does not say: {(told.stderr.splitlines() or ['no reason'])[0]}"
+        if len(ids) == 1:
+            return []
+        found = list[list[str]]()
+        for one in ids:
+            rows = _queue([one])
+            if isinstance(rows, str):
+                return rows
+            found += rows
+        return found
+    rows = (line.strip().split("|", 4) for line in told.stdout.splitlines())
+    return [row for row in rows if len(row) == 5]
+
+
+# ----------------------------------------------------------------------- what is shown
+
+
+def facts_of(view: View) -> Iterator[tuple[str, str]]:
+    """Names and values, those that are known."""
+    yield "run", str(view.folder)
+    yield from (("job", line) for line in view.jobs)
+    if len(view.runs) > 1:
+        yield from (("phase", f"{run.title}: {_state(run)}") for run in view.runs)
+    if (run := view.now) is None:
+        yield "state", f"no rank has started yet{f' ({view.holder})' if view.holder else ''}"
+        yield from last_words_of(view)
+        return
+    yield "state", _state(run)
+    if view.holder:
+        yield "begun by", view.holder
+    if slow := min(run.states.values(), key=lambda one: one.progress, default=None):
+        yield "furthest behind", f"{slow} {slow.where}"
+    planned = run.steps_planned
+    share = f" of {planned:,} ({percent(run.steps_done / planned)})" if planned else ""
+    yield "step", f"{run.steps_done:,}{share}"
+    loss, validation = run.last("loss", _RECENT), run.last("validation_loss")
+    if loss is not None:
+        yield "loss", number(loss) + (f", validation {number(validation)}" if validation else "")
+    rate, seconds = run.last("tokens_per_second", _RECENT), run.last("step_seconds", _RECENT)
+    if rate is not None:
+        yield "rate", f"{rate:,.0f} tokens/s, MFU {percent(run.last('mfu', _RECENT))}"
+    if seconds is not None and planned and run.steps_done < planned:
+        left = timedelta(seconds=round((planned - run.steps_done) * seconds))
+        yield "left", f"{left} at {number(seconds)} s a step, without checkpoints"
+    if idle := [f"{name} {percent(share)}" for name, share in _named(run, "idle_fraction_")]:
+        yield "idle", ", ".join(idle)
+    yield "checkpoint", _checkpoint(view.folder)
+    yield "restarts", str(sum(one.get("kind") == "restart" for one in run.incidents))
+    if skipped := run.last("skipped_samples"):
+        yield "skipped samples", f"{skipped:,.0f}, listed in {BAD_SAMPLES}"
+    for last in run.incidents[-1:]:
+        yield "last incident", f"{last.get('time')} {last.get('kind')}: {last.get('text')}"
+    yield from last_words_of(view)
+
+
+def last_words_of(view: View) -> Iterator[tuple[str, str]]:
+    """How the newest job's output ends, by file; none where it may go on or all steps are done."""
+    if not (view.is_queued or view.has_ended) and (found := last_words(view.folder, _SAID_LINES)):
+        path, lines = found
+        yield from ((path.name, line) for line in lines)
+
+
+def _state(run: RunData) -> str:
+    if run.state == "ended":
+        return run.state
+    failed = [one for one in run.states.values() if one.failure]
+    told = "; ".join(f"{one} failed: {one.failure}" for one in failed[:1])
+    ranks = run.starts[-1].get("ranks") if run.starts else None
+    here = f", {len(run.alive)} of {ranks or len(run.states)} ranks answer" if run.states else ""
+    return f"{run.state}{here}{f'; {told}' if told else ''}"
+
+
+def _named(run: RunData, prefix: str) -> list[tuple[str, float]]:
+    """What metrics of this beginning last were, by the rest of their names."""
+    names = [name for name in run.curves if name.startswith(prefix)]
+    found = [(name.removeprefix(prefix), run.last(name, _RECENT)) for name in names]
+    return [(name, value) for name, value in found if value is not None]
+
+
+def _checkpoint(folder: Path) -> str:
+    try:
+        found = newest_checkpoint(folder)
+        if found is None:
+            return "none yet"
+        ago = timedelta(seconds=max(0, round(time.time() - found.stat().st_mtime)))
+    except (InputError, OSError) as error:  # the one that was named has just been removed
+        return str(error)
+    return f"{found.relative_to(folder)}, {ago} ago"
+
+
+def modules_of(run: RunData) -> Table:
+    """A row for each module: idle share, seconds of a step by part, waits at its edges, memory."""
+    seconds = dict[str, dict[str, float]]()
+    for name in run.curves:
+        found = TIMES.fullmatch(name)
+        if found and not found["max"] and (value := run.last(name, _RECENT)) is not None:
+            seconds.setdefault(found["module"], {})[found["phase"].replace("_", " ")] = value
+    idle, memory = dict(_named(run, "idle_fraction_")), dict(_named(run, "memory_gib_"))
+    edges = _named(run, "bridge_wait_seconds_")
+    table = Table("module", "idle", "seconds of a step", "longest waits of an edge", "memory, GiB")
+    for module, own in seconds.items():
+        parts = sorted(own.items(), key=lambda part: -part[1])
+        waits = [(edge, wait) for edge, wait in edges if edge.startswith(f"{module}_")]
+        table.add_row(
+            module,
+            percent(idle.get(module)),
+            ", ".join(f"{part} {number(value)}" for part, value in parts),
+            ", ".join(f"{edge.removeprefix(f'{module}_')} {number(wait)}" for edge, wait in waits),
+            number(memory.get(module)),
+        )
+    return table
+
+
+def plain(text: str, length: int = _TEXT_LENGTH) -> str:
+    """A text from a file as one line that does nothing to a terminal."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return line if len(line) <= length else f"{line[:length]}..."
+
+
+def status(folder: Path) -> int:
+    """`mimo status`: one screen."""
+    facts = list(facts_of(look(folder)))
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        print(f"{name:{width}}  {plain(value)}")
+    return 0
+
+
+# --------------------------------------------------------------------------------- live
+
+
+def _screen(view: View) -> Group:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts_of(view):
+        table.add_row(name, Text(plain(value)))
+    modules = modules_of(view.now) if view.now else None
+    return Group(table, modules) if modules and modules.row_count else Group(table)
+
+
+def top(folder: Path, once: bool) -> int:
+    """`mimo top`: the same, kept up to date until the run or whoever looks ends it.
+
+    once: print it and return, as always where there is no terminal.
+    """
+    console = Console()
+    if once or not console.is_terminal:
+        console.print(_screen(look(folder)))
+        return 0
+    with (
+        suppress(KeyboardInterrupt),
+        _interrupts() as was_interrupted,
+        Live(console=console, auto_refresh=False) as live,
+        _keys() as q_pressed,
+    ):
+        while (view := look(folder)).goes_on:
+            live.update(_screen(view), refresh=True)
+            if q_pressed() or was_interrupted():
+                return 0
+        live.update(_screen(view), refresh=True)
+    return 0
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """What it yields says whether Ctrl-C was pressed, which also interrupts.
+
+    Python drops an interrupt that comes while it collects garbage.
+    """
+    pressed = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], bool]]:
+    """What it yields waits until it is time to look again, or says that `q` was pressed."""
+    if not sys.stdin.isatty():
+        yield lambda: bool(time.sleep(_REFRESH_SECONDS))
+        return
+
+    def q_pressed() -> bool:
+        ready, *_ = select.select([sys.stdin], [], [], _REFRESH_SECONDS)
+        return bool(ready) and os.read(sys.stdin.fileno(), 1) in (b"q", b"")
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)  # keys come at once, and Ctrl-C still interrupts
+    try:
+        yield q_pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,224 @@
+"""Ranks: started here on one machine, or found in the environment of torchrun or srun."""
+
+import atexit
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mimo.errors import EXIT_CONTINUE
+from mimo.runtime.processes import RankError, RanksFailed, run_processes, warm_up
+from mimo.runtime.signals import Signalled, heeded
+
+RENDEZVOUS = "MIMO_RENDEZVOUS"
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """Who this process is. `rendezvous` is an `init_method` of torch.distributed.
+
+    `restart`: how often torchrun has started the ranks again, of `max_restarts`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    rendezvous: str
+    ranks_on_machine: int = 1
+    restart: int = 0
+    max_restarts: int = 0
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of this machine, itself at least: whoever starts them numbers them in a row."""
+        first = max(0, self.rank - self.local_rank)
+        last = min(first + max(self.ranks_on_machine, self.local_rank + 1), self.world_size)
+        return range(first, last)
+
+
+def launch(
+    target: str,
+    args: tuple[Any, ...],
+    world_size: int,
+    preload: Sequence[str] = (),
+    log_dir: Path | None = None,
+    on_failure: Callable[[RankError], object] = lambda _: None,
+) -> int:
+    """Run `target(*args)` (`module:function`) in `world_size` ranks and return an exit code.
+
+    The modules `preload` are imported once, before the ranks are forked. When a rank fails, the
+    others are ended, the cause is the last thing on stderr, and every failed rank's traceback goes
+    to `log_dir/error_rank_<r>.txt`. The exit code is what `target` returns, if that is a number,
+    2 for an InputError, 1 for any other exception of a rank, 128 + the signal that ended this
+    process at once, or EXIT_CONTINUE if a signal has asked for an end. on_failure: gets the cause,
+    unless a signal had asked for an end before.
+    """
+    warm_up(preload)
+    try:
+        with heeded() as asked, _rendezvous_dir() as folder:
+            try:
+                results = run_processes(
+                    target, args, world_size, rank_variables(folder), asked=asked
+                )
+            except RanksFailed as failure:
+                code = _report(failure, log_dir)
+                if not asked:
+                    on_failure(failure.errors[0])
+                return code
+            codes = [result for result in results if isinstance(result, int)]
+            return max(codes, default=0) or (EXIT_CONTINUE if asked else 0)
+    except Signalled as signalled:
+        (signum,) = signalled.args
+        print(f"ended by {signal.Signals(signum).name}", file=sys.stderr)
+        return 128 + signum
+
+
+@contextmanager
+def _rendezvous_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mimo-ranks-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+# A machine's GPUs must be hidden from the fork server as well, which must not initialise CUDA.
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def warm_up_on_cpu(preload: Sequence[str]) -> None:
+    """`warm_up` for ranks that use the CPU whatever the machine has; returns at once."""
+    warm_up(preload, _WITHOUT_GPUS)
+
+
+def run_on_cpu(
+    target: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    timeout_seconds: float,
+) -> list[Any]:
+    """Run `target(*args)` in `world_size` one-thread ranks of this machine; results by rank.
+
+    Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
+    """
+    with _rendezvous_dir() as folder:
+        variables = {**rank_variables(folder), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
+        return run_processes(target, args, world_size, variables, timeout_seconds, folder)
+
+
+def rank_variables(rendezvous_dir: Path) -> dict[str, str]:
+    """This process's environment, with ranks that meet through a file in `rendezvous_dir`."""
+    return {
+        # All ranks are on this machine; without it gloo looks up the host's name, which may fail.
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        RENDEZVOUS: f"file://{rendezvous_dir.resolve() / 'store'}",
+    }
+
+
+def rank_environment() -> RankEnv | None:
+    """The rank that this process was started as: by `launch`, torchrun or srun; else None."""
+    variables = os.environ
+    if RENDEZVOUS in variables:
+        rendezvous = variables[RENDEZVOUS]
+    elif all(name in variables for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        rendezvous = "env://"
+    else:
+        return _slurm_environment()
+    return RankEnv(
+        rank=int(variables["RANK"]),
+        world_size=int(variables["WORLD_SIZE"]),
+        local_rank=int(variables.get("LOCAL_RANK", "0")),
+        rendezvous=rendezvous,
+        ranks_on_machine=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+        restart=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        max_restarts=int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+    )
+
+
+def _slurm_environment() -> RankEnv | None:
+    """The rank of a task that srun started, meeting the others on the step's first node."""
+    variables = os.environ
+    # A batch script has SLURM_PROCID as well, but it is no task of a step.
+    if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
+        return None
+    world_size = int(variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS", "1"))
+    if world_size < 2:
+        return None
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    host = variables.get("MASTER_ADDR") or first_host(nodes)
+    # Jobs and steps that share a node get different ports, the same one on all their ranks.
+    job_id, step_id = int(variables.get("SLURM_JOB_ID", "0")), int(variables["SLURM_STEP_ID"])
+    port = variables.get("MASTER_PORT") or 20000 + (job_id * 37 + step_id) % 10000
+    return RankEnv(
+        rank=int(variables["SLURM_PROCID"]),
+        world_size=world_size,
+        local_rank=int(variables.get("SLURM_LOCALID", "0")),
+        rendezvous=f"tcp://{host}:{port}",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: `gpu[03-05,9],login1` gives `gpu03`."""
+    return next(hosts_of(nodes), "127.0.0.1")
+
+
+def hosts_of(nodes: str) -> Iterator[str]:
+    """The hosts of a SLURM node list, in its order."""
+    for before, ranges, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\])?([^\[,]*)", nodes):
+        for one in ranges.split(","):
+            first, _, last = one.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else ()
+            for number in numbers or ("",):
+                yield f"{before}{str(number).zfill(len(first))}{after}"
+
+
+def node_name() -> str:
+    """This machine's: the one that SLURM knows it by, else the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def end_at_once(exit_code: int) -> int:
+    """Where its interpreter would wind down, this process ends instead; returns the exit code.
+
+    Threads of backends may not wind down in time, and have aborted ranks that were done. Threads
+    that are no daemons are waited for; exit handlers that were registered earlier are left out.
+    """
+
+    def end() -> None:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where nobody reads what is printed
+            os._exit(exit_code)
+
+    atexit.register(end)
+    return exit_code
+
+
+def _report(failure: RanksFailed, log_dir: Path | None) -> int:
+    """Write what happened, the cause last, and return the exit code."""
+    cause, *others = failure.errors
+    try:
+        if log_dir is not None and log_dir.is_dir():
+            for error in failure.errors:
+                path = log_dir / f"error_rank_{error.rank}.txt"
+                path.write_text(f"{error.traceback}{error}\n", encoding="utf-8")
+    except OSError as problem:  # a full disk, which may be why they failed
+        print(f"warning: not written: {problem}", file=sys.stderr)
+    sys.stdout.flush()
+    if others:
+        ranks = ", ".join(str(error.rank) for error in others)
+        where = f"; see {log_dir}/error_rank_*.txt" if log_dir is not None else ""
+        print(f"failed as well, later or because of it: rank {ranks}{where}", file=sys.stderr)
+    if not cause.traceback:  # it died silently: what a peer was waiting for says more
+        for error in [error for error in others if cause.rank in error.waits_for][:1]:
+            print(error, file=sys.stderr)
+    # An error about the input is a message to a person; a traceback would bury it.
+    traceback = cause.traceback if cause.exit_code != 2 else ""
+    print(f"{traceback}{cause}", file=sys.stderr, flush=True)
+    return cause.exit_code

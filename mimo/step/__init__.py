@@ -1,1 +1,0 @@
-"""Everything about a step before a tensor exists: data, plan, loading."""

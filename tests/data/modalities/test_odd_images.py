@@ -1,0 +1,278 @@
+"""Odd files become what transformers makes of them, or are refused by the name of their sample.
+
+What transformers makes of them: its loader applies the EXIF orientation and takes the first frame;
+its processors, given such an image, lay transparency over white and convert to RGB.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from data.index.reader import SampleReader
+from data.index.samples import Processors
+from data.index.store import build_index
+from data.modalities.image_files import image_size, open_image
+from data.modalities.images import ImageProcessor
+from data.modalities.processor import Part
+from data.modalities.square_images import SquareImageProcessor
+from data.text.chat import ChatTokenizer
+from tests.data.conftest import Ask, MakeImage, WriteShard
+
+QWEN = ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 64)
+GEMMA = SquareImageProcessor(image_size=56, patch_size=14, merge_size=1)
+_RNG = np.random.default_rng(0)
+
+
+def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    return Image.fromarray(_RNG.integers(0, 256, (height, width, 4), dtype=np.uint8)).convert(mode)
+
+
+def saved(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def animated(file_format: str, mode: str = "RGB", **options: Any) -> bytes:
+    frames = [noise(40, 30, mode) for _ in range(3)]
+    return saved(frames[0], file_format, save_all=True, append_images=frames[1:], **options)
+
+
+def sixteen_bit() -> bytes:
+    values = _RNG.integers(0, 1 << 16, (30, 40), dtype=np.uint16)
+    return saved(Image.fromarray(values))
+
+
+def sixteen_bit_colour() -> bytes:
+    """Pillow does not write these."""
+    rows = _RNG.integers(0, 256, (10, 20 * 6), dtype=np.uint8)
+    pixels = b"".join(b"\0" + row.tobytes() for row in rows)
+    header = struct.pack(">IIBBBBB", 20, 10, 16, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    return start + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[274] = orientation
+    return tags
+
+
+def xmp(orientation: int) -> str:
+    return f'<x:xmpmeta tiff:Orientation="{orientation}"></x:xmpmeta>'
+
+
+def xmp_info(orientation: int) -> PngInfo:
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", xmp(orientation))
+    return info
+
+
+def raw_profile(orientation: int) -> bytes:
+    """EXIF in hexadecimal, as ImageMagick writes it into a text."""
+    data = exif(orientation).tobytes()
+    return f"\nexif\n{len(data):8}\n{data.hex()}\n".encode()
+
+
+def behind_the_pixels(kind: bytes, data: bytes) -> bytes:
+    whole, end = saved(noise(40, 30)), chunk(b"IEND", b"")
+    return whole.removesuffix(end) + chunk(kind, data) + end
+
+
+ODD: dict[str, Callable[[], bytes]] = {
+    "1 pixel wide": lambda: saved(noise(1, 30)),
+    "1 pixel high": lambda: saved(noise(150, 1)),
+    "a single pixel": lambda: saved(noise(1, 1)),
+    "10,000 pixels wide": lambda: saved(noise(10_000, 60)),
+    "10,000 pixels high": lambda: saved(noise(55, 10_000, "L")),
+    "CMYK JPEG": lambda: saved(noise(40, 30).convert("CMYK"), "JPEG"),
+    "grey JPEG": lambda: saved(noise(40, 30, "L"), "JPEG"),
+    "grey": lambda: saved(noise(40, 30, "L")),
+    "grey with alpha": lambda: saved(noise(40, 30, "LA")),
+    "16-bit grey": sixteen_bit,
+    "16-bit colour": sixteen_bit_colour,
+    "black and white": lambda: saved(noise(40, 30, "1")),
+    "palette": lambda: saved(noise(40, 30).quantize(16)),
+    "palette, one colour transparent": lambda: saved(noise(40, 30).quantize(16), transparency=3),
+    "palette, an alpha per colour": lambda: saved(
+        noise(40, 30).quantize(4), transparency=bytes([0, 90, 200, 255])
+    ),
+    "grey, one value transparent": lambda: saved(noise(40, 30, "L"), transparency=7),
+    "colour, one value transparent": lambda: saved(noise(40, 30), transparency=(1, 2, 3)),
+    "alpha": lambda: saved(noise(40, 30, "RGBA")),
+    "alpha WebP": lambda: saved(noise(40, 30, "RGBA"), "WEBP", lossless=True),
+    "BMP": lambda: saved(noise(40, 30), "BMP"),
+    "GIF with transparency": lambda: saved(noise(40, 30).quantize(16), "GIF", transparency=3),
+    "animated GIF": lambda: animated("GIF"),
+    "animated WebP": lambda: animated("WEBP", "RGBA", duration=40),
+    "animated PNG": lambda: animated("PNG"),
+    "animated PNG with another still": lambda: animated("PNG", default_image=True),
+    "orientation in XMP": lambda: saved(noise(40, 30), pnginfo=xmp_info(6)),
+    "orientation in XMP, JPEG": lambda: saved(noise(40, 30), "JPEG", xmp=xmp(8).encode()),
+    "EXIF behind the pixels": lambda: behind_the_pixels(b"eXIf", exif(6).tobytes()[6:]),
+    "XMP behind the pixels": lambda: behind_the_pixels(
+        b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(5).encode()
+    ),
+    "compressed XMP behind the pixels": lambda: behind_the_pixels(
+        b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp(5).encode())
+    ),
+    "EXIF as text behind the pixels": lambda: behind_the_pixels(
+        b"tEXt", b"Raw profile type exif\0" + raw_profile(6)
+    ),
+    "EXIF as compressed text behind the pixels": lambda: behind_the_pixels(
+        b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw_profile(8))
+    ),
+    "a note behind the pixels": lambda: behind_the_pixels(b"tEXt", b"Comment\0none"),
+    "a broken EXIF block": lambda: saved(noise(40, 30), "JPEG", exif=b"Exif\0\0nonsense"),
+} | {
+    f"EXIF orientation {number}, {kind}": lambda n=number, k=kind: saved(
+        noise(40, 30), k, exif=exif(n)
+    )
+    for number in range(2, 9)
+    for kind in ("JPEG", "PNG", "WEBP")
+}
+
+
+def loaded_by_transformers(data: bytes) -> Image.Image:
+    """As its `load_image`, but without dropping what transparency there is."""
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+
+
+def qwen(image: Image.Image) -> np.ndarray:
+    processor = Qwen2VLImageProcessorPil(min_pixels=QWEN.min_pixels, max_pixels=QWEN.max_pixels)
+    return processor([image], return_tensors="np")["pixel_values"]
+
+
+def gemma(image: Image.Image) -> np.ndarray:
+    """(16, 588): the patches of the square image, row by row."""
+    options: dict[str, Any] = {"size": {"height": 56, "width": 56}}
+    (pixels,) = Gemma3ImageProcessorPil(**options)([image], return_tensors="np")["pixel_values"]
+    return pixels.reshape(3, 4, 14, 4, 14).transpose(1, 3, 0, 2, 4).reshape(16, 588)
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return {name: make() for name, make in ODD.items()}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_file_becomes_what_transformers_makes_of_it(files: dict[str, bytes], name: str):
+    image = open_image(files[name])
+    reference = loaded_by_transformers(files[name])
+    assert image.size == reference.size == image_size(files[name])
+    np.testing.assert_array_equal(QWEN.wire.values(QWEN.patches(image)), qwen(reference))
+    np.testing.assert_array_equal(GEMMA.wire.values(GEMMA.patches(image)), gemma(reference))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "decodes"),
+    [
+        (b"tEXt", b"Comment\0none", False),
+        (b"zTXt", b"date:create\0\0" + zlib.compress(b"2020"), False),
+        (b"iTXt", b"Title\0\0\0\0\0" + xmp(6).encode(), False),
+        (b"tEXt", b"no keyword " * 20, False),
+        (b"tEXt", b"Raw profile type exif\0" + raw_profile(1), True),
+        (b"eXIf", exif(1).tobytes()[6:], True),
+    ],
+)
+def test_only_what_may_tell_an_orientation_behind_the_pixels_has_them_decoded(
+    monkeypatch: pytest.MonkeyPatch, kind: bytes, data: bytes, decodes: bool
+):
+    decoded = []
+    monkeypatch.setattr("data.modalities.image_files._load", decoded.append)
+    assert image_size(behind_the_pixels(kind, data)) == (40, 30)
+    assert bool(decoded) == decodes
+
+
+def test_odd_files_go_through_index_and_reader(
+    files: dict[str, bytes], tmp_path: Path, chat: ChatTokenizer, write_shard: WriteShard, ask: Ask
+):
+    members: dict[str, bytes] = {}
+    for number, data in enumerate(files.values()):
+        members |= {f"{number:03}.json": ask(1), f"{number:03}.0.png": data}
+    write_shard(tmp_path / "a.tar", members)
+    processors: Processors = {"image": QWEN}
+    index = build_index(str(tmp_path / "a.tar"), chat, processors)
+    assert index.num_skipped == 0
+    assert len(index) == len(files)
+    reader = SampleReader(index, chat, processors)
+    for item, data in enumerate(files.values()):
+        patches = reader.patches(item)
+        np.testing.assert_array_equal(QWEN.wire.values(patches), qwen(loaded_by_transformers(data)))
+        assert len(patches) == np.prod(reader.plan(item).grid)
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [((1, 201), "aspect ratio of 201, at most 200"), ((9000, 9000), "scale it down")],
+)
+def test_an_image_of_an_impossible_size_is_left_out_by_the_name_of_its_sample(
+    tmp_path: Path,
+    chat: ChatTokenizer,
+    write_shard: WriteShard,
+    ask: Ask,
+    size: tuple[int, int],
+    reason: str,
+):
+    members = {"tall.json": ask(1), "tall.0.png": saved(Image.new("L", size))}
+    members |= {"fine.json": ask(1), "fine.0.png": saved(noise(28, 28))}
+    write_shard(tmp_path / "a.tar", members)
+    index = build_index(str(tmp_path / "a.tar"), chat, {"image": QWEN})
+    assert [*map(index.key, range(len(index)))] == ["fine"]
+    (skipped,) = index.skipped_samples()
+    assert skipped.key == "tall"
+    assert skipped.shard.endswith("a.tar")
+    assert "item 0: " in skipped.reason
+    assert reason in skipped.reason
+
+
+def test_transformers_refuses_the_same_aspect_ratio():
+    with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
+        qwen(Image.new("RGB", (1, 201)))
+    assert len(qwen(Image.new("RGB", (1, 200)))) == QWEN.plan(Part((1, 200))).num_rows * 4
+
+
+@pytest.mark.parametrize(("placeholders", "images"), [(1, 2), (2, 1), (0, 1), (1, 0)])
+def test_more_or_fewer_images_than_placeholders_name_the_sample(
+    tmp_path: Path,
+    chat: ChatTokenizer,
+    write_shard: WriteShard,
+    ask: Ask,
+    make_image: MakeImage,
+    placeholders: int,
+    images: int,
+):
+    members = {"fine.json": ask(1), "fine.0.png": make_image()}
+    members |= {"odd.json": ask(placeholders)}
+    members |= {f"odd.{number}.png": make_image() for number in range(images)}
+    write_shard(tmp_path / "a.tar", members)
+    with pytest.raises(ValueError, match=rf"a\.tar: odd: {placeholders} / {images}"):
+        build_index(str(tmp_path / "a.tar"), chat, {"image": QWEN})
+
+
+def test_a_sample_without_images_has_no_items(
+    tmp_path: Path, chat: ChatTokenizer, write_shard: WriteShard, ask: Ask
+):
+    write_shard(tmp_path / "a.tar", {"plain.json": ask(0)})
+    processors: Processors = {"image": QWEN}
+    index = build_index(str(tmp_path / "a.tar"), chat, processors)
+    sample = SampleReader(index, chat, processors).sample(0)
+    assert index.num_items == 0
+    assert len(sample.item_offsets) == 0
+    assert sample.loss_mask.sum() == index.column("loss_tokens", 0) > 0

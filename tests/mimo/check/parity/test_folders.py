@@ -1,0 +1,105 @@
+"""Folders whose files say something unusual compute what transformers computes from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.check.parity.main import verdict
+from mimo.check.parity.runner import ParityRunner
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from tests.cases import quick
+
+pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
+
+CROPS = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 20,
+    "pan_and_scan_max_num_crops": 3,
+    "pan_and_scan_min_ratio_to_activate": 1.3,
+}
+# family, and by file what it says instead (None: nothing any more).
+FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "rotary keys that their kind does not read": (
+        "gemma3",
+        {
+            "config.json": {
+                "text_config": {
+                    "rope_parameters": {
+                        "full_attention": {
+                            **{"rope_type": "default", "rope_theta": 2e4, "factor": 8.0},
+                            **{"partial_rotary_factor": 0.5, "attention_factor": 2.0},
+                        },
+                        "sliding_attention": {
+                            **{"rope_type": "default", "rope_theta": 3e3, "factor": 8.0},
+                        },
+                    }
+                }
+            }
+        },
+    ),
+    "rotary sections that are not said to be interleaved": (
+        "qwen3_vl",
+        {
+            "config.json": {
+                "text_config": {
+                    "rope_parameters": {
+                        **{"rope_type": "default", "rope_theta": 2e4, "factor": 8.0},
+                        **{"mrope_section": [8, 4, 4], "mrope_interleaved": False},
+                    }
+                },
+            }
+        },
+    ),
+    "crops that the processor's own default switches off": (
+        "gemma3",
+        {"preprocessor_config.json": CROPS},
+    ),
+    "crops that the tokenizer's file switches on": ("gemma3", {"tokenizer_config.json": CROPS}),
+    "one number for all channels": (
+        "gemma3",
+        {"preprocessor_config.json": {"image_mean": 0.4, "image_std": 0.3}},
+    ),
+    "sizes and normalisation left to the processor's class": (
+        "qwen2_5_vl",
+        {
+            "preprocessor_config.json": dict.fromkeys(
+                ("min_pixels", "max_pixels", "image_mean", "image_std")
+            )
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    quick(
+        FOLDERS,
+        "one number for all channels",
+    ),
+)
+def test_what_decides_in_transformers_decides_here(what: str, tmp_path: Path) -> None:
+    family, changes = FOLDERS[what]
+    folder = tmp_path / "checkpoint"
+    write_tiny(TinyCheckpoint(family), folder)
+    for name, change in changes.items():
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(overlaid(content, change)))
+    found = ParityRunner(folder, tmp_path, timeout_seconds=120).run([])
+    assert found.passed, verdict(found)
+
+
+def overlaid(content: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Sections are changed, values replaced, and taken out where they become None."""
+    result = dict(content)
+    for key, value in change.items():
+        if isinstance(value, dict) and key == "text_config":
+            result[key] = overlaid(content[key], value)
+        elif value is None:
+            result.pop(key, None)
+        else:
+            result[key] = value
+    return result

@@ -1,0 +1,293 @@
+"""Tiny checkpoints of all families compute in every kind of layout what transformers computes.
+
+Pictures of odd sizes, several to a sample, one and none; fp32; every gradient is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.check.parity import runner
+from mimo.check.parity.compare import INPUTS, LOGITS, TOLERANCE, Parity
+from mimo.check.parity.main import main, verdict
+from mimo.check.parity.runner import ParityRunner
+from mimo.checkpoint.hf.architectures import ARCHITECTURES
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.errors import InputError
+from tests.cases import quick
+
+pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+LAYOUTS = {
+    "one rank": [],
+    "tp2 sp": ["language.grid.tp=2", "language.grid.sp=true"],
+    "pp2": ["language.grid.pp=2"],
+    "cp2": ["language.grid.cp=2"],
+    "disjoint": ["encoders.vision.placement=disjoint"],
+}
+# What else a layout may do to the order of tokens, patches and rows.
+OTHER_LAYOUTS = {
+    "gemma3": ["language.grid.tp=2", "language.grid.cp=2", "language.grid.sp=true"],
+    "qwen2_5_vl": [
+        "encoders.vision.placement=disjoint",
+        "encoders.vision.grid.tp=2",
+        "encoders.vision.grid.sp=true",
+        "language.grid.dp=2",
+        "bridge.delivery=replicated",
+    ],
+    "qwen3_vl": [
+        "encoders.vision.placement=disjoint",
+        "encoders.vision.grid.pp=2",
+        "language.grid.pp=2",
+        "language.grid.vpp=2",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ParityRunner]:
+    """One per family: transformers runs once for all layouts with equal samples."""
+    found = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        write_tiny(TinyCheckpoint(family), folder / "checkpoint")
+        found[family] = ParityRunner(folder / "checkpoint", folder, timeout_seconds=120)
+    return found
+
+
+def check(found: Parity, family: str) -> None:
+    assert found.tolerance == TOLERANCE == 1e-5
+    assert found.passed, verdict(found)
+    errors = {line.point: line.error for line in found.lines}
+    assert all(errors[point] == 0 for point in INPUTS)
+    assert errors[LOGITS] <= 1e-5
+    assert found.step.worst("weights") == 0, "weights change on their way in"
+    assert 0 < found.step.worst("gradients") <= 1e-5
+    points = {"vision.embedding", "vision.blocks.3", "vision.rows", "language.layers.3"}
+    if family == "qwen3_vl":
+        points |= {"vision.level 0", "vision.level 1"}
+    assert points <= errors.keys()
+
+
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "one rank"))
+@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3_vl", "gemma3"))
+def test_every_point_loss_and_gradient_is_that_of_transformers(
+    family: str, layout: str, runners: dict[str, ParityRunner]
+) -> None:
+    check(runners[family].run(LAYOUTS[layout]), family)
+
+
+@pytest.mark.slow
+def test_of_a_large_model_some_gradients_are_left_out_and_said_to_be(
+    runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runners["qwen3_vl"].run([])
+    assert whole.compared == whole.total == len(whole.step.gradients)
+    assert "and every gradient within" in verdict(whole)
+    monkeypatch.setattr(runner, "_GRADIENT_ELEMENTS", 10_000)
+    found = runners["qwen3_vl"].run([])
+    assert 0 < found.compared == len(found.step.gradients) < found.total
+    assert f"gradients of the {found.compared} smallest of {found.total}" in verdict(found)
+
+
+@pytest.mark.parametrize("family", quick(OTHER_LAYOUTS, "gemma3"))
+def test_layouts_of_several_kinds_at_once_are_equal_too(
+    family: str, runners: dict[str, ParityRunner]
+) -> None:
+    check(runners[family].run(OTHER_LAYOUTS[family]), family)
+
+
+# --------------------------------------------------------- what is broken is named
+
+
+# Overrides that make a model another one, and the first module that can tell.
+BROKEN = {
+    "rotary base of the language model": (
+        "qwen2_5_vl",
+        ["language.model.rotary_base=20000.0"],
+        "language.layers.0",
+    ),
+    "rotary base of global layers": (
+        "gemma3",
+        ["language.model.rotary_base=20000.0"],
+        "language.layers.1",
+    ),
+    "sliding window": ("gemma3", ["language.model.sliding_window=4"], "language.layers.0"),
+    "norm epsilon of the tower": (
+        "qwen3_vl",
+        ["encoders.vision.model.norm_eps=0.01"],
+        "vision.blocks.0",
+    ),
+    "windows of the tower": (
+        "qwen2_5_vl",
+        ["encoders.vision.model.full_attention_layers=[3]"],
+        "vision.blocks.1",
+    ),
+    "mean of pixels": (
+        "gemma3",
+        ["encoders.vision.model.image_mean=[0.4, 0.5, 0.5]"],
+        "pixels",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what", quick(BROKEN, "rotary base of the language model", "windows of the tower")
+)
+def test_a_setting_that_is_wrong_is_found_where_it_first_matters(
+    what: str, runners: dict[str, ParityRunner]
+) -> None:
+    family, overrides, expected = BROKEN[what]
+    found = runners[family].run(overrides)
+    assert found.first is not None
+    assert found.first.point == expected
+    assert f"first diverging module: {expected} on" in verdict(found)
+
+
+# What an importer might overlook: family, by module the settings, and the first module that tells.
+OVERLOOKED = {
+    "image mean": ("qwen3_vl", {"vision": ["image_mean"]}, "pixels"),
+    "image deviation": ("gemma3", {"vision": ["image_std"]}, "pixels"),
+    "rotary base of the tower": ("qwen2_5_vl", {"vision": ["rotary_base"]}, "vision.blocks.0"),
+    "norm epsilon of the language model": (
+        *("qwen3_vl", {"language": ["norm_eps"]}),
+        "language.layers.0",
+    ),
+    "rotary base of local layers": (
+        *("gemma3", {"language": ["local_rotary_base"]}),
+        "language.layers.0",
+    ),
+    "all of Gemma": (
+        "gemma3",
+        {"vision": ["image_mean", "image_std"], "language": ["norm_eps", "local_rotary_base"]},
+        "pixels",
+    ),
+    "all of Qwen": (
+        "qwen2_5_vl",
+        {
+            "vision": ["image_mean", "image_std", "rotary_base", "tokens_per_second"],
+            "language": ["norm_eps"],
+        },
+        "pixels",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", quick(OVERLOOKED, "all of Gemma", "all of Qwen"))
+def test_a_setting_that_the_importer_overlooks_is_found(
+    what: str, runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, overlooked, expected = OVERLOOKED[what]
+    for module, keys in overlooked.items():
+        overlook(monkeypatch, family, module, keys)
+    found = runners[family].run()
+    assert found.first is not None
+    assert found.first.point == expected
+
+
+def overlook(
+    monkeypatch: pytest.MonkeyPatch, family: str, module: str, keys: Sequence[str]
+) -> None:
+    """The importer leaves settings of a module out, as if the checkpoint did not say them."""
+    architecture = ARCHITECTURES[family]
+    kind = architecture.language_family() if module == "language" else architecture.encoder_family()
+    real = kind.settings_from_hf
+
+    def without(*given: Any) -> dict[str, Any]:
+        found = real(*given)
+        assert set(keys) <= found.keys()
+        return {key: value for key, value in found.items() if key not in keys}
+
+    monkeypatch.setattr(kind, "settings_from_hf", without)
+
+
+def change_one_weight() -> None:
+    """One number of the MLP in layer 2 is not the checkpoint's, on whatever rank holds it."""
+    import mimo.model.build as build
+
+    load = build.load_weights
+
+    def changed(chunk, vp_stage, groups, checkpoint, weights) -> None:  # type: ignore[no-untyped-def]
+        load(chunk, vp_stage, groups, checkpoint, weights)
+        for layer in getattr(chunk.decoder, "layers", ()) if hasattr(chunk, "decoder") else ():
+            if layer.layer_number == 3:
+                layer.mlp.linear_fc2.weight.data[0, 0] += 0.1
+
+    build.load_weights = changed
+
+
+@pytest.mark.parametrize("layout", quick(["one rank", "pp2"], "pp2"))
+def test_a_weight_that_is_wrong_is_found_in_its_layer_and_on_its_rank(
+    layout: str, runners: dict[str, ParityRunner]
+) -> None:
+    found = runners["qwen3_vl"].run(LAYOUTS[layout], fault=change_one_weight)
+    assert found.first is not None
+    assert found.first.point == "language.layers.2"
+    assert found.first.where == f"language, rank {1 if layout == 'pp2' else 0}"
+    assert found.step.worst("weights") > 0.01
+
+
+def test_gradients_that_are_wrong_are_found_where_the_forward_is_right(
+    runners: dict[str, ParityRunner],
+) -> None:
+    found = runners["qwen3_vl"].run(fault=double_gradients)
+    assert found.first is None
+    assert found.step.first is not None
+    assert found.step.first.what == "gradient"
+    assert not found.passed
+
+
+def double_gradients() -> None:
+    """Every gradient is twice what it should be."""
+    from mimo.engines.megatron import module as model
+
+    finish = model.finish_gradients
+    model.finish_gradients = lambda chunks, groups, tokens: finish(chunks, groups, tokens / 2)
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("override", ["train.precision=bf16", "data.packing=false", "name=x"])
+def test_overrides_that_parity_decides_itself_are_refused(
+    override: str, runners: dict[str, ParityRunner]
+) -> None:
+    with pytest.raises(InputError, match="parity takes layouts and sizes only"):
+        runners["gemma3"].prepare([override])
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        ParityRunner(tmp_path / "nothing", tmp_path).prepare([])
+
+
+# ------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("epsilon", quick(["3.0e-4", "0.01"], "0.01"))
+def test_the_command_prints_a_table_and_ends_with_1_where_something_differs(
+    epsilon: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny(TinyCheckpoint("qwen3_vl", dtype="bfloat16", shard_size="500KB"), tmp_path / "x")
+    overrides = [f"language.model.norm_eps={epsilon}"]
+    code = main(tmp_path / "x", overrides, None, tmp_path / "errors.json")
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "errors.json").read_text())
+    points = [point["point"] for point in found["points"]]
+    assert points[0] == "tokens"
+    assert points[-1] == LOGITS
+    assert all(point in printed for point in points)
+    assert len(found["gradients"]) > 50
+    if epsilon == "3.0e-4":  # the checkpoint's own
+        assert (code, found["passed"]) == (0, True)
+        assert printed.splitlines()[-1].startswith("equal: ")
+    else:
+        assert (code, found["passed"]) == (1, False)
+        assert found["first_diverging"]["point"] == "language.layers.0"
+        assert "first diverging module: language.layers.0" in printed

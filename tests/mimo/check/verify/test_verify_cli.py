@@ -1,0 +1,163 @@
+"""`mimo verify` as a command: exit codes, what it prints, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mimo.check.verify import main
+from mimo.check.verify.cells import Cell
+from mimo.check.verify.verifier import CellResult, Verifier
+from mimo.cli.main import app
+from tests.conftest import RunRanks
+from tests.mimo.check.verify.test_verify_faults import average_encoder_gradients
+
+RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
+UNEVEN = ["language.grid={dp: 1}", "encoders.vision.grid.dp=2"]
+
+
+def verify(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["verify", RECIPE, *arguments])
+
+
+class FaultyVerifier(Verifier):
+    """Every layout has a bug."""
+
+    def run(self, cell: Cell, fault: object = None) -> CellResult:
+        return super().run(cell, average_encoder_gradients)
+
+
+def test_an_equal_layout_ends_with_0_and_every_error_in_the_json(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep" / "report.json"
+    result = verify(*UNEVEN, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "the recipe: vision dp2 (fan-in lanes) → language 1 rank = 3 ranks" in result.output
+    assert "adam_eps 0.001 instead of 1e-08" in result.output
+    assert "[1/1] equal" in result.output
+    assert "1 of 1 layouts take the steps of one rank" in result.output
+    report = json.loads(path.read_text())
+    assert report["passed"] is True
+    assert (report["precision"], report["tolerance"]) == ("fp32", 1e-5)
+    (layout,) = report["layouts"]
+    assert layout["ranks"] == 3
+    assert layout["grids"]["vision"]["dp"] == 2
+    assert layout["first_difference"] is None
+    assert [sorted(step) for step in layout["steps"]] == [["grad_norm", "loss", "loss_tokens"]] * 2
+    assert layout["gradients"].keys() == layout["weights"].keys()
+    assert "vision.merger.linear_fc2.weight" in layout["gradients"]
+    assert "language.decoder.layers.3.mlp.linear_fc2.weight" in layout["gradients"]
+    errors = [e for what in ("gradients", "weights") for own in layout[what].values() for e in own]
+    assert 0 < max(errors) <= 1e-5
+
+
+@pytest.mark.slow
+def test_every_phase_is_compared_on_its_own_layout_with_its_own_freezing(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    adapt, everything = "language: {freeze: true}", "language: {grid: {pp: 2, dp: 1}}"
+    phases = f"phases=[{{name: adapt, {adapt}}}, {{name: all, {everything}}}]"
+    path = tmp_path / "report.json"
+    result = verify(phases, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "phase 1 of 2, adapt\nthe recipe: vision 1 rank" in result.output
+    assert "[2/2] equal   all: the recipe's layout" in result.output
+    first, second = json.loads(path.read_text())["layouts"]
+    assert (first["name"], second["name"]) == (
+        "adapt: the recipe's layout",
+        "all: the recipe's layout",
+    )
+    assert (first["grids"]["language"]["dp"], second["grids"]["language"]["pp"]) == (2, 2)
+    learns = [
+        any(n.startswith("language.") and e for n, e in s["gradients"].items())
+        for s in (first, second)
+    ]
+    assert learns == [False, True]
+
+
+def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values(
+    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "Verifier", FaultyVerifier)
+    path = tmp_path / "report.json"
+    result = verify(*UNEVEN, "--json", str(path))
+    assert result.exit_code == 1
+    assert "[1/1] DIFFERS" in result.output
+    assert "0 of 1 layouts take the steps of one rank" in result.output
+    first = json.loads(path.read_text())["layouts"][0]["first_difference"]
+    assert first["name"] == "vision.patch_embed.weight"
+    assert first["got"] == pytest.approx(first["expected"] / 2, rel=1e-3)
+    expected = (
+        f"first:   step 1: gradient of vision.patch_embed.weight at {first['index']} on vision, "
+        f"rank {first['where'].split()[2]} (stage 0 · "
+    )
+    assert expected in result.output
+    assert f"{first['got']:.9g}, one rank has {first['expected']:.9g}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["language.grid.tpp=2"], "did you mean 'tp'?"),
+        (["language.grid.dp=3"], "train.global_batch_size"),
+        (["language.model.num_query_groups=3"], "must be a multiple of num_query_groups"),
+        (["--max-ranks", "2"], "--max-ranks 2: no layout with language.grid.dp fits"),
+        (["--max-ranks", "1", "--layouts", "sweep"], "every layout of the sweep needs more ranks"),
+        (["encoders={}", "--layouts", "sweep"], "a recipe with at least one encoder"),
+        (["--precision", "bf16"], "--precision"),
+        (["--num-ranks", "5"], "got 5 ranks, but the grids need 3"),
+    ],
+)
+def test_bad_input_ends_with_2_and_a_message_before_any_rank_starts(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "warm_up_on_cpu", lambda preload: pytest.fail("ranks would start"))
+    result = verify(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_layout_that_is_too_large_is_covered_by_several_that_are_printed(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Cell] = []
+
+    def note(self: Verifier, cell: Cell, fault: object = None) -> CellResult:
+        ran.append(cell)
+        return CellResult(cell, 0.0, None, "not run")
+
+    monkeypatch.setattr(Verifier, "run", note)
+    result = verify(
+        "language.grid={tp: 8, sp: true, pp: 4, dp: 4}",
+        "language.model={num_layers: 4, hidden_size: 128, ffn_hidden_size: 384, head_size: 32, "
+        "num_attention_heads: 8, num_query_groups: 8, mrope_section: [8, 4, 4]}",
+        "encoders.vision.grid={dp: 6}",
+    )
+    assert result.exit_code == 1
+    for cell in ran:
+        assert f"  {cell.name}: vision " in result.output
+        assert cell.layout.world_size <= 8
+    pairs = [{"language.tp", "language.pp"}, {"language.tp", "language.dp"}]
+    assert all(any(pair <= set(cell.name.split(" · ")) for cell in ran) for pair in pairs)
+    assert "non-dividing" in result.output  # 6 lanes to 4, as 3 to 2
+    assert "[1/" in result.output
+    assert "FAILED" in result.output
+
+
+@pytest.mark.parametrize("option", [["--full"], ["--num-ranks", "3"]])
+def test_the_matrix_refuses_options_that_it_would_ignore(option: list[str]) -> None:
+    result = verify("--layouts", "sweep", *option)
+    assert result.exit_code == 2
+    assert "--layouts sweep has its own layouts; remove --full and --num-ranks" in result.output
+
+
+def test_a_json_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    result = verify("--json", str(tmp_path))
+    assert result.exit_code == 2
+    assert f"--json {tmp_path}: Is a directory" in result.output

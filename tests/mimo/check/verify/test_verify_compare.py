@@ -1,0 +1,207 @@
+"""The comparison itself, on hand-made tensors: it must see what is wrong, and only that."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mimo.check.verify.compare import (
+    Comparison,
+    IncomparableError,
+    RankSteps,
+    Reference,
+    ReferenceParameter,
+    Shard,
+    assembled,
+    compare,
+    largest,
+    slice_of,
+    update_floor,
+)
+
+STEP = {"loss": 2.0, "loss_tokens": 10, "grad_norm": 3.0}
+
+
+def shard(
+    name: str,
+    gradient: np.ndarray | None,
+    weight: np.ndarray,
+    shape: tuple[int, ...] | None = None,
+    **place: int,
+) -> Shard:
+    where = {"rank": 0, "stage": 0, "lane": 0, "cp": 0, "tp": 0} | place
+    gradients = [] if gradient is None else [matrix(gradient)]
+    shape = weight.shape if shape is None else shape
+    of = name.partition(".")[0]
+    return Shard(name, of, shape=shape, gradients=gradients, weights=[matrix(weight)], **where)
+
+
+def matrix(tensor: np.ndarray) -> np.ndarray:
+    return tensor.reshape(len(tensor), -1)
+
+
+def reference(**parameters: tuple[np.ndarray | None, np.ndarray]) -> Reference:
+    return Reference(
+        [dict(STEP)],
+        {
+            name.replace("__", "."): ReferenceParameter([] if g is None else [g], [w])
+            for name, (g, w) in parameters.items()
+        },
+    )
+
+
+def run(expected: Reference, *shards: Shard, **metrics: float) -> Comparison:
+    return compare([RankSteps([{**STEP, **metrics}], list(shards))], expected, 1e-5)
+
+
+ONE = np.array([1.0, -2.0], np.float32)
+
+
+def test_equal_tensors_and_numbers_have_no_difference() -> None:
+    found = run(reference(vision__a=(ONE, ONE)), shard("vision.a", ONE, ONE))
+    assert found.first is None
+    assert found.gradients == {"vision.a": [0.0]}
+
+
+def test_gradients_come_before_weights_and_parameters_in_the_order_of_the_model() -> None:
+    expected = reference(vision__a=(ONE, ONE), language__b=(ONE, ONE))
+    found = run(
+        expected,
+        shard("language.b", ONE * 3, ONE, rank=2, stage=1),
+        shard("vision.a", ONE, ONE + 1),
+    )
+    assert found.first is not None
+    assert found.largest is not None
+    first = found.first
+    assert (first.what, first.name, first.index) == ("gradient", "language.b", (1,))
+    assert (first.got, first.expected, first.error) == (-6.0, -2.0, 2.0)
+    assert first.where == "language, rank 2 (stage 1 · lane 0 · tp 0)"
+    assert found.worst("weights") == 0.5
+
+
+def test_not_a_number_is_a_difference() -> None:
+    broken = np.array([1.0, math.nan], np.float32)
+    found = run(reference(vision__a=(ONE, ONE)), shard("vision.a", broken, ONE))
+    assert found.first is not None
+    assert found.first.index == (1,)
+    assert math.isnan(found.worst("gradients"))
+    assert math.isnan(largest([math.nan, 1.0, 2.0]))
+    assert run(reference(a=(ONE, ONE)), shard("a", ONE, ONE), loss=math.nan).first is not None
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "loss_tokens"])
+def test_a_number_of_the_step_that_differs_is_named(name: str) -> None:
+    found = run(reference(a=(ONE, ONE)), shard("a", ONE, ONE), **{name: 4.0})
+    assert found.first is not None
+    assert (found.first.what, found.first.got) == (name, 4.0)
+
+
+def test_every_part_and_replica_is_compared() -> None:
+    # Two stacked matrices, each split over two ranks.
+    whole = np.arange(8.0, dtype=np.float32)
+    rows = {0: 0, 4: 0, 2: 1, 6: 1}
+    parts = [(row, tp, whole[row : row + 2]) for row, tp in rows.items()]
+    shards = [shard("a", part, part, (8,), rank=tp, tp=tp, row=row) for row, tp, part in parts]
+    for own, (_, _, part) in zip(shards, parts, strict=True):
+        np.testing.assert_array_equal(slice_of(whole, own)[:, 0], part)
+    expected = reference(a=(whole, whole))
+    assert run(expected, *shards).first is None
+    replica = shard("a", whole[6:] + 7, whole[6:], (8,), rank=5, tp=1, lane=1, row=6)
+    found = run(expected, *shards, replica)
+    assert found.first is not None
+    assert found.first.index == (6,)
+    assert found.first.where == "a, rank 5 (stage 0 · lane 1 · tp 1)"
+
+
+def test_columns_of_a_matrix_are_compared_with_those_columns() -> None:
+    whole = np.arange(12.0).reshape(3, 4)
+    halves = [
+        shard("a", whole[:, c : c + 2], whole[:, c : c + 2], (3, 4), tp=c // 2, column=c)
+        for c in (0, 2)
+    ]
+    expected = reference(a=(whole, whole))
+    assert run(expected, *halves).first is None
+    halves[1].gradients[0] = halves[1].gradients[0] + np.eye(3, 2)[::-1]
+    found = run(expected, *halves)
+    assert found.first is not None
+    assert found.first.index in {(1, 3), (2, 2)}
+
+
+def test_a_gradient_that_only_one_side_has_is_a_difference_from_zero() -> None:
+    frozen = run(reference(a=(None, ONE), b=(ONE, ONE)), shard("a", ONE, ONE), shard("b", ONE, ONE))
+    assert frozen.first is not None
+    assert (frozen.first.name, frozen.first.got, frozen.first.expected) == ("a", -2.0, 0.0)
+    lost = run(reference(a=(ONE, ONE)), shard("a", None, ONE))
+    assert lost.first is not None
+    assert (lost.first.got, lost.first.expected) == (0.0, -2.0)
+    both = run(reference(a=(None, ONE), b=(ONE, ONE)), shard("a", None, ONE), shard("b", ONE, ONE))
+    assert both.first is None
+    assert "a" not in both.gradients
+
+
+def test_a_gradient_that_is_zero_in_theory_is_measured_by_the_global_norm() -> None:
+    noise = np.array([1e-9, 0.0], np.float32)
+    expected = reference(key_bias=(noise, ONE), b=(ONE * 1000, ONE))
+    found = run(expected, shard("key_bias", noise * -1, ONE), shard("b", ONE * 1000, ONE))
+    assert found.first is None
+    alone = run(reference(key_bias=(noise, ONE)), shard("key_bias", noise * -1, ONE))
+    assert alone.worst("gradients") == 2.0
+
+
+def test_a_weight_that_noise_has_moved_is_measured_by_what_an_update_makes_of_noise() -> None:
+    # A key bias and a norm, both zero at first, after two steps of Adam.
+    rate, eps = 0.01, 1e-3
+    floor = 2 * update_floor(1.0, rate, eps)
+    assert floor == pytest.approx(2 * rate * 1e-6 / eps, rel=2e-3)
+    noise = np.array([1e-14, -2e-14])
+    norm = np.array([0.5, -0.3]) * rate
+
+    def weights_differ(key_bias: np.ndarray, norm_weight: np.ndarray) -> str:
+        expected = Reference(
+            [dict(STEP)],
+            {
+                "key_bias": ReferenceParameter([ONE], [noise], [floor]),
+                "norm": ReferenceParameter([ONE], [norm], [floor]),
+            },
+        )
+        found = run(expected, shard("key_bias", ONE, key_bias), shard("norm", ONE, norm_weight))
+        return "" if found.first is None else found.first.name
+
+    assert weights_differ(-noise, norm) == ""
+    assert weights_differ(-noise, norm * (1 + 2e-5)) == "norm"
+    # An error of the key bias that is none of rounding.
+    assert weights_differ(noise + 1e-3 * floor, norm) == "key_bias"
+    assert update_floor(3.0, 0.1, None) == pytest.approx(3e-7)
+
+
+def test_whole_tensors_are_put_together_from_the_parts_of_all_ranks() -> None:
+    whole = np.arange(24.0).reshape(2, 12)
+    shards = [
+        shard("a", whole[:, c : c + 4], whole[:, c : c + 4] + 1, (2, 12), tp=c // 4, column=c)
+        for c in (8, 0, 4)
+    ]
+    steps = [RankSteps([dict(STEP)], [one]) for one in [*shards, shard("b", None, ONE)]]
+    found = assembled(steps, {"a": [], "b": []})
+    np.testing.assert_array_equal(found.parameters["a"].gradients[0], whole)
+    np.testing.assert_array_equal(found.parameters["a"].weights[0], whole + 1)
+    assert found.parameters["b"].gradients == []
+    assert compare(steps, found, 0.0).first is None
+
+
+def test_a_parameter_that_only_one_side_has_cannot_be_compared() -> None:
+    with pytest.raises(IncomparableError, match="only the layout or only one rank has a, b"):
+        run(reference(a=(ONE, ONE)), shard("b", ONE, ONE))
+
+
+def test_a_tensor_of_another_shape_or_a_missing_part_cannot_be_compared() -> None:
+    whole = np.ones((2, 2), np.float32)
+    expected = reference(a=(whole, whole))
+    for shape in ((1, 2), (1, 1), (3, 2)):
+        wrong = np.ones(shape, np.float32)
+        with pytest.raises(IncomparableError, match="a has shape"):
+            run(expected, shard("a", wrong, wrong))
+    half = whole[:1]
+    with pytest.raises(IncomparableError, match="a: ranks hold 2 of 4 elements"):
+        run(expected, shard("a", half, half, (2, 2)))

@@ -1,0 +1,225 @@
+"""The recipe's warm-up, learning rates and data sources are in the workload; bugs of them show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo.check.verify.cells import SweepCell, recipe_cells
+from mimo.check.verify.reference import scheduled_rate
+from mimo.check.verify.scale import ScaledRecipe, changes, scale_recipe
+from mimo.check.verify.verifier import Verifier
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Train
+from mimo.train.schedule import learning_rate
+from tests.cases import quick
+from tests.conftest import RunRanks
+from tests.mimo.check.verify.test_verify import RECIPE, plan_first_step
+from tests.mimo.check.verify.test_verify_faults import Case, check_fault_is_found, run
+
+# --------------------------------------------------------- faults, applied inside ranks
+
+
+def ignore_warm_up() -> None:
+    """The schedule begins with the whole learning rate."""
+    from mimo.train import step as training
+
+    schedule = training.learning_rate
+
+    def without(train: Train, peak: float, warmup_steps: int, step: int) -> float:
+        return schedule(train, peak, 0, step)
+
+    training.learning_rate = without
+
+
+def ignore_warm_up_of_encoder() -> None:
+    """An encoder's rate rises with that of the language model."""
+    from mimo.config.schema import Recipe
+
+    Recipe.warmup_steps = lambda self, module: self.train.warmup_steps  # type: ignore[method-assign]
+
+
+def ignore_rate_of_encoder() -> None:
+    """An encoder learns at the rate of the language model."""
+    from mimo.model import build
+
+    build.MegatronModule = without_rate(build.MegatronModule)
+
+
+def without_rate(make: Any) -> Any:
+    """A module of either engine, all of which learn at the language model's rate."""
+
+    def made(*args: Any, **given: Any) -> Any:
+        return make(*args[:5], 0.1, *args[6:], **given)
+
+    return made
+
+
+def step_first_parameter_group_only() -> None:
+    """What does not decay, norms and biases, keeps the rate that the optimizer was built with."""
+    from mimo.engines.megatron import module as training
+
+    step = training.step_optimizer
+
+    def first_only(optimizer: Any, *given: Any) -> Any:
+        inner = optimizer.optimizer
+        rate_of = {
+            id(one): group["lr"] for group in inner.param_groups[1:] for one in group["params"]
+        }
+
+        def restore(*_: Any) -> None:
+            for group in inner.param_groups:  # an update that is measured goes group by group
+                group["lr"] = rate_of.get(id(group["params"][0]), group["lr"])
+
+        hook = inner.register_step_pre_hook(restore)
+        change = step(optimizer, *given)
+        hook.remove()
+        return change
+
+    training.step_optimizer = first_only
+
+
+def ignore_weights_of_sources() -> None:
+    """Every data source is drawn from equally often."""
+    from mimo.model import dataset
+
+    order: Any = dataset.SampleOrder
+
+    def even(num_samples: Any, weights: Any, **rest: Any) -> Any:
+        return order(num_samples, [1.0] * len(weights), **rest)
+
+    dataset.SampleOrder = even  # type: ignore[misc,assignment]
+
+
+# ---------------------------------------------------------------------------- tests
+
+WARMUPS = ("encoders.vision.warmup_steps=30",)
+RATES = ("encoders.vision.learning_rate=5.0e-3",)
+SOURCES = ("data.sources=[{path: a.tar}, {path: b.tar, weight: 2.0}]",)
+PATCHES = "vision.patch_embed.weight"
+
+CASES = {
+    "warm-up ignored": Case(
+        ignore_warm_up, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
+    ),
+    "an encoder's own warm-up ignored": Case(
+        ignore_warm_up_of_encoder, SweepCell("", ""), PATCHES, overrides=WARMUPS, what="weight"
+    ),
+    "an encoder's own learning rate ignored": Case(
+        ignore_rate_of_encoder, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
+    ),
+    "learning rate of the first parameter group only": Case(
+        step_first_parameter_group_only,
+        SweepCell("", ""),
+        "vision.blocks.layers.0.input_layernorm.weight",
+        overrides=RATES,
+        what="weight",
+    ),
+    "weights of data sources ignored": Case(
+        ignore_weights_of_sources, SweepCell("dp2", ""), PATCHES, overrides=SOURCES
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
+    """Shares the one-rank runs; `run_ranks` has started the fork server."""
+    return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
+
+
+@pytest.mark.parametrize("name", quick(CASES, "an encoder's own warm-up ignored"))
+def test_a_fault_is_reported_with_the_first_parameter_that_differs(
+    verifier: Verifier, name: str
+) -> None:
+    check_fault_is_found(verifier, CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "overrides"),
+    [
+        (SweepCell("", ""), RATES),
+        (SweepCell("", ""), WARMUPS),
+        (SweepCell("dp2", ""), SOURCES),
+    ],
+)
+def test_without_a_fault_the_same_layouts_are_equal(
+    verifier: Verifier, cell: SweepCell, overrides: tuple[str, ...]
+) -> None:
+    result = run(verifier, cell, None, overrides)
+    assert result.passed, result.failure or str(result.comparison and result.comparison.first)
+
+
+def scaled(folder: Path, *overrides: str) -> ScaledRecipe:
+    recipe = load_recipe(RECIPE, [*overrides])
+    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    return scale_recipe(recipe, cell.layout, folder, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((1, 0.1), (3, 1)), ((0.2, 9), (1, 3)), ((2, 2), (1, 1)), ((2, 1, 5), (1, 3)), ((7,), (1,))],
+)
+def test_the_workload_has_two_data_sources_where_the_recipe_has_several(
+    tmp_path: Path, weights: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    sources = ", ".join(f"{{path: a.tar, weight: {float(weight)}}}" for weight in weights)
+    found = scaled(tmp_path, f"data.sources=[{sources}]").recipe.data.sources
+    assert tuple(source.weight for source in found) == expected
+
+
+def test_two_data_sources_differ_and_mix_in_a_microbatch(tmp_path: Path) -> None:
+    found = scaled(tmp_path, *SOURCES)
+    of_microbatches = [set(m.samples.source.tolist()) for m in plan_first_step(found).microbatches]
+    assert {0, 1} in of_microbatches
+    one, other = (Path(source.path).read_bytes() for source in found.recipe.data.sources)
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (0.01, None, None, 2)),
+        (["train.warmup_steps=0"], (0.01, None, None, 0)),
+        (["encoders.vision.learning_rate=5.0e-4"], (0.01, None, 0.005, 2)),
+        # Weights have to move, also where a rate is tiny.
+        (["language.learning_rate=1.0e-6"], (0.01, 0.001, None, 2)),
+        # The largest rate that a module has is the large one.
+        (
+            ["language.learning_rate=0.1", "encoders.vision.learning_rate=0.02"],
+            (0.001, 0.01, 0.002, 2),
+        ),
+    ],
+)
+def test_the_workload_has_the_rates_of_the_modules_and_a_warm_up_where_the_recipe_has(
+    tmp_path: Path, overrides: list[str], expected: tuple[float | None, ...]
+) -> None:
+    recipe = scaled(tmp_path, *overrides).recipe
+    own = recipe.language.learning_rate, recipe.encoders["vision"].learning_rate
+    assert (recipe.train.learning_rate, *own, recipe.train.warmup_steps) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_warm_ups_of_modules_that_differ_differ_in_the_workload(
+    tmp_path: Path, schedule: str
+) -> None:
+    warmups = ["train.warmup_steps=20", "encoders.vision.warmup_steps=30"]
+    given = [*warmups, f"train.schedule={schedule}", "train.steps=100"]
+    recipe = load_recipe(RECIPE, given)
+    of_modules = scaled(tmp_path, *given).recipe.warmup_steps
+    assert [of_modules(name) for name in recipe.modules] == [2, 3]
+    told = [line for line in changes(recipe, "fp32") if "warm-up" in line]
+    assert told == ["warm-up of 2 steps instead of 20", "warm-up of 3 steps instead of 30"]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
+def test_the_schedule_of_the_reference_is_that_of_training(schedule: str) -> None:
+    for warmup in (0, 1, 2, 7):
+        decays = ["train.decay_steps=4"] if schedule == "wsd" else []
+        given = ["train.steps=12", "train.warmup_steps=0", f"train.schedule={schedule}", *decays]
+        train = load_recipe(RECIPE, given).train
+        expected = [learning_rate(train, 0.3, warmup, step) for step in range(14)]
+        rates = [scheduled_rate(train, 0.3, warmup, step) for step in range(14)]
+        assert rates == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,401 @@
+"""What a run with LoRA has learned, in Hugging Face format: merged, and as adapters for peft.
+
+Each family is trained for two steps at TP2 from a tiny checkpoint with random weights. What our
+model computes then is the reference for both kinds of export.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+from typer.testing import CliRunner
+
+from mimo.checkpoint import tensors as checkpoint_tensors
+from mimo.checkpoint.hf.adapter import convert as write_adapter
+from mimo.checkpoint.hf.from_hf import convert as from_hf
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.checkpoint.hf.to_hf import convert as to_hf
+from mimo.checkpoint.hf.transformers_processor import load_processor
+from mimo.cli.main import app
+from mimo.errors import InputError
+from mimo.families.lora import is_adapter
+from tests.cases import quick
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.checkpoint.manifests import write_manifest
+from tests.mimo.runs import run as train_recipe
+
+TOLERANCE = 1e-5
+RECIPE = """
+name: run
+init_from: {directory}/base
+language:
+  grid: {{tp: 2, sp: true}}
+  {language}
+encoders:
+  vision:
+    placement: colocated
+    grid: {{tp: 2}}
+    {vision}
+data:
+  sources: [{{path: "{directory}/train-*.tar"}}]
+  sequence_length: 256
+train:
+  steps: 2
+  global_batch_size: 4
+  micro_batch_size: 2
+  optimizer: adam
+  learning_rate: 0.02
+  warmup_steps: 0
+  run_dir: {directory}/runs
+  threads_per_rank: 1
+"""
+LANGUAGE_LORA = "lora: {rank: 4, alpha: 8}"
+VISION_LORA = "lora: {rank: 2, alpha: 5}"
+_QWEN_MERGER = [f"model.visual.merger.{name}" for name in ("linear_fc1", "linear_fc2", "norm")]
+_LEVEL_MERGERS = [
+    f"model.visual.deepstack_merger_list.{level}.{name}"
+    for level in range(2)
+    for name in ("linear_fc1", "linear_fc2", "norm")
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family and what learns. saved: modules beside the adapters; adapted: how many linears."""
+
+    family: str
+    language: str
+    vision: str
+    saved: list[str] | None
+    adapted: int
+
+
+# A layer of the language model has 7 linears in transformers; four layers everywhere.
+CASES = {
+    "qwen2_5_vl": Case(
+        *("qwen2_5_vl", LANGUAGE_LORA, VISION_LORA),
+        saved=[f"model.visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2")],
+        adapted=4 * 7 + 4 * 5,
+    ),
+    "qwen3_vl": Case(
+        *("qwen3_vl", LANGUAGE_LORA, VISION_LORA),
+        saved=sorted(_LEVEL_MERGERS + _QWEN_MERGER),
+        adapted=4 * 7 + 4 * 4,
+    ),
+    "gemma3": Case(
+        *("gemma3", LANGUAGE_LORA, VISION_LORA),
+        saved=["model.multi_modal_projector"],
+        adapted=4 * 7 + 4 * 6,
+    ),
+    "frozen tower": Case(
+        *("gemma3", "lora: {rank: 4, alpha: 8, targets: [qkv, fc2]}", "freeze: tower"),
+        saved=["model.multi_modal_projector"],
+        adapted=4 * 4,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run in ``directory``, and its exports.
+
+    logits, merged: by prompt, (L, V), of our own model and of the merged one in transformers.
+    """
+
+    case: Case
+    directory: Path
+    logits: list[Tensor]
+    merged: list[Tensor]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "runs" / "run" / "checkpoints" / "step_2"
+
+
+# --------------------------------------------------------------------------- what is computed
+
+
+def prompts() -> list[tuple[list[dict[str, Any]], list[Image.Image]]]:
+    """Chats with two images, none and one, and the images."""
+    rng = np.random.default_rng(1)
+    sizes = [((61, 37), (140, 90)), (), ((45, 131),)]
+    found = []
+    for own in sizes:
+        content: list[dict[str, str]] = [{"type": "image"} for _ in own]
+        content.append({"type": "text", "text": "what is this ?"})
+        pictures = [
+            Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in own
+        ]
+        found.append(([{"role": "user", "content": content}], pictures))
+    return found
+
+
+def our_logits(rank: int, checkpoint: Path) -> np.ndarray:
+    """All prompts packed, (T, V)."""
+    from mimo.generate.answer import Generator, Request
+
+    generator = Generator(checkpoint)
+    forward, kept = generator.model.forward, []
+
+    def keep(*args: Any, at: np.ndarray, **given: Any) -> Tensor:
+        kept.append(forward(*args, **given))  # of all positions
+        return kept[-1][:, at]
+
+    generator.model.forward = keep  # type: ignore[method-assign]
+    generator.answer([Request(*prompt) for prompt in prompts()], max_new_tokens=1)
+    return kept[0][0].numpy()
+
+
+@torch.no_grad()
+def their_logits(model: Any, base: Path) -> list[Tensor]:
+    """By prompt, (L, V)."""
+    processor = load_processor(base)
+    found = []
+    for messages, images in prompts():
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        given = {"images": [images]} if images else {}
+        inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **given)
+        found.append(model(**inputs, use_cache=False).logits[0])
+    return found
+
+
+def largest_difference(got: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(got, expected, strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def load(folder: Path) -> Any:
+    """A model of transformers that the folder fits exactly."""
+    loader: Any = AutoModelForImageTextToText
+    model, report = loader.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=quick(CASES, "qwen3_vl"))
+def trained(
+    request: pytest.FixtureRequest, run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    case = CASES[request.param]
+    directory = tmp_path_factory.mktemp(case.family)
+    write_tiny(TinyCheckpoint(case.family), directory / "base")
+    tiny.write_samples(directory)
+    recipe = directory / "run.yaml"
+    recipe.write_text(
+        RECIPE.format(directory=directory, language=case.language, vision=case.vision)
+    )
+    train_recipe(run_ranks, recipe)
+    (packed,) = run_ranks(our_logits, 1, directory / "runs" / "run")
+    base = their_logits(load(directory / "base"), directory / "base")
+    vocabulary = base[0].shape[1]
+    logits = torch.from_numpy(packed)[:, :vocabulary].split([len(one) for one in base])
+    assert largest_difference(list(logits), base) > 0.01, "training has changed nothing"
+    to_hf(directory / "runs" / "run", directory / "merged", shard_bytes=300_000)
+    write_adapter(directory / "runs" / "run", directory / "adapter")
+    merged = their_logits(load(directory / "merged"), directory / "base")
+    return Trained(case, directory, list(logits), merged)
+
+
+def test_the_merged_model_computes_what_ours_computes(trained: Trained) -> None:
+    assert largest_difference(trained.merged, trained.logits) <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # asked by peft
+def test_peft_loads_the_adapters_and_computes_the_same(trained: Trained) -> None:
+    from peft import PeftModel
+
+    folder = trained.directory / "adapter"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # such as one of missing keys
+        model = PeftModel.from_pretrained(load(trained.directory / "base"), str(folder))
+        result = model.load_adapter(str(folder), adapter_name="again")
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    found = their_logits(model, trained.directory / "base")
+    assert largest_difference(found, trained.logits) <= TOLERANCE
+    assert largest_difference(found, trained.merged) <= TOLERANCE
+
+
+def test_the_adapters_are_the_trained_ones_bit_for_bit(trained: Trained) -> None:
+    described = checkpoint_tensors.describe(trained.checkpoint)
+    modules = ("language.", "vision.")
+    own = {k: v for k, v in described.items() if is_adapter(k) and k.startswith(modules)}
+    ours = checkpoint_tensors.read(trained.checkpoint, own)
+    exported = load_file(trained.directory / "adapter" / "adapter_model.safetensors")
+    kinds = {kind: [t for k, t in exported.items() if kind in k] for kind in ("lora_A", "lora_B")}
+    assert len(kinds["lora_A"]) == len(kinds["lora_B"]) == trained.case.adapted
+    for ending, kind in ((".lora_a", "lora_A"), (".lora_b", "lora_B")):
+        # Every row of ours is there; linears that share our `lora_a` have a copy each.
+        expected = rows([t for k, t in ours.items() if k.endswith(ending)])
+        assert rows(kinds[kind]) == expected
+        if kind == "lora_B":
+            count = sum(len(t) for k, t in ours.items() if k.endswith(ending))
+            assert sum(len(t) for t in kinds[kind]) == count
+        assert all(tensor.any() for tensor in kinds[kind])
+
+
+def rows(matrices: list[Tensor]) -> set[bytes]:
+    return {row.numpy().tobytes() for matrix in matrices for row in matrix}
+
+
+def test_the_configuration_names_every_linear_and_what_learned_beside_them(
+    trained: Trained,
+) -> None:
+    config = json.loads((trained.directory / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(trained.directory / "base")
+    assert len(config["target_modules"]) == trained.case.adapted
+    assert config["modules_to_save"] == trained.case.saved
+    exported = load_file(trained.directory / "adapter" / "adapter_model.safetensors")
+    for module in config["target_modules"]:
+        rank = config["rank_pattern"].get(module, config["r"])
+        assert len(exported[f"base_model.model.{module}.lora_A.weight"]) == rank
+    saved = {key for key in exported if ".lora_" not in key}
+    base = load_file(trained.directory / "base" / "model.safetensors")
+    assert saved
+    assert len(saved) < len(base) / 4, "frozen weights are not written"
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A checkpoint that was converted and never trained, and a folder that a test may write to."""
+
+    base: Path
+    directory: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "checkpoint"
+
+    def ask_for_lora(self, rank: int) -> None:
+        """Give the recipe adapters of the language model's attention."""
+        path = self.checkpoint / "recipe.yaml"
+        before, found, after = path.read_text().partition("\n  lora:\n")  # the first is language's
+        assert found
+        lora = f"\n  lora: {{rank: {rank}, alpha: 8, targets: [qkv]}}\n"
+        path.write_text(before + lora + after)
+        write_manifest(self.checkpoint)
+
+    def add_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Store more beside what is there."""
+        described = checkpoint_tensors.describe(self.checkpoint)
+        tensors = checkpoint_tensors.read(self.checkpoint, described)
+        tensors |= {
+            key: torch.full(shape, 2.0 if key.startswith("ema.") else 1.0)
+            for key, shape in shapes.items()
+        }
+        forms = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        for path in self.checkpoint.glob("tensors*"):
+            path.unlink()
+        checkpoint_tensors.write(self.checkpoint, forms, torch.float32, tensors.__getitem__)
+        write_manifest(self.checkpoint)
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Converted:
+    write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "base")
+    found = Converted(tmp_path / "base", tmp_path)
+    from_hf(found.base, found.checkpoint)
+    return found
+
+
+QKV = "language.decoder.layers.1.self_attention.linear_qkv"
+ADAPTER = {f"{QKV}.lora_a": (4, 128), f"{QKV}.lora_b": (256, 4)}
+
+
+def test_a_checkpoint_without_adapters_is_refused(converted: Converted) -> None:
+    out = converted.directory / "out"
+    done = CliRunner().invoke(
+        app, ["convert", "to-hf", str(converted.checkpoint), str(out), "--adapter"]
+    )
+    assert done.exit_code == 2
+    assert "has no lora, so there is no adapter to write; leave --adapter out" in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("options", "value"), [([], 1.0), (["--ema"], 2.0)])
+def test_the_average_of_adapters_is_exported_where_it_is_asked_for(
+    converted: Converted, options: list[str], value: float
+) -> None:
+    converted.add_tensors(ADAPTER | {f"ema.{key}": shape for key, shape in ADAPTER.items()})
+    converted.ask_for_lora(rank=4)
+    out = converted.directory / "out"
+    command = ["convert", "to-hf", str(converted.checkpoint), str(out), "--adapter", *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    exported = load_file(out / "adapter_model.safetensors")
+    assert len(exported) == 6, "two matrices of each of q, k and v"
+    assert all(bool((tensor == value).all()) for tensor in exported.values())
+
+
+def test_adapters_without_their_base_model_are_refused(converted: Converted) -> None:
+    converted.add_tensors(ADAPTER)
+    converted.ask_for_lora(rank=4)
+    converted.base.rename(converted.directory / "elsewhere")
+    with pytest.raises(InputError, match="adapters are written beside the model that they adapt"):
+        write_adapter(converted.checkpoint, converted.directory / "out")
+
+
+def test_what_learned_and_is_no_adapter_is_never_left_behind(converted: Converted) -> None:
+    converted.add_tensors(ADAPTER)
+    converted.ask_for_lora(rank=4)
+    norm = "language.decoder.final_layernorm.weight"
+    converted.add_tensors({norm: (128,), "vision.merger.linear_fc2.bias": (128,)})
+    with pytest.raises(InputError) as caught:
+        write_adapter(converted.checkpoint, converted.directory / "out")
+    first, *others = str(caught.value).splitlines()
+    assert "other weights than adapters and projectors were trained" in first
+    assert others == [f"  {norm}"]
+    assert not (converted.directory / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("stored_too", "rank", "problems"),
+    [
+        (ADAPTER, None, [f"{key} is unknown: the recipe has no adapter there" for key in ADAPTER]),
+        ({}, 4, ["the adapters of language are missing"]),
+        ({f"{QKV}.lora_b": (256, 4)}, 4, [f"{QKV}.lora_a is missing"]),
+        (
+            ADAPTER,
+            3,
+            [
+                f"{QKV}.lora_a is [4, 128], the recipe asks for [3, 128]",
+                f"{QKV}.lora_b is [256, 4], the recipe asks for [256, 3]",
+            ],
+        ),
+        (
+            {**ADAPTER, "language.decoder.layers.9.mlp.linear_fc1.lora_a": (4, 128)},
+            4,
+            ["language.decoder.layers.9.mlp.linear_fc1.lora_a is unknown"],
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit_the_recipe_are_all_listed(
+    converted: Converted,
+    stored_too: dict[str, tuple[int, ...]],
+    rank: int | None,
+    problems: list[str],
+) -> None:
+    converted.add_tensors(stored_too)
+    if rank is not None:
+        converted.ask_for_lora(rank)
+    with pytest.raises(InputError) as caught:
+        to_hf(converted.checkpoint, converted.directory / "out", shard_bytes=10**9)
+    _, *lines = str(caught.value).splitlines()
+    for line, problem in zip(lines, problems, strict=True):
+        assert problem in line

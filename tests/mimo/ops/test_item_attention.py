@@ -1,0 +1,167 @@
+"""Attention inside items equals dense attention with transformers' mask, whoever holds the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.conftest import RunRanks
+from tests.lone_module import noise
+
+HEADS, GROUPS, SIZE = 4, 2, 8
+SCALE = 0.3
+# Both are fp64 and differ by rounding (2e-16) alone: sums of up to 96 terms, some of about 10, in
+# another order.
+ROUNDING = 1e-12
+# Items at the beginning, at the end, touching, alone in a segment, cut by every chunk's border.
+LENGTHS = (24, 16, 8, 48)
+ITEMS = ((0, 7), (9, 5), (19, 5), (40, 8), (49, 4), (53, 4), (61, 30))
+
+
+def visible(
+    lengths: tuple[int, ...], items: tuple[tuple[int, int], ...], window: int | None
+) -> Tensor:
+    """(T, T) bool: same segment AND window AND (causal OR same item)."""
+    total = sum(lengths)
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    item = torch.arange(total) - total  # unlike each other
+    for number, (start, length) in enumerate(items):
+        item[start : start + length] = number
+    query, key = torch.arange(total)[:, None], torch.arange(total)
+    seen = (key <= query) | (item[:, None] == item)
+    if window is not None:
+        seen &= key > query - window
+    return seen & (segment[:, None] == segment)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q (T, N, D), k and v (T, G, D), mask (T, T) -> (T, N, D)."""
+    k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
+    scores = torch.einsum("qnd,knd->nqk", q, k) * SCALE
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("nqk,knd->qnd", weights, v)
+
+
+def inputs(total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, out_gradient = (noise(seed, total, HEADS, SIZE).double() for seed in (0, 3))
+    k, v = (noise(seed, total, GROUPS, SIZE).double() for seed in (1, 2))
+    return q, k, v, out_gradient
+
+
+def run_core_attention(
+    rank: int, cp: int, window: int | None, lengths: tuple[int, ...], items: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """This rank's output and gradients of its queries, keys and values."""
+    from mimo.engines.megatron.attention import AttnMaskType, CoreAttention
+    from mimo.engines.megatron.config import (
+        ModuleContext,
+        StackShape,
+        transformer_config,
+    )
+    from mimo.engines.megatron.parallel import prepare_engine
+    from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
+    from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+    from mimo.parallel.groups import build_topology
+
+    prepare_engine(1)
+    layout = Layout(language=GridSpec(LANGUAGE, cp=cp), encoders={}, world_size=cp)
+    groups = build_topology(layout).modules[LANGUAGE]
+    shape = StackShape(
+        num_layers=2,
+        hidden_size=HEADS * SIZE,
+        ffn_hidden_size=8,
+        num_heads=HEADS,
+        num_kv_heads=GROUPS,
+        head_size=SIZE,
+        softmax_scale=SCALE,
+        local_window=window,
+        global_every=None if window is None else 2,
+    )
+    config = transformer_config(shape, ModuleContext(groups=groups, dtype=torch.float64))
+    attention = CoreAttention(
+        config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE, pg_collection=groups
+    )
+    mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
+    q, k, v, out_gradient = (x[mine] for x in inputs(sum(lengths)))
+    for x in (q, k, v):
+        x.requires_grad_()
+    segments = PackedSegments.from_lengths(lengths, torch.device("cpu"), items=items)
+    out = attention(q, k, v, None, packed_seq_params=segments)
+    out.backward(out_gradient)
+    return out.detach(), [x.grad for x in (q, k, v) if x.grad is not None]
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_output_and_gradients_equal_dense_attention_with_the_mask(
+    run_ranks: RunRanks, cp: int, window: int | None
+) -> None:
+    from mimo.engines.megatron.segments import zigzag_order
+
+    q, k, v, out_gradient = inputs(sum(LENGTHS))
+    for x in (q, k, v):
+        x.requires_grad_()
+    expected = dense(q, k, v, visible(LENGTHS, ITEMS, window))
+    expected.backward(out_gradient)
+    results = run_ranks(run_core_attention, cp, cp, window, LENGTHS, ITEMS)
+    order = zigzag_order(LENGTHS, cp).to_lane if cp > 1 else torch.arange(sum(LENGTHS))
+    got = torch.cat([out for out, _ in results])[order]
+    torch.testing.assert_close(got, expected.detach(), rtol=0, atol=ROUNDING)
+    for which, x in enumerate((q, k, v)):
+        grad = torch.cat([grads[which] for _, grads in results])[order]
+        assert x.grad is not None
+        torch.testing.assert_close(grad, x.grad, rtol=0, atol=ROUNDING)
+
+
+@st.composite
+def packed_lanes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
+    cp = draw(st.integers(1, 3))
+    lengths = tuple(2 * cp * n for n in draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    items, start = [], 0
+    for length in lengths:
+        at = start
+        for gap, size in draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)))):
+            if at + gap + size <= start + length:
+                items.append((at + gap, size))
+                at += gap + size
+        start += length
+    return lengths, tuple(items), cp
+
+
+@given(packed_lanes(), st.none() | st.integers(1, 12))
+def test_the_blocks_of_all_ranks_are_the_mask(lane: Any, window: int | None) -> None:
+    from mimo.engines.megatron.segments import zigzag_indices
+    from mimo.ops.item_attention import item_calls, joined
+
+    lengths, items, cp = lane
+    mask = visible(lengths, items, window)
+    for rank in range(cp):
+        mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
+        *found, back = item_calls(lengths, items, window, cp, rank)
+        calls = [(call.blocks, joined(call.rows)) for call in found]
+        # What each query of both calls sees, by what blocks and windows mean.
+        seen = []
+        for blocks, rows in calls:
+            assert len(rows) == sum(blocks.queries)
+            for count, (first, end) in zip(blocks.queries, blocks.keys, strict=True):
+                own, key = torch.arange(end - count, end)[:, None], torch.arange(sum(lengths))
+                sees = (key >= first) & (key < end)
+                if blocks.causal:
+                    sees = sees & (key <= own)
+                if blocks.window is not None:
+                    sees = sees & (key > own - blocks.window)
+                seen.append(sees.expand(count, -1))
+        rows = torch.cat([rows for _, rows in calls])
+        assert torch.equal(rows[back], torch.arange(len(mine)))
+        assert torch.equal(torch.cat(seen)[back], mask[mine])
+
+
+def test_seeing_items_whole_changes_the_output() -> None:
+    q, k, v, _ = inputs(sum(LENGTHS))
+    causal = dense(q, k, v, visible(LENGTHS, (), 6))
+    assert (dense(q, k, v, visible(LENGTHS, ITEMS, 6)) - causal).abs().max() > 0.1

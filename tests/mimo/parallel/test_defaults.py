@@ -1,0 +1,123 @@
+"""Defaults for speed follow from layout and device; the recipe's own choice comes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mimo.cli.main import app
+from mimo.config.schema import Train
+from mimo.parallel.defaults import Overlap, overlap_of, variables_of
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+from mimo.runtime.environment import VARIABLES
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+SHARED = {"distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "on_cpu"),
+    [
+        ({}, Overlap(True, False), Overlap(False, False)),
+        (SHARED, Overlap(True, True), Overlap(False, False)),
+        (SHARED | {"overlap_param_gather": False}, Overlap(True, False), Overlap(False, False)),
+        (SHARED | {"overlap_param_gather": True}, Overlap(True, True), Overlap(True, True)),
+        (SHARED | {"overlap_grad_reduce": False}, Overlap(False, False), Overlap(False, False)),
+        ({"overlap_grad_reduce": True}, Overlap(True, False), Overlap(True, False)),
+    ],
+)
+def test_auto_overlaps_on_gpus_and_a_choice_holds_everywhere(
+    given: dict[str, Any], on_gpu: Overlap, on_cpu: Overlap
+) -> None:
+    train = Train(steps=1, global_batch_size=1, **given)
+    assert overlap_of(train, on_gpu=True) == on_gpu
+    assert overlap_of(train, on_gpu=False) == on_cpu
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"overlap_param_gather": True}, "distributed_optimizer is false"),
+        (
+            SHARED | {"overlap_param_gather": True, "overlap_grad_reduce": False},
+            "needs overlap_grad_reduce",
+        ),
+    ],
+)
+def test_weights_that_nobody_can_gather_late_are_refused(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Train(steps=1, global_batch_size=1, **given)
+
+
+def queues(layout: Layout) -> list[bool]:
+    """For each rank, whether it is told to use one queue."""
+    return [
+        [(one.name, one.value) for one in variables_of(layout, rank)]
+        == [("CUDA_DEVICE_MAX_CONNECTIONS", "1")]
+        for rank in range(layout.world_size)
+    ]
+
+
+def test_tensor_parallel_ranks_launch_in_order_unless_they_post_transfers_ahead() -> None:
+    vision = GridSpec("vision", tp=2)
+    language = GridSpec(LANGUAGE, tp=2, pp=2, rank_offset=2)
+    layout = Layout(language, {"vision": vision}, 6)
+    # The encoder and the first stage exchange rows, the second stage does not.
+    assert queues(layout) == [False] * 4 + [True] * 2
+
+
+def test_colocated_encoders_post_nothing_ahead_and_context_parallel_ranks_do() -> None:
+    vision = GridSpec("vision", dp=2)
+    together = {"vision": vision}
+    colocated = frozenset(together)
+    language = GridSpec(LANGUAGE, tp=2)
+    assert queues(Layout(language, together, 2, colocated)) == [True, True]
+    assert queues(Layout(GridSpec(LANGUAGE, tp=2, cp=2), {}, 4)) == [False] * 4
+    assert queues(Layout(GridSpec(LANGUAGE, dp=2), together, 2, colocated)) == [False] * 2
+
+
+def loads_eagerly(layout: Layout) -> list[bool]:
+    """For each rank, whether it is told to load all kernels at its start."""
+    return [
+        ("CUDA_MODULE_LOADING", "EAGER")
+        in [(one.name, one.value) for one in variables_of(layout, rank)]
+        for rank in range(layout.world_size)
+    ]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_kernels_load_at_the_start_only_at_the_ends_of_a_disjoint_encoder_s_bridge(
+    engine: Any,
+) -> None:
+    vision = {"vision": GridSpec("vision", dp=2, engine=engine)}
+    language = GridSpec(LANGUAGE, tp=2, pp=2, rank_offset=2)
+    assert loads_eagerly(Layout(language, vision, 6)) == [True] * 4 + [False] * 2
+    language = GridSpec(LANGUAGE, dp=2, engine=engine)
+    colocated = frozenset(vision)
+    assert loads_eagerly(Layout(language, vision, 2, colocated)) == [False] * 2
+
+
+def test_check_prints_what_was_chosen_and_what_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*(one.name for one in VARIABLES), "CUDA_MODULE_LOADING"):
+        monkeypatch.setenv(name, "so that it is put back")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    overrides = ["language.grid={tp: 2}", "train.distributed_optimizer=true"]
+    done = CliRunner().invoke(app, ["check", str(RECIPE), *overrides])
+    assert done.exit_code == 0, done.output
+    for line in (
+        "train.overlap_grad_reduce: true on GPUs, false on CPUs",
+        "train.overlap_param_gather: true on GPUs, false on CPUs",
+        "train.collect_garbage_every: 50 steps",
+    ):
+        assert line in done.stdout.splitlines()
+    assert "GOMP_SPINCOUNT=7 (yours) KMP_BLOCKTIME=1" in done.stdout
+    assert "environment of 3 ranks, 0 the first: CUDA_MODULE_LOADING=LAZY (yours)" in done.stdout

@@ -1,0 +1,246 @@
+"""The doctor's figures are those of the samples; its page shows no stranger's HTML."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.model.dataset import (
+    Dataset,
+    item_processors,
+    linear_tokens,
+    open_dataset,
+    open_tokenizer,
+)
+from mimo.report import doctor
+from mimo.report.doctor import (
+    Piece,
+    examine,
+    histogram,
+    look,
+    main,
+    pieces,
+    render,
+)
+from tests.mimo import tiny
+
+LANES = ["language.grid.dp=2", "encoders.vision.grid.dp=2", "train.micro_batch_size=2"]
+HOSTILE = '"><img src=x onerror=alert(1)><script>'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_samples(tmp_path)
+    return tiny.write_recipe(tmp_path)
+
+
+def opened(recipe: Path, *overrides: str) -> Dataset:
+    read = load_recipe(recipe, overrides)
+    dataset = open_dataset(read, "sources", open_tokenizer(read), item_processors(read))
+    assert dataset is not None
+    return dataset
+
+
+def test_figures_are_those_of_the_samples_themselves(recipe: Path) -> None:
+    loaded = load_recipe(recipe, LANES)
+    got, shown = examine(loaded, None)
+    (reader,) = opened(recipe, *LANES).readers
+    index = reader.index
+    tokens = [len(reader.sample(n).input_ids) for n in range(12)]
+    learned = [reader.sample(n).loss_mask.sum() for n in range(12)]
+    rows = [
+        sum(int(np.prod(reader.plan(i).row_grid)) for i in index.items_of_sample(n))
+        for n in range(12)
+    ]
+    assert (got["samples"], got["looked_at"], got["shards"]) == (12, 12, 1)
+    assert got["items"] == sum(tiny.IMAGES_PER_SAMPLE) == index.num_items
+    assert got["tokens_per_sample"] == pytest.approx(sum(tokens) / 12)
+    assert got["loss_token_fraction"] == pytest.approx(sum(learned) / sum(tokens))
+    with_images = [count > 0 for count in tiny.IMAGES_PER_SAMPLE]
+    mix = {one["holds"]: one for one in got["modality_mix"]}
+    assert mix["image"]["samples"] == pytest.approx(sum(with_images) / 12)
+    assert mix["text alone"]["tokens"] == pytest.approx(
+        sum(t for t, has in zip(tokens, with_images, strict=True) if not has) / sum(tokens)
+    )
+    assert (mix["image"]["rows"], mix["text alone"]["rows"]) == (1.0, 0.0)
+    largest = [(one["key"], one["tokens"], one["rows"]) for one in got["largest"]]
+    assert len(largest) == 10
+    expected = {index.key(n): (tokens[n], rows[n]) for n in range(12)}
+    assert all(expected[key] == (size, own) for key, size, own in largest)
+    assert [one[1] for one in largest] == sorted(tokens, reverse=True)[:10]
+
+    sizes = [
+        reader.decoded(item, file).size
+        for item in range(index.num_items)
+        for file in index.files_of_part(item)
+    ]
+    of = got["histograms"]
+    for name, values in {
+        "tokens of a sample": tokens,
+        "text tokens of a sample": np.subtract(tokens, rows).tolist(),
+        "rows of a sample with items": [count for count in rows if count],
+        "image: rows of an item": [
+            int(np.prod(reader.plan(i).row_grid)) for i in range(index.num_items)
+        ],
+        "image: first by second number (aspect ratio, or seconds)": [w / h for w, h in sizes],
+        "image: size of a file, first number (width, or samples)": [w for w, _ in sizes],
+    }.items():
+        edges, counts = of[name]["edges"], of[name]["counts"]
+        for place, (low, high) in enumerate(pairwise(edges)):
+            last = place == len(counts) - 1
+            inside = [low <= value < high or (last and value == high) for value in values]
+            assert counts[place] == sum(inside), name
+        assert sum(counts) == len(values)
+        assert of[name]["mean"] == pytest.approx(np.mean(values))
+        assert (of[name]["least"], of[name]["most"]) == (min(values), max(values))
+
+    assert len(shown) == 12
+    assert {one["key"] for one in shown} == set(expected)
+    assert sum(len(one["pictures"]) for one in shown) == index.num_items
+    assert json.loads(json.dumps(got)) == got
+
+
+def test_figures_of_steps_are_those_of_their_samples(recipe: Path) -> None:
+    loaded = load_recipe(recipe, [*LANES, "train.steps=3", "train.global_batch_size=8"])
+    got = examine(loaded, None)[0]["packing"]
+    dataset = opened(recipe, *LANES)
+    linear = linear_tokens(loaded)
+    real, imbalances = [], []
+    for start in range(0, 24, 4):  # two lanes of two samples each
+        _, sample = dataset.order.at(np.arange(start, start + 4))
+        lengths = dataset.indexes[0].column("token_length", sample).astype(int).reshape(2, 2)
+        real += lengths.sum(axis=1).tolist()
+        load = (lengths * (linear + lengths)).sum(axis=1)
+        imbalances.append(load.max() / load.mean())
+    assert (got["steps"], got["samples_per_step"], got["full"]) == (3, 8, 1.0)
+    assert got["tokens_per_microbatch"]["mean"] == pytest.approx(np.mean(real))
+    assert got["tokens_per_microbatch"]["most"] == max(real)
+    assert got["imbalance"]["language"]["mean"] == pytest.approx(np.mean(imbalances))
+    assert got["imbalance"]["language"]["worst"] == pytest.approx(max(imbalances))
+    # One encoder, which encodes a microbatch at a time.
+    assert got["imbalance"]["vision"]["mean"] == pytest.approx(got["encoder_imbalance"])
+    assert got["encoder_imbalance"] > 1
+    by_tokens = ["data.tokens_per_microbatch=128", "train.micro_batch_size=1"]
+    got = examine(load_recipe(recipe, [*by_tokens, "language.grid.cp=2"]), None)[0]["packing"]
+    assert got["of_budget"] == pytest.approx(got["tokens_per_microbatch"]["mean"] / 128)
+    assert 0.5 < got["full"] < 1
+
+
+def test_of_a_large_index_a_bounded_number_of_samples_is_looked_at(recipe: Path) -> None:
+    looked = look(opened(recipe), most=5)
+    assert 0 < len(looked.sample) <= 5
+    assert len(np.unique(looked.sample)) == len(looked.sample)
+
+
+def test_a_histogram_has_every_value_once() -> None:
+    rng = np.random.default_rng(0)
+    for values in (
+        np.array([7]),
+        np.array([1, 2, 2, 30]),
+        rng.integers(1, 10**6, 1000),
+        rng.random(100) * 1000,
+        np.array([0.1] * 3),
+    ):
+        found = histogram(values)
+        assert found is not None
+        assert sum(found["counts"]) == len(values)
+        assert found["edges"] == sorted(found["edges"])
+    assert histogram(np.array([0, 0])) is None
+
+
+def test_pieces_tell_special_tokens_and_what_is_learned(recipe: Path) -> None:
+    (reader,) = opened(recipe).readers
+    found = pieces(reader.chat, reader.sample(0))
+    texts = "".join(one.text * one.times for one in found)
+    # The words of this tokenizer stand between blanks.
+    assert texts.replace(" ", "") == reader.chat.text(reader.sample(0).input_ids).replace(" ", "")
+    learned = [one for one in found if one.learned]
+    assert sum(one.special for one in learned) == 1  # the end of the answer
+    assert learned[-1].text == "<|im_end|>"
+    rows = sum(one.times for one in found if one.text == "<|image_pad|>")
+    assert rows == sum(np.prod(reader.plan(i).row_grid) for i in reader.index.items_of_sample(0))
+    special = Counter(one.text for one in found if one.special)
+    assert special["<|im_start|>"] == 2
+
+
+class _Page(HTMLParser):
+    """What a browser would fetch or run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.fetched = Counter[str](), list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        assert not any(name.startswith("on") for name, _ in attrs)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+
+
+def test_the_page_needs_no_other_file_and_escapes_what_strangers_wrote(
+    recipe: Path, tmp_path: Path
+) -> None:
+    shard = tmp_path / "train-00001.tar"
+    bad = {"messages": [{"role": HOSTILE}]}
+    asked = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
+    with tarfile.open(shard, "w") as tar:
+        for name, document in ((f"a{HOSTILE}", bad), (f"b{HOSTILE}", {"messages": asked})):
+            data = json.dumps(document).encode()
+            member = tarfile.TarInfo(f"{name}.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    page, figures = tmp_path / "out" / "page.html", tmp_path / "out" / "figures.json"
+    assert main(recipe, [], None, page, figures) == 0
+    text = page.read_text()
+    seen = _Page(text)
+    assert seen.fetched
+    assert all(url.startswith("data:image/jpeg;base64,") for url in seen.fetched)
+    assert seen.tags["script"] == seen.tags["link"] == seen.tags["iframe"] == 0
+    assert seen.tags["img"] == sum(tiny.IMAGES_PER_SAMPLE)
+    assert "url(" not in text
+    assert "onerror=alert(1)&gt;" in text
+    (report,) = json.loads(figures.read_text())
+    assert report["bad"]["in_index"] == 1
+    assert [one["key"] for one in report["bad"]["named"]] == [f"a{HOSTILE}"]
+    for tag in ("table", "div", "svg", "figure", "pre", "tr"):
+        assert text.count(f"<{tag}") == text.count(f"</{tag}>"), tag
+
+
+def test_texts_and_keys_of_samples_are_escaped_and_cut(recipe: Path) -> None:
+    figures, _ = examine(load_recipe(recipe), None)
+    long = [Piece(HOSTILE, True), Piece("x" * 10_000, False), Piece("never shown", False)]
+    sample = {"key": HOSTILE, "shard": HOSTILE, "tokens": 3, "loss_tokens": 1, "pieces": long}
+    sample["pictures"] = [np.zeros((9, 9, 3), np.uint8)]
+    text = render([(HOSTILE, (figures, [sample])), ("second", (figures, []))])
+    assert "<script" not in text
+    assert "never shown" not in text
+    assert text.count("alert(1)&gt;") == 4  # title, key, shard, text
+    assert len(text) < len(render([("x", (figures, []))] * 2)) + 10_000
+
+
+def test_unreadable_samples_are_named_beside_those_of_the_index(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = recipe.parent / "train-00000.tar"
+    data = bytearray(shard.read_bytes())
+    first = data.index(b"IDAT")
+    data[first + 8 : first + 40] = bytes(32)
+    shard.write_bytes(data)
+    monkeypatch.setattr(doctor, "_RENDERED", 3)
+    got: dict[str, Any]
+    got, shown = examine(load_recipe(recipe), None)
+    assert (got["bad"]["in_index"], got["bad"]["read"], got["bad"]["unreadable"]) == (0, 12, 1)
+    (one,) = got["bad"]["named"]
+    assert (one["key"], one["item"]) == ("sample0000", 0)
+    assert len(shown) == 3
+    assert "sample0000" not in {sample["key"] for sample in shown}

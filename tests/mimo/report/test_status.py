@@ -1,0 +1,303 @@
+"""`mimo status` and `mimo top` of run folders made by hand."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mimo.errors import InputError
+from mimo.report.status import _interrupts, facts_of, look, modules_of, status, top
+from mimo.train.incidents import record
+from tests.mimo.report.folders import RECIPE, make_run, say
+
+SECONDS = {
+    "step_seconds": 0.5,
+    "idle_fraction_vision": 0.25,
+    "bridge_wait_seconds_vision_forward": 0.125,
+    "memory_gib_vision": 1.5,
+}
+
+
+def facts(folder: Path) -> dict[str, str]:
+    return dict(facts_of(look(folder)))
+
+
+def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """A squeue that says so."""
+    squeue_does(folder, monkeypatch, f"cat <<'END'\n{said}\nEND")
+
+
+def squeue_does(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """A squeue that runs so."""
+    (folder / "bin").mkdir()
+    program = folder / "bin" / "squeue"
+    program.write_text(f"#!/bin/sh\n{lines}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+
+
+def submitted(run: Path, *jobs: str) -> None:
+    (run / "launch").mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"time": "now", "job_id": job, "kind": "train"}) for job in jobs]
+    (run / "launch" / "jobs.jsonl").write_text("\n".join([*lines, '{"time": "cut']))
+
+
+def test_a_run_that_goes_on_is_told_in_one_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", num_steps=60, metrics=SECONDS)
+    say(run, 0, step=60)
+    say(run, 1, step=59, who="language, lane 0", activity="gradients")
+    (run / "environment.json").write_text(json.dumps([{"ranks": 3}]))
+    (run / "checkpoints" / "step_50").mkdir(parents=True)
+    (run / "checkpoints" / "step_50" / "progress.json").touch()
+    (run / "checkpoints" / "latest").write_text("step_50")
+    record(run, "restart", "restart 1 of 3: rank 1 was killed\nby \x1b[31msomebody", 20)
+    found = facts(run)
+    assert found["state"] == "running, 2 of 3 ranks answer"
+    assert found["furthest behind"] == "rank 1 (language, lane 0) at step 59, in 'gradients'"
+    assert found["step"] == "60 of 100 (60.0 %)"
+    assert found["loss"] == "150.5, validation 7"  # the mean of 160, 159, ...
+    assert found["rate"] == "1,001 tokens/s, MFU –"
+    assert found["left"] == "0:00:20 at 0.5 s a step, without checkpoints"
+    assert found["idle"] == "vision 25.0 %"
+    assert found["checkpoint"].startswith("checkpoints/step_50, 0:00:0")
+    assert found["restarts"] == "1"
+    assert status(run) == 0
+    told = capsys.readouterr().out
+    assert "restart: restart 1 of 3: rank 1 was killed by  [31msomebody" in told
+    assert "\x1b" not in told
+
+
+def test_the_row_of_a_module_has_its_times_its_idle_share_its_waits_and_its_memory(
+    tmp_path: Path,
+) -> None:
+    (run,) = look(make_run(tmp_path / "run", num_steps=60, metrics=SECONDS)).runs
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(modules_of(run))
+    row = captured.get().splitlines()[3]
+    cells = [cell.strip() for cell in row.strip("│┃").split("│")]
+    assert cells == ["vision", "25.0 %", "encode 2, bridge wait 2", "forward 0.125", "1.5"]
+
+
+def test_a_run_that_was_killed_has_stopped_and_one_that_failed_says_how(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=40)
+    say(run, 0)
+    say(run, 1, failure="OSError: the disk is full")
+    before = time.time() - 3600
+    for rank in (0, 1):
+        os.utime(run / "ranks" / f"rank_{rank}.json", (before, before))
+    state = facts(run)["state"]
+    assert state.startswith("stopped after step 40, 0 of 2 ranks answer; rank 1 (vision, lane 0)")
+    assert state.endswith("failed: OSError: the disk is full")
+    assert not look(run).goes_on
+
+
+def test_of_phases_the_one_that_runs_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "job" / "phase_1_align")
+    make_run(tmp_path / "job" / "phase_2_sft", num_steps=7)
+    make_run(tmp_path / "job" / "phase_3_last", num_steps=0)
+    say(tmp_path / "job" / "phase_2_sft", 0)
+    (tmp_path / "job" / "recipe.yaml").write_text(RECIPE)
+    view = look(tmp_path / "job")
+    phases = [value for name, value in facts_of(view) if name == "phase"]
+    assert phases == [
+        "job/phase_1_align: ended",
+        "job/phase_2_sft: running, 1 of 1 ranks answer",
+        "job/phase_3_last: stopped after step 0",
+    ]
+    assert dict(facts_of(view))["step"] == "7 of 100 (7.0 %)"
+
+
+def test_who_holds_the_lock_is_told_unless_that_process_of_this_host_has_ended(
+    tmp_path: Path,
+) -> None:
+    run, lock = make_run(tmp_path / "run"), tmp_path / ".run.lock"
+    lock.write_text(f"host {socket.gethostname()}, process {os.getpid()}, since now")
+    assert look(run).goes_on
+    assert facts(run)["begun by"] == lock.read_text()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    lock.write_text(f"host {socket.gethostname()}, process {ended.pid}, since now")
+    assert not look(run).goes_on
+    lock.write_text("host elsewhere, process 1, since now")
+    assert look(run).goes_on
+
+
+def test_a_job_that_waits_is_told_before_there_is_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(tmp_path / "run", "6", "7")
+    squeue(tmp_path, monkeypatch, "7|PENDING|0:00|1:00:00|(Priority)")
+    view = look(tmp_path / "run")
+    assert view.jobs == ["6 (train): no longer in the queue", "7 (train): PENDING, (Priority)"]
+    assert view.goes_on
+    assert facts(tmp_path / "run")["state"] == "no rank has started yet"
+
+
+def test_elements_of_an_array_and_parts_of_a_heterogeneous_job_are_told_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    submitted(run, "6", "9")
+    rows = "6_1|RUNNING|1:00|2:00|node1\n6_2|FAILED|0:01|0:00|(NonZeroExitCode)"
+    squeue(tmp_path, monkeypatch, f"{rows}\n9+0|COMPLETED|0:10|0:00|node2")
+    assert look(run).jobs == [
+        "6_1 (train): RUNNING for 1:00, 2:00 left, node1",
+        "6_2 (train): FAILED, (NonZeroExitCode)",
+        "9+0 (train): COMPLETED, node2",
+    ]
+    assert look(run).goes_on
+
+
+def test_without_slurm_the_folder_alone_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    submitted(run, "6")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert facts(run)["job"] == "6 (train): submitted now; no SLURM here to ask"
+    assert facts(run)["state"] == "ended"
+    assert not look(run).goes_on
+
+
+@pytest.mark.parametrize(
+    ("state", "goes_on"),
+    [
+        *((state, True) for state in ("PENDING", "COMPLETING", "REQUEUE_HOLD", "SPECIAL_EXIT")),
+        *((state, True) for state in ("STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED", "NEW")),
+        *((state, False) for state in ("COMPLETED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL")),
+    ],
+)
+def test_a_job_goes_on_in_every_state_but_those_that_it_ends_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, goes_on: bool
+) -> None:
+    submitted(tmp_path / "run", "7")
+    squeue(tmp_path, monkeypatch, f"7|{state}|0:00|1:00:00|node1")
+    assert look(tmp_path / "run").goes_on == goes_on
+
+
+INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+LOST = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+
+
+def test_a_job_that_slurm_has_forgotten_is_gone_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As versions do that refuse several jobs for one that they do not know.
+    known = "*--jobs=7\\ *) echo '7|PENDING|0:00|1:00:00|(Priority)' ;;"
+    squeue_does(tmp_path, monkeypatch, f'case "$*" in {known} *) {INVALID} ;; esac')
+    submitted(tmp_path / "run", "6")
+    assert look(tmp_path / "run").jobs == ["6 (train): no longer in the queue"]
+    assert not look(tmp_path / "run").goes_on
+    submitted(tmp_path / "run", "6", "7")
+    lines = ["6 (train): no longer in the queue", "7 (train): PENDING, (Priority)"]
+    assert look(tmp_path / "run").jobs == lines
+    assert look(tmp_path / "run").goes_on
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (LOST, "SLURM does not say: slurm_load_jobs error: Unable to contact slurm controller"),
+        ("exec sleep 60", "SLURM did not answer within 0.5 s"),
+    ],
+)
+def test_where_slurm_does_not_say_a_run_may_be_queued_unless_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, told: str
+) -> None:
+    if does != LOST:
+        monkeypatch.setattr("mimo.report.status._SQUEUE_SECONDS", 0.5)
+    squeue_does(tmp_path, monkeypatch, does)
+    submitted(tmp_path / "run", "7")
+    view = look(tmp_path / "run")
+    assert view.jobs == [f"7 (train): submitted now; {told}"]
+    assert (view.is_queued, view.goes_on) == (None, True)
+    assert not look(make_run(tmp_path / "run")).goes_on
+
+
+def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    submitted(run, "7")
+    (run / "launch" / "job_7.out").write_text("a\nb\nx.yaml:3: no\n\nexit code 2 at noon\n")
+    squeue(tmp_path, monkeypatch, "7|RUNNING|0:01|1:00|node1")
+    assert "job_7.out" not in facts(run)
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{INVALID}\n")
+    said = [value for name, value in facts_of(look(run)) if name == "job_7.out"]
+    assert said == ["b", "x.yaml:3: no", "exit code 2 at noon"]
+    make_run(run)
+    assert "job_7.out" not in facts(run), "it has ended well"
+
+
+def test_a_folder_without_a_run_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give the folder of a run"):
+        look(tmp_path)
+
+
+def test_top_prints_once_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", metrics=SECONDS)
+    say(run, 0)
+    assert top(run, once=False) == 0
+    assert "vision" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ends_by", ["q", "\x03", "the run"])
+def test_top_in_a_terminal_ends_with_a_key_or_with_the_run(tmp_path: Path, ends_by: str) -> None:
+    run = make_run(tmp_path / "run", metrics=SECONDS)
+    if ends_by != "the run":
+        say(run, 0)
+    master, terminal = os.openpty()
+    command = [sys.executable, "-m", "mimo.cli.main", "top", str(run)]
+    given = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(
+        command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=given,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # else Ctrl-C is just a key
+    ) as process:
+        os.close(terminal)
+        told = b""
+        while b"vision" not in told:
+            told += os.read(master, 4096)
+        if ends_by != "the run":
+            os.write(master, ends_by.encode())
+        while True:
+            try:
+                told += os.read(master, 4096)
+            except OSError:  # all of it is read, and the process has ended
+                break
+        assert process.wait(20) == 0, told
+    os.close(master)
+
+
+def test_an_interrupt_that_python_drops_is_not_lost() -> None:
+    with _interrupts() as was_interrupted:
+        assert not was_interrupted()
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert was_interrupted()
+
+
+def test_looking_needs_no_torch() -> None:
+    code = "import sys, mimo.report.logs, mimo.report.status; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

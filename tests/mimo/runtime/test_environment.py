@@ -1,0 +1,74 @@
+"""What the environment of ranks says where the user has said nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mimo.runtime.environment import VARIABLES, Variable, set_variables
+
+NAMES = {name for one in VARIABLES for name in (one.name, *one.instead)}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "so that it is put back")
+        monkeypatch.delenv(name)
+
+
+def test_variables_that_nobody_set_get_our_value() -> None:
+    set_variables()
+    assert {one.name: os.environ[one.name] for one in VARIABLES} == {
+        one.name: one.value for one in VARIABLES
+    }
+    assert not any(one.is_users for one in VARIABLES)
+
+
+def test_a_value_of_the_user_wins_and_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    set_variables()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    assert str(VARIABLES[0]) == "GOMP_SPINCOUNT=7 (yours)"
+
+
+def test_another_name_for_the_same_wins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GNU OpenMP would prefer a count of spins to the policy that the user chose."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    set_variables()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    assert "KMP_BLOCKTIME" not in os.environ
+    assert "PYTORCH_CUDA_ALLOC_CONF" in os.environ
+    assert str(VARIABLES[0]) == "OMP_WAIT_POLICY=active (yours)"
+
+
+def test_the_same_value_twice_is_not_called_the_users() -> None:
+    one = Variable(VARIABLES[0].name, VARIABLES[0].value)
+    set_variables([one])
+    set_variables([one])
+    assert str(one) == "GOMP_SPINCOUNT=1000"
+
+
+def test_threads_of_a_command_and_its_ranks_do_not_spin() -> None:
+    """OpenMP tells what it has read of the environment, which it does once, when it is loaded.
+
+    Ranks are forked from a process that inherits the environment of the command.
+    """
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from mimo.cli.main import app\n"
+        "assert 'torch' not in sys.modules\n"
+        "CliRunner().invoke(app, ['check', 'absent.yaml'])\n"
+        "import torch\n"
+    )
+    environment = os.environ | {"OMP_DISPLAY_ENV": "verbose"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    if "_OPENMP" not in done.stderr:
+        pytest.skip("this torch has another OpenMP, or none")
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr, done.stderr
