@@ -334,7 +334,8 @@ Fill = Callable[[dict[str, Any]], Iterable[tuple[Location, str]]]
 def read_recipe(path: Path, overrides: Sequence[str], fill: Fill) -> Recipe:
     """Read the recipe at `path` with `overrides` such as `language.grid.tp=2` applied in order.
 
-    `fill` adds what `init_from` says; `mimo.checkpoint.hf.recipes` has the one for Hugging Face folders.
+    `fill` adds what `init_from` says; `mimo.checkpoint.hf.recipes` has the one for Hugging Face
+    folders.
     Raises RecipeError with one line per error: a file that is missing or not YAML, an override
     that cannot be applied, an unknown key, a wrong type, a value out of range, and what this
     version does not support yet. A recipe with phases has several: see `mimo.config.phases`.

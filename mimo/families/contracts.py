@@ -1,6 +1,6 @@
 """What a family offers: a Python module with the names below, found by the name in the recipe.
 
-A family of encoders is a file in `encoders`, a family of language models one in `mimo.families.languages`.
+A family of encoders is a file in `encoders`, one of language models in `mimo.families.languages`.
 Modules whose names begin with an underscore hold what families share. A family satisfies
 `EncoderFamily` or `LanguageFamily`, and its settings say all that is known before it is built.
 

@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.ops import acceleration
 from mimo.errors import InputError, RecipeError
 from mimo.generate.one_rank import one_rank_recipe
 from mimo.model.recipe_checks import check_device, check_recipe
+from mimo.ops import acceleration
 from mimo.ops.acceleration import (
     FP8_RECIPES,
     TRANSFORMER_ENGINE,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.mimo.engines.megatron.test_item_attention import (
+from tests.mimo.ops.test_item_attention import (
     GROUPS,
     HEADS,
     ITEMS,

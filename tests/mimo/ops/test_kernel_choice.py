@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from mimo.ops import acceleration
 from mimo.errors import InputError
+from mimo.ops import acceleration
 from mimo.ops.acceleration import Machine, has_function
 from mimo.ops.kernel_choice import (
     AttentionCase,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.ops import acceleration
 from mimo.errors import InputError
+from mimo.ops import acceleration
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.train import entry
 
