@@ -54,7 +54,7 @@ class RunData:
 
     curves: by the name of the metric; an entry of a mapping, such as `epochs`, has a name of its
     own, such as `epochs_0`. recipe: its keys as plain data, recipe_text as the file has them.
-    starts: see `mimo.runtime.run_environment`. states: the last words of ranks that did not end well.
+    starts: see `mimo.runtime.run_environment`. states: of ranks that did not end well.
     """
 
     title: str

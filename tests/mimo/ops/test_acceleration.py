@@ -292,7 +292,8 @@ def test_a_model_of_transformer_engine_learns_like_ours(run_ranks_on_gpu: RunRan
 
 def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
     """Inside a rank: the losses of a few steps, with everything fused or nothing."""
-    from mimo.ops import acceleration, config, stack
+    from mimo.engines.megatron import config, stack
+    from mimo.ops import acceleration
 
     if not fused:
         plain = LayerChoice(False, False, False, "for comparison")
