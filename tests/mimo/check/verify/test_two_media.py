@@ -12,7 +12,7 @@ from mimo.check.verify.verifier import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
 AUDIO = (
     "encoders.audio={family: whisper, media: audio, placeholder: '<|audio_pad|>', model: "
     "{num_layers: 2, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2, "

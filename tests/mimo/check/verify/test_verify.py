@@ -28,7 +28,7 @@ from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.mimo.check.verify.minimums import check_minimums
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 MIXED = ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]
 BY_TOKENS = ["train.micro_batch_size=1", "data.tokens_per_microbatch=4096"]

@@ -16,7 +16,7 @@ from mimo.cli.main import app
 from tests.conftest import RunRanks
 from tests.mimo.check.verify.test_verify_faults import average_encoder_gradients
 
-RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
+RECIPE = str(Path(__file__).parents[4] / "recipes" / "quickstart.yaml")
 UNEVEN = ["language.grid={dp: 1}", "encoders.vision.grid.dp=2"]
 
 

@@ -23,7 +23,7 @@ from mimo.families.lora import is_adapter
 from tests.cases import quick
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
 
 
 # --------------------------------------------------------- faults, applied inside ranks

@@ -22,7 +22,7 @@ from tests.conftest import RunRanks
 from tests.mimo.check.verify.test_verify import plan_first_step
 from tests.mimo.check.verify.test_verify_faults import Case, check_first_difference
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[4] / "recipes"
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "gemma3")
 CELLS = {cell.name: cell for cell in SWEEP if "fsdp" in cell.name}
 

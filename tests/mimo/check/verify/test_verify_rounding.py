@@ -17,7 +17,7 @@ from mimo.check.verify.verifier import CellResult, Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
 SMALL = 2e-5  # twice the tolerance
 
 

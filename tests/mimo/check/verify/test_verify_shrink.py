@@ -18,7 +18,7 @@ from mimo.config.schema import Recipe
 from mimo.errors import InputError
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
 AXES = ("tp", "cp", "pp", "dp")
 
 
