@@ -125,7 +125,7 @@ def test_rooms_are_imported_at_the_top_but_for_a_few_that_cost_seconds() -> None
         ("def f():\n    from mimo.checkpoint.hf.tiny import main", ["mimo.checkpoint.hf"]),
         ("class A:\n    async def f(self):\n        if x:\n            import data", ["data"]),
         ("def f():\n    from mimo import device", ["mimo.device"]),
-        ("def f():\n    def g():\n        from ..hf import tiny", ["mimo.checkpoint.hf"]),
+        ("def f():\n    def g():\n        from ..checkpoint import folder", ["mimo.checkpoint.hf"]),
         ("def f():\n    from mimo.train.rank import run_rank", []),
         ("def f():\n    from . import rank", []),
         ("def f():\n    import torch", []),
