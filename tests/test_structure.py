@@ -122,10 +122,10 @@ def test_rooms_are_imported_at_the_top_but_for_a_few_that_cost_seconds() -> None
 @pytest.mark.parametrize(
     ("checked", "rooms"),
     [
-        ("def f():\n    from mimo.checkpoint.hf.tiny import main", ["mimo.checkpoint.hf"]),
+        ("def f():\n    from mimo.checkpoint.hf.tiny import main", ["mimo.checkpoint"]),
         ("class A:\n    async def f(self):\n        if x:\n            import data", ["data"]),
         ("def f():\n    from mimo import device", ["mimo.device"]),
-        ("def f():\n    def g():\n        from ..checkpoint import folder", ["mimo.checkpoint.hf"]),
+        ("def f():\n    def g():\n        from ..checkpoint import folder", ["mimo.checkpoint"]),
         ("def f():\n    from mimo.train.rank import run_rank", []),
         ("def f():\n    from . import rank", []),
         ("def f():\n    import torch", []),
