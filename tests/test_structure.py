@@ -37,7 +37,6 @@ KNOW_PIXELS = (
     "encoders/",
     "mimo/check/parity/",
     "mimo/checkpoint/hf/",
-    "mimo/bench/",
 )
 
 # Imports of another room inside a function: `file` or `file:function`, and why.

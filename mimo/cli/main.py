@@ -6,13 +6,6 @@ Exit code 2 and a message for bad input, before any process group exists; 1 for 
 import typer
 
 from mimo.cli._shared import readable_errors
-from mimo.cli.bench import (
-    bench_bridge,
-    bench_checkpoint,
-    bench_data,
-    bench_engines,
-    bench_train,
-)
 from mimo.cli.check import check
 from mimo.cli.checkpoint import checkpoint_inspect, checkpoint_prune, checkpoint_verify
 from mimo.cli.convert import convert_from_hf, convert_to_hf, tiny
@@ -49,12 +42,6 @@ for command in (fit, rendezvous):  # what job scripts call
 
 for panel, group, purpose, commands in (
     ("Prepare", "data", "The samples of a recipe.", (data_index, data_doctor, data_pack)),
-    (
-        "Prove",
-        "bench",
-        "Measure what the parts promise.",
-        (bench_bridge, bench_train, bench_data, bench_engines, bench_checkpoint),
-    ),
     (
         "Inspect",
         "checkpoint",

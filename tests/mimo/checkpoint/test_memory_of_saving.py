@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mimo.bench.checkpoint import peak_growth
+from benchmarks.checkpoint import peak_growth
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from tests import language_steps

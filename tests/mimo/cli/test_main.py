@@ -167,6 +167,6 @@ def test_help_lists_every_command_in_a_group_of_its_purpose() -> None:
             *("status", "top", "logs", "report", "compare"),
             *("generate", "evaluate", "checkpoint"),
         },
-        "Prove": {"verify", "parity", "replay", "experiment", "bench"},
+        "Prove": {"verify", "parity", "replay", "experiment"},
         "Cluster": {"preflight", "launch"},
     }

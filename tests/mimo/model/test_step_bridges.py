@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.bridge_planning import DrawnIndex
 from bridge import (
     BridgePlan,
     LaneSegments,
@@ -20,7 +21,6 @@ from bridge import (
 from data.modalities.images import ImageProcessor
 from data.order import SampleOrder
 from data.packing import TokenBudget
-from mimo.bench.bridge_planning import DrawnIndex
 from mimo.model.step_plan import PlannedMicrobatch, StepPlan, StepPlanner
 from mimo.parallel.connections import bridge_ends
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout

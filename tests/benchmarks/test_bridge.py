@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from mimo.bench import bridge as bench
-from mimo.bench.bridge import CASES, bounds
-from mimo.bench.bridge_contest import Passage, ReceivedBytes, Way, compete
-from mimo.bench.bridge_planning import Balance, StepTime, measure_balance, time_step
-from mimo.bench.bridge_workload import Case, Workload
-from mimo.bench.contest import Run
-from mimo.bench.report import Bound
-from mimo.cli.main import app
+from benchmarks import bridge as bench
+from benchmarks.bridge import CASES, bounds
+from benchmarks.bridge_planning import Balance, StepTime, measure_balance, time_step
+from benchmarks.bridge_sides import Passage, ReceivedBytes, Way, compete
+from benchmarks.bridge_workload import Case, Workload
+from benchmarks.harness import Bound, Run, command
 from mimo.parallel.groups import build_topology
 from tests.conftest import RunRanks
 
@@ -230,7 +228,8 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     picture, figures = tmp_path / "new" / "bench.png", tmp_path / "bench.json"
     rival = tmp_path / "rival.py"
     rival.write_text(RIVAL)
-    code = bench.main(ROWS, HIDDEN, 1, figures, picture, cases=[Case(1, 1, 2, 1)], rival=rival)
+    monkeypatch.setattr(bench, "CASES", (Case(1, 1, 2, 1),))
+    code = bench.main(ROWS, HIDDEN, 1, rival, figures, picture)
     assert code == (0 if only.holds else 1)
     text = capsys.readouterr().out
     assert f"Megatron's bridge: {rival} (sha256 " in text
@@ -255,7 +254,7 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
 
 
 def test_rows_that_do_not_divide_over_lanes_are_refused_with_exit_code_2() -> None:
-    result = CliRunner().invoke(app, ["bench", "bridge", "--rows", "1001"])
+    result = CliRunner().invoke(command(bench.main), ["--rows", "1001"])
     assert result.exit_code == 2
     assert "--rows: got 1001, needs a multiple of 8" in result.stderr
 
@@ -274,13 +273,13 @@ def test_a_rival_without_a_bridge_is_refused_with_exit_code_2(
     rival = tmp_path / "rival.py"
     if source is not None:
         rival.write_text(source)
-    result = CliRunner().invoke(app, ["bench", "bridge", "--rival", str(rival)])
+    result = CliRunner().invoke(command(bench.main), ["--rival", str(rival)])
     assert result.exit_code == 2
     assert "--rival: " in result.stderr
     assert reason in result.stderr
 
 
 def test_the_launcher_does_not_load_the_engine_nor_print_its_warnings() -> None:
-    code = "import sys, mimo.bench.bridge; sys.exit('megatron' in sys.modules)"
+    code = "import sys, benchmarks.bridge; sys.exit('megatron' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

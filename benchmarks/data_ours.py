@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.data_workload import BATCH, Batch, Workload
+from benchmarks.harness import Run, timed
 from data.index.samples import Index
 from data.index.shard_index import write_shard_index
 from data.index.shards import describe_shard
 from data.index.store import index_homes, survey
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used
-from mimo.bench.contest import Run, timed
-from mimo.bench.data_workload import BATCH, Batch, Workload
 from mimo.config.data import Data
 from mimo.device import Staging, copy_stream
 from mimo.families.wire import WirePatches

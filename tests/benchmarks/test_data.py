@@ -1,4 +1,4 @@
-"""`mimo bench data`: all loaders do the same work, and what is judged. No timings."""
+"""`python -m benchmarks.data`: all loaders do the same work, and what is judged. No timings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mimo.bench import data as bench
-from mimo.bench.contest import Contest, Run, apart
-from mimo.bench.data_theirs import INSTALL, RIVALS, Preparation, is_installed
-from mimo.bench.data_workload import BATCH, Workload
+from benchmarks import data as bench
+from benchmarks.data_theirs import INSTALL, RIVALS, Preparation, is_installed
+from benchmarks.data_workload import BATCH, Workload
+from benchmarks.harness import Contest, Run, apart
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -1,4 +1,4 @@
-"""`mimo bench train`: whole training steps of ours and of transformers on the same samples.
+"""Compare whole training steps of ours and of transformers on the same samples.
 
 Each side is a process of its own, because the engine changes what PyTorch's calls do on a machine
 without a GPU, for the whole process.
@@ -11,12 +11,24 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from mimo.bench.contest import Apart, Contest, Run, apart, take_turns
-from mimo.bench.report import Bound, Report
-from mimo.bench.train_theirs import PADDED_BATCH, their_side
-from mimo.bench.train_workload import OURS, THEIRS, Lengths, Sizes, Workload
+import typer
+
+from benchmarks.harness import (
+    Apart,
+    Bound,
+    Contest,
+    Figures,
+    Quick,
+    Report,
+    Run,
+    apart,
+    command,
+    take_turns,
+)
+from benchmarks.train_theirs import PADDED_BATCH, their_side
+from benchmarks.train_workload import OURS, THEIRS, Lengths, Sizes, Workload
 
 QUICK = Sizes(width=1, num_layers=4, samples=8, tokens=256, median_words=12)
 # Contestants that are compared: ours, theirs, and the least times faster that is promised.
@@ -80,18 +92,18 @@ def _contest(name: str, contestants: Sequence[str], runs: Mapping[str, Sequence[
 
 def _our_side(*given: Any) -> Callable[[str], Any]:
     """Load the engine here alone: where it initialises a GPU, no process could be forked then."""
-    from mimo.bench.train_ours import our_side
+    from benchmarks.train_ours import our_side
 
     return our_side(*given)
 
 
 def main(
-    samples: int,
-    rounds: int,
-    threads: int | None,
-    quick: bool,
-    json_path: Path | None,
-    picture: Path,
+    samples: Annotated[int, typer.Option(min=8, help="Samples of a step.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each contestant.")] = 4,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
+    quick: Quick = False,
+    json_path: Figures = None,
+    picture: Path = Path("runs/bench_train.png"),
 ) -> int:
     """Write the samples, let both sides train in turns, and judge; 1 when a bound is missed.
 
@@ -144,3 +156,7 @@ def main(
         },
     )
     return report.conclude(picture, json_path, judge_speed=not quick)
+
+
+if __name__ == "__main__":
+    command(main)()

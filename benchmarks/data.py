@@ -1,4 +1,4 @@
-"""`mimo bench data`: our input path and those of others on the same photos, and a late resume."""
+"""Compare our input path with other loaders on the same photos, and time a late resume."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
+from benchmarks.data_ours import our_batches, resume, write_index
+from benchmarks.data_theirs import ENERGON, INSTALL, RIVALS, is_installed, prepare_energon
+from benchmarks.data_workload import BATCH, Batch, Workload
+from benchmarks.harness import (
+    Bound,
+    Contest,
+    Figures,
+    Quick,
+    Report,
+    Run,
+    apart,
+    command,
+    take_turns,
+    timed,
+)
 from data.modalities.images import ImageProcessor
-from mimo.bench.contest import Contest, Run, apart, take_turns, timed
-from mimo.bench.data_ours import our_batches, resume, write_index
-from mimo.bench.data_theirs import ENERGON, INSTALL, RIVALS, is_installed, prepare_energon
-from mimo.bench.data_workload import BATCH, Batch, Workload
-from mimo.bench.report import Bound, Report
 
 _PHOTO, _LARGE = (1024, 768), (4000, 3000)
 _TINY, _TINIER = (200, 150), (90, 120)
@@ -106,12 +118,12 @@ def judge(
 
 
 def main(
-    samples: int,
-    rounds: int,
-    workers: int | None,
-    quick: bool,
-    json_path: Path | None,
-    picture: Path,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a pass, at least.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed passes of each loader.")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
+    quick: Quick = False,
+    json_path: Figures = None,
+    picture: Path = Path("runs/bench_data.png"),
 ) -> int:
     """Write the photos, let all loaders take turns, and judge; 1 when a bound is missed.
 
@@ -186,3 +198,7 @@ def main(
         software=("torch", "transformers", "webdataset", *installed),
     )
     return report.conclude(picture, json_path, judge_speed=not quick)
+
+
+if __name__ == "__main__":
+    command(main)()

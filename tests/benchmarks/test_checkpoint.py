@@ -1,4 +1,4 @@
-"""`mimo bench checkpoint`: every way writes the same state, and what is judged. No timings."""
+"""Every way of saving writes the same state, and what is judged. No timings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.bench import checkpoint as bench
-from mimo.bench.contest import Run
+from benchmarks import checkpoint as bench
+from benchmarks.harness import Run
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -1,4 +1,4 @@
-"""`mimo bench bridge`: measures what the bridge gains, and whether it keeps its promises.
+"""Compare the bridge with Megatron's, and check what it promises.
 
 Its parts: against Megatron's bridge, against replicated delivery and against our bare messages, on
 several layouts; the time to plan; the balance of items over lanes.
@@ -13,9 +13,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from mimo.bench.bridge_planning import (
+import typer
+
+from benchmarks.bridge_planning import (
     BALANCE_ITEMS,
     PLAN_RANKS,
     Balance,
@@ -23,17 +25,16 @@ from mimo.bench.bridge_planning import (
     measure_balance,
     time_step,
 )
-from mimo.bench.bridge_workload import Case
-from mimo.bench.contest import Contest
-from mimo.bench.report import Bound, Report
+from benchmarks.bridge_workload import Case
+from benchmarks.harness import Bound, Contest, Figures, Report, command
 from mimo.errors import InputError
 from mimo.runtime.processes import RanksFailed, run_processes, warm_up
 from mimo.runtime.ranks import rank_variables
 
 if TYPE_CHECKING:
-    from mimo.bench.bridge_contest import Passage
+    from benchmarks.bridge_sides import Passage
 
-PRELOAD = ("mimo.engines.megatron.preload", "mimo.bench.bridge_contest")
+PRELOAD = ("mimo.engines.megatron.preload", "benchmarks.bridge_sides")
 
 # Layouts that both bridges support: no CP, and lane counts that divide. The first is the headline.
 CASES = (
@@ -67,9 +68,9 @@ _NOTES = (
 )
 
 
-def check_rows(rows: int, cases: Sequence[Case] = CASES) -> None:
+def check_rows(rows: int) -> None:
     """Raise InputError if lanes cannot get equal rows in both sizes."""
-    step = _SECOND_SIZE * max(case.lanes_once for case in cases)
+    step = _SECOND_SIZE * max(case.lanes_once for case in CASES)
     if rows < 4 * step or rows % step:
         raise InputError(f"--rows: got {rows}, needs a multiple of {step} from {4 * step} on")
 
@@ -108,26 +109,25 @@ def _of_passages(passages: Sequence[Passage]) -> Iterator[Bound]:
 
 
 def main(
-    rows: int,
-    hidden: int,
-    rounds: int,
-    json_path: Path | None,
-    picture: Path,
-    cases: Sequence[Case] = CASES,
-    rival: Path | None = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the larger size.")] = 8192,
+    hidden: Annotated[int, typer.Option(min=1, help="Values of a row.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take turns.")] = 15,
+    rival: Annotated[
+        Path | None,
+        typer.Option(help="Megatron's bridge_communicator.py, if not the installed one."),
+    ] = None,
+    json_path: Figures = None,
+    picture: Path = Path("runs/bench_bridge.png"),
 ) -> int:
-    """Run all parts one after the other; returns 1 when a bound is missed or a rank fails.
-
-    rival: a file with Megatron's bridge, to run instead of the installed one.
-    """
-    check_rows(rows, cases)
+    """Compare the bridge with Megatron's; exit code 1 if a bound is missed or a rank fails."""
+    check_rows(rows)
     baseline = _describe_baseline(rival)
     print(baseline, flush=True)
     warm_up(PRELOAD)
     passages: list[Passage] = []
     try:
         for size in (rows, rows // _SECOND_SIZE):
-            for case in cases:
+            for case in CASES:
                 print(f"{case}, {size} rows ...", flush=True)
                 passages += _on_ranks(case, size, hidden, rounds, rival)
     except RanksFailed as failure:
@@ -188,4 +188,8 @@ def _on_ranks(case: Case, rows: int, hidden: int, rounds: int, rival: Path | Non
     args, size = (case, rows, hidden, rounds, rival), case.layout.world_size
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         variables = rank_variables(Path(directory))
-        return run_processes("mimo.bench.bridge_contest:in_world", args, size, variables)[0]
+        return run_processes("benchmarks.bridge_sides:in_world", args, size, variables)[0]
+
+
+if __name__ == "__main__":
+    command(main)()

@@ -1,4 +1,4 @@
-"""transformers on the samples of `mimo bench train` and `engines`, as its users write a step.
+"""transformers on the samples of `benchmarks.train`, as its users write a step.
 
 Letters: B samples of a batch, S tokens of the longest, padding included.
 """
@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from webdataset.compat import WebDataset
 
-from mimo.bench.contest import timed
-from mimo.bench.train_workload import THEIRS, Lengths, Workload, lengths_of
+from benchmarks.harness import timed
+from benchmarks.train_workload import THEIRS, Lengths, Workload, lengths_of
 from mimo.checkpoint.hf.transformers_processor import load_processor
 from mimo.config.schema import Train
-from mimo.device import local_device, set_threads
+from mimo.device import set_threads
 
 PADDED_BATCH = 8
 _IGNORED = -100  # what transformers leaves out of the loss
@@ -48,7 +46,7 @@ def their_side(workload: Workload, threads: int) -> Callable[[str], Any]:
     for name in THEIRS:
         collator = collators[lengths_of(name)]
         batches = batches_of(name, collator.lengths, workload.sizes.tokens)
-        contestants[name] = TransformersSteps(workload.checkpoint, collator, [batches], train)
+        contestants[name] = TransformersSteps(workload.checkpoint, collator, batches, train)
 
     def answer(what: str) -> Any:
         return means if what == "mean tokens" else timed(contestants[what].step, until_idle=True)
@@ -115,12 +113,6 @@ def batches_of(contestant: str, lengths: Sequence[int], tokens: int) -> list[lis
     return batches
 
 
-def batches_of_ranks(num_samples: int, ranks: int, batch: int) -> list[list[range]]:
-    """The samples of each forward pass of every rank, which takes every n-th sample."""
-    shares = [range(rank, num_samples, ranks) for rank in range(ranks)]
-    return [[own[at : at + batch] for at in range(0, len(own), batch)] for own in shares]
-
-
 def adamw(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """As our recipe's; fused, as is the default of transformers' Trainer."""
     params = list(model.parameters())
@@ -133,62 +125,38 @@ def adamw(model: nn.Module, train: Train) -> torch.optim.Optimizer:
 
 
 class TransformersSteps:
-    """A model of transformers with AdamW, by itself or under FSDP2 as its users write it.
+    """Train a model of transformers with AdamW.
 
-    Under FSDP2 a layer of the language model and of the tower are a unit each, and so is the whole
-    model. batches: of each rank the samples of each forward pass; with several ranks, all of an
-    initialised world. train: of our recipe. Raises RuntimeError for a batch of a rank of several
-    without images.
+    batches: the samples of each forward pass of a step. train: settings of our recipe.
     """
 
     def __init__(
-        self,
-        checkpoint: Path,
-        collator: Collator,
-        batches: Sequence[Sequence[Sequence[int]]],
-        train: Train,
+        self, checkpoint: Path, collator: Collator, batches: Sequence[Sequence[int]], train: Train
     ) -> None:
         from transformers import AutoModelForImageTextToText
 
-        self.ranks, lengths = len(batches), collator.lengths
-        self.collator, self.batches = collator, batches[dist.get_rank() if self.ranks > 1 else 0]
+        self.collator, self.batches, lengths = collator, batches, collator.lengths
         self.counts = {
             "tokens": sum(lengths),
-            "computed": sum(len(b) * max(lengths[n] for n in b) for own in batches for b in own),
-            "batches": sum(map(len, batches)),
+            "computed": sum(len(batch) * max(lengths[n] for n in batch) for batch in batches),
+            "batches": len(batches),
         }
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
             str(checkpoint), dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"
         ).train()
-        if self.ranks > 1:
-            self._shard()
         assert train.clip_grad_norm is not None, "the recipe clips"
         self.clip, self.optimizer = train.clip_grad_norm, adamw(self.model, train)
 
-    def _shard(self) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        if not all("pixel_values" in self.collator(own) for own in self.batches):
-            raise RuntimeError("a batch has no images: the ranks would wait for each other's tower")
-        mesh = init_device_mesh(local_device().type, (self.ranks,))
-        inner = self.model.model
-        for layer in (*inner.visual.blocks, *inner.language_model.layers):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-
     def step(self) -> dict[str, float]:
-        """All batches, one update: the loss per loss token, and what was counted, of all ranks."""
-        count = torch.tensor(sum(self.collator.loss_tokens))
-        loss = torch.zeros((), dtype=torch.float64)
+        """Run all batches and one update; return the loss per loss token, and the counts."""
+        num_loss_tokens = torch.tensor(sum(self.collator.loss_tokens))
+        loss = 0.0
         for batch in self.batches:
-            if self.ranks > 1:
-                self.model.set_requires_gradient_sync(batch is self.batches[-1])
-            output = self.model(**self.collator(batch), use_cache=False, num_items_in_batch=count)
-            (output.loss * self.ranks).backward()  # FSDP2 averages over the ranks
-            loss += output.loss.detach()
+            inputs = self.collator(batch)
+            output = self.model(**inputs, use_cache=False, num_items_in_batch=num_loss_tokens)
+            output.loss.backward()
+            loss += float(output.loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.ranks > 1:
-            dist.all_reduce(loss)
-        return {"loss": float(loss), **self.counts}
+        return {"loss": loss, **self.counts}

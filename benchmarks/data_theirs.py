@@ -1,4 +1,4 @@
-"""The rivals of `mimo bench data`: webdataset and Megatron-Energon, as their users write a loader.
+"""The baselines of `benchmarks.data`: webdataset and Megatron-Energon, as users write a loader.
 
 Both prepare samples by the image processor and the tokenizer of transformers, and lay those of a
 batch one after the other. Positions they leave to the model; ours are planned with the data.
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from PIL import Image
 
-from mimo.bench.data_workload import BATCH, PLACEHOLDER, Batch, Workload
-from mimo.bench.train_theirs import answer_labels
+from benchmarks.data_workload import BATCH, PLACEHOLDER, Batch, Workload
+from benchmarks.train_theirs import answer_labels
 
 Backend = Literal["pil", "torchvision"]
 ENERGON = "megatron.energon"

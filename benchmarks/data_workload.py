@@ -1,4 +1,4 @@
-"""What all loaders of `mimo bench data` read: shards of photo-like JPEGs, a tokenizer, an index."""
+"""What all loaders of `benchmarks.data` read: JPEGs like photos, a tokenizer, an index."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from benchmarks.train_workload import chat, write_shard
 from data.index.reader import SampleReader
 from data.index.store import load_or_build_index
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
-from mimo.bench.train_workload import chat, write_shard
 from mimo.checkpoint.hf.tiny_text import build_tokenizer
 
 FAMILY, PLACEHOLDER, BATCH = "qwen2_5_vl", "<|image_pad|>", 8  # samples that are packed together

@@ -1,9 +1,9 @@
-"""What both sides of `mimo bench train` train: a checkpoint, samples of uneven length, a recipe."""
+"""What both sides of `benchmarks.train` train: a checkpoint, samples of uneven length, a recipe."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,9 +95,8 @@ class Workload:
         steps: int,
         mean_tokens: float,
         threads: int,
-        overrides: Sequence[str] = (),
     ) -> Recipe:
-        """Our recipe: one step per pass over the samples, on one rank if ``overrides`` say no more.
+        """Our recipe: one step per pass over the samples, on one rank.
 
         mean_tokens: of a sample.
         """
@@ -123,7 +122,7 @@ class Workload:
         }
         path = self.directory / f"{lengths}.yaml"
         path.write_text(json.dumps(content))  # which is YAML as well
-        return load_recipe(path, overrides)
+        return load_recipe(path)
 
     def _samples_together(self, lengths: Lengths, mean_tokens: float) -> int:
         samples = self.num_samples(lengths)

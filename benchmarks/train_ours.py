@@ -1,4 +1,4 @@
-"""Our training loop on the samples of `mimo bench train`: steps, and a profile of one."""
+"""Our training loop on the samples of `python -m benchmarks.train`: steps, and a profile of one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from mimo.bench.contest import timed
-from mimo.bench.train_workload import OURS, Lengths, Workload, lengths_of
+from benchmarks.harness import timed
+from benchmarks.train_workload import OURS, Lengths, Workload, lengths_of
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.config.schema import Recipe
 from mimo.device import initialize_distributed, set_threads

@@ -1,4 +1,4 @@
-"""`mimo bench train`: both sides do the same work, and what is judged. No timings."""
+"""`python -m benchmarks.train`: both sides do the same work, and what is judged. No timings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mimo.bench import train as bench
-from mimo.bench.contest import Run
-from mimo.bench.train_theirs import batches_of
-from mimo.bench.train_workload import OURS, THEIRS, Sizes, Workload
+from benchmarks import train as bench
+from benchmarks.harness import Run
+from benchmarks.train_theirs import batches_of
+from benchmarks.train_workload import OURS, THEIRS, Sizes, Workload
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -1,4 +1,4 @@
-"""`mimo bench checkpoint`: how long saving holds training up, and what memory it takes.
+"""Measure how long saving holds training up, and what memory it takes.
 
 Two ranks with a language model save their state by turns in every way; each way writes the same
 bytes, and each rank its own half of them.
@@ -18,15 +18,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
+from benchmarks.harness import (
+    Apart,
+    Bound,
+    Contest,
+    Figures,
+    Quick,
+    Report,
+    Run,
+    command,
+    take_turns,
+)
 from data.text.digits import write_tokenizer
-from mimo.bench.contest import Apart, Contest, Run, take_turns
-from mimo.bench.report import Bound, Report
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.saving import Saver
@@ -250,7 +260,13 @@ def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> lis
     return found
 
 
-def main(millions: int, rounds: int, quick: bool, json_path: Path | None, picture: Path) -> int:
+def main(
+    millions: Annotated[int, typer.Option(min=1, help="Parameters, in millions.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed saves of each contestant.")] = 3,
+    quick: Quick = False,
+    json_path: Figures = None,
+    picture: Path = Path("runs/bench_checkpoint.png"),
+) -> int:
     """Let both ranks save in every way, in turns; 1 when a bound is missed.
 
     millions: of parameters, at least. Quick runs judge the bytes alone.
@@ -301,3 +317,7 @@ def main(millions: int, rounds: int, quick: bool, json_path: Path | None, pictur
 
 def _median(contest: Contest, contestant: str, figure: str) -> float:
     return statistics.median(run.found[figure] for run in contest.runs[contestant])
+
+
+if __name__ == "__main__":
+    command(main)()

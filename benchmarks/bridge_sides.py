@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.bridge_rival import megatron_bridge
+from benchmarks.bridge_workload import ENCODER, Case, Delivery, Workload
+from benchmarks.harness import Run, take_turns
 from bridge import BridgeEnd, BridgeReceiver, BridgeSender, Exchange, FlatEmbeddings
-from mimo.bench.bridge_workload import ENCODER, Case, Delivery, Workload
-from mimo.bench.contest import Run, take_turns
 from mimo.device import (
     backend,
     barrier,
@@ -29,7 +30,6 @@ from mimo.device import (
     set_threads,
     synchronize,
 )
-from mimo.engines.megatron.rival_bridge import megatron_bridge
 from mimo.parallel.defaults import variables_of
 from mimo.parallel.grids import LANGUAGE
 from mimo.parallel.groups import Topology, build_topology, comm_grid

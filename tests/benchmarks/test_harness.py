@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mimo.bench import contest
-from mimo.bench.contest import Apart, Contest, Run, apart, take_turns
+from benchmarks import harness
+from benchmarks.harness import Apart, Contest, Run, apart, take_turns
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -39,7 +39,7 @@ def test_a_process_keeps_its_state_and_its_memory_is_watched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The host's shared memory is that of other tests, too.
-    monkeypatch.setattr(contest, "_shared_memory", lambda: 0)
+    monkeypatch.setattr(harness, "_shared_memory", lambda: 0)
 
     def make():
         kept = []

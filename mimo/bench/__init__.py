@@ -1,1 +1,0 @@
-"""Measurements of the parts that promise speed; each is one command that checks its bounds."""
