@@ -39,7 +39,7 @@ from benchmarks.harness import (
 from data.text.digits import write_tokenizer
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.saving import Saver
+from mimo.checkpoint.save import Saver
 from mimo.config.schema import Recipe
 from mimo.device import barrier, initialize_distributed, set_threads
 from mimo.parallel.build import build_layout

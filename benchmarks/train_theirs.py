@@ -18,7 +18,7 @@ from webdataset.compat import WebDataset
 
 from benchmarks.harness import timed
 from benchmarks.train_workload import THEIRS, Lengths, Workload, lengths_of
-from mimo.checkpoint.hf.transformers_processor import load_processor
+from mimo.checkpoint.hf.recipes import load_processor
 from mimo.config.schema import Train
 from mimo.device import set_threads
 

@@ -325,8 +325,8 @@ def save(trainer: Trainer, directory: Path) -> None:
 
 
 def load(trainer: Trainer, directory: Path, step: int) -> None:
-    from mimo.checkpoint.contents import resumed
-    from mimo.checkpoint.sharing import read_shared
+    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.reading import read_shared
     from mimo.checkpoint.tensors import read_index
 
     index = read_index(directory)

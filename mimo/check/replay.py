@@ -20,11 +20,11 @@ from rich.table import Table
 
 from mimo.check.layer_statistics import WatchedLayers
 from mimo.checkpoint.assets import recipe_of
-from mimo.checkpoint.contents import load_checkpoint
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.integrity import open_checkpoint
+from mimo.checkpoint.load import load_checkpoint
+from mimo.checkpoint.resume import open_checkpoint
 from mimo.config.phases import PHASE_FOLDER
 from mimo.config.schema import Recipe
 from mimo.device import gpu_memory, machine_memory

@@ -23,16 +23,17 @@ from typing import Any
 
 from data.order import Mixture, Stream
 from data.packing import Used
-from mimo.checkpoint.files import (
+from mimo.checkpoint.manifest import (
+    MANIFEST,
     Sum,
     Unreadable,
     read_document,
     reading,
     sync_names,
     synced_sum,
+    write_manifest,
     write_synced,
 )
-from mimo.checkpoint.manifest import MANIFEST, write_manifest
 from mimo.config.phases import PHASE_FOLDER
 from mimo.errors import InputError
 

@@ -27,9 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.files import Sum, naming, read_document, reading, write_synced
-from mimo.checkpoint.manifest import Listed, Summing, listed_files
-from mimo.checkpoint.reading import read_pieces
+from mimo.checkpoint.manifest import (
+    Listed,
+    Sum,
+    Summing,
+    listed_files,
+    naming,
+    read_document,
+    reading,
+    write_synced,
+)
 from mimo.engines.piece import EMA, Piece, key_of
 from mimo.errors import InputError
 
@@ -316,21 +323,6 @@ def averages(stored: Collection[str]) -> dict[str, str]:
 # --------------------------------------------------------------------------- whole tensors
 
 
-def describe(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor of a checkpoint, by key. Raises InputError."""
-    index = read_index(checkpoint)
-    return {key: (torch.Size(tensor.shape), tensor.dtype) for key, tensor in index.items()}
-
-
-def read(
-    checkpoint: Path, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, Tensor]:
-    """Whole tensors by key, as `describe` describes them; no others are read."""
-    found = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in wanted.items()}
-    read_pieces(checkpoint, read_index(checkpoint), [_whole(*one) for one in found.items()])
-    return found
-
-
 def write(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -342,12 +334,13 @@ def write(
     Returns the sums of the files with tensors, by name.
     """
     described = {k: torch.empty(shape, dtype=dtype, device="meta") for k, shape in shapes.items()}
-    pieces = [_whole(*one) for one in described.items()]
+    pieces = [whole_piece(*one) for one in described.items()]
     written = write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))
     write_index(folder, 1)
     return {file_of(0): written.sum}
 
 
-def _whole(key: str, tensor: Tensor) -> Piece:
+def whole_piece(key: str, tensor: Tensor) -> Piece:
+    """Return a piece that covers a whole tensor."""
     shape = tuple(tensor.shape)
     return Piece(key, shape, 0, 0, tensor.view(_matrix(shape)))

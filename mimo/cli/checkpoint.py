@@ -14,8 +14,8 @@ def checkpoint_inspect(path: RunArgument) -> None:
     """Show the step, modules, sizes, dtypes, optimizers and layout of the newest checkpoint."""
     from rich.console import Console
 
+    from mimo.checkpoint.assets import overview
     from mimo.checkpoint.folder import find_checkpoint
-    from mimo.checkpoint.overview import overview
 
     Console().print(overview(find_checkpoint(path)))
 
@@ -23,7 +23,7 @@ def checkpoint_inspect(path: RunArgument) -> None:
 def checkpoint_verify(path: RunArgument) -> int:
     """Compare a checkpoint, or all of a run, with its checksums; exit code 1 if one is damaged."""
     from mimo.checkpoint.folder import all_checkpoints
-    from mimo.checkpoint.integrity import listed_files, problems_of
+    from mimo.checkpoint.resume import listed_files, problems_of
 
     damaged = 0
     for checkpoint in all_checkpoints(path):

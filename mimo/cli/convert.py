@@ -17,7 +17,7 @@ def convert_from_hf(
 
     To train from it no conversion is needed: name the folder as init_from in a recipe.
     """
-    from mimo.checkpoint.hf.from_hf import convert as run
+    from mimo.checkpoint.hf.initial import convert_from_hf as run
 
     run(folder, out)
 
@@ -37,12 +37,12 @@ def convert_to_hf(
     Adapters are merged into what they adapt, or with --adapter written without it.
     """
     if adapter:
-        from mimo.checkpoint.hf.adapter import convert as write_adapter
+        from mimo.checkpoint.hf.adapter import convert_adapter
 
-        write_adapter(run, out, ema)
+        convert_adapter(run, out, ema)
         return
-    from mimo.checkpoint.hf.to_hf import convert as write
-    from mimo.checkpoint.hf.to_hf import parse_size
+    from mimo.checkpoint.hf.export import convert_to_hf as write
+    from mimo.checkpoint.hf.export import parse_size
 
     write(run, out, parse_size(shard_size), ema)
 

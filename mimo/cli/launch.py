@@ -111,7 +111,7 @@ def _submit(jobs: "list[Job]", chain: int | None, array: bool) -> None:
 
 
 def _say_continues(job: "Job") -> None:
-    from mimo.checkpoint.runs import candidates
+    from mimo.checkpoint.resume import candidates
 
     if found := candidates(job.phased, True, None):
         print(f"{found[0]} is there: the job goes on from it (move {job.run} away to begin anew)")

@@ -24,7 +24,7 @@ from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.messages import Mention, PlaceholderError
 from mimo.checkpoint.assets import changed_assets, own_recipe
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.integrity import open_checkpoint
+from mimo.checkpoint.resume import open_checkpoint
 from mimo.errors import InputError
 from mimo.generate.one_rank import LocalModel
 from mimo.model.dataset import item_processors, open_tokenizer

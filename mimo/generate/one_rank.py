@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from data.batch import PackedLane
-from mimo.checkpoint.contents import Index, load_checkpoint
 from mimo.checkpoint.hf.initial import InitialWeights
+from mimo.checkpoint.load import Index, load_checkpoint
 from mimo.config.modules import Grid
 from mimo.config.schema import Recipe
 from mimo.device import gpu_memory, initialize_distributed, machine_memory

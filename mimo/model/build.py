@@ -21,7 +21,7 @@ from bridge import (
     TransferWatch,
     WaitClock,
 )
-from mimo.checkpoint.hf.checkpoint import HFCheckpoint
+from mimo.checkpoint.hf.folder import HFCheckpoint
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, local_device

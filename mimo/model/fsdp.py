@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bridge import ItemRows
 from mimo.checkpoint.hf.initial import InitialWeights
-from mimo.checkpoint.hf.recipes import architecture_of_folder
-from mimo.checkpoint.hf.transformers_config import transformers_config
+from mimo.checkpoint.hf.recipes import architecture_of_folder, transformers_config
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe, key_of
 from mimo.device import local_device

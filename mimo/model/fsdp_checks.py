@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mimo.checkpoint.hf.architectures import Architecture
-from mimo.checkpoint.hf.export_config import differences
-from mimo.checkpoint.hf.recipes import architecture_of_folder
-from mimo.checkpoint.hf.transformers_config import transformers_config
+from mimo.checkpoint.hf.export import differences
+from mimo.checkpoint.hf.recipes import architecture_of_folder, transformers_config
 from mimo.config.schema import Recipe, key_of
 from mimo.engines.fsdp.plans import model_problems, tp_problems
 from mimo.engines.fsdp.towers import TOWERS

@@ -15,9 +15,7 @@ from mimo.checkpoint.assets import ASSETS
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.integrity import Choice, listed_files
-from mimo.checkpoint.runs import Run
-from mimo.checkpoint.start import FromScratch, Resume
+from mimo.checkpoint.resume import Choice, FromScratch, Resume, Run, listed_files
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.config.source import Location, dotted
 from mimo.errors import RecipeError, shown

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from data.packing import Used
-from mimo.checkpoint.files import naming
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
-from mimo.checkpoint.saving import Saver
+from mimo.checkpoint.manifest import naming
+from mimo.checkpoint.save import Saver
 from mimo.config.schema import Recipe
 from mimo.device import has_gpu
 from mimo.model.build import build_model

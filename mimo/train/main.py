@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
-from mimo.checkpoint.files import Unreadable, naming
 from mimo.checkpoint.folder import final_checkpoint, go_back, latest_checkpoint, named_by_latest
 from mimo.checkpoint.hf.recipes import load_phases
-from mimo.checkpoint.integrity import (
+from mimo.checkpoint.manifest import Unreadable, naming
+from mimo.checkpoint.resume import (
     Choice,
     Listed,
+    Run,
+    candidates,
     choose,
     dealt,
     listed_files,
+    runs_to_do,
     wrong_checksums,
     wrong_sizes,
 )
-from mimo.checkpoint.runs import Run, candidates, runs_to_do
 from mimo.config.phases import PhasedRecipe
 from mimo.device import choose_before_fork
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed

@@ -19,7 +19,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mimo.checkpoint.files import naming
+from mimo.checkpoint.manifest import naming
 from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, peak_flops
 from mimo.model.step_plan import StepPlan

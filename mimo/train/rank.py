@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from data.index.samples import Index
-from mimo.checkpoint.contents import begin, stored_at
 from mimo.checkpoint.hf.initial import initial_weights
-from mimo.checkpoint.sharing import from_rank_0
-from mimo.checkpoint.start import FromScratch, Start
+from mimo.checkpoint.load import begin, stored_at
+from mimo.checkpoint.reading import from_rank_0
+from mimo.checkpoint.resume import FromScratch, Start
 from mimo.config.schema import Recipe
 from mimo.device import (
     barrier,

@@ -9,8 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mimo.checkpoint.folder import resumable
-from mimo.checkpoint.runs import Run
-from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.resume import FromScratch, Run
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
 from mimo.errors import RecipeError

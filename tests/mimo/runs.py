@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.checkpoint.resume import FromScratch, Resume, Start
 from mimo.cli.main import app
 from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
@@ -26,7 +26,7 @@ from tests.conftest import RunRanks
 from tests.ranks import MarkedJob
 
 if TYPE_CHECKING:  # so that processes that only start runs need no torch
-    from mimo.checkpoint.saving import Saver
+    from mimo.checkpoint.save import Saver
 
 LAYOUT = ["language.grid.dp=2", "train.micro_batch_size=2"]
 ADAM = ["train.optimizer=adam", "train.learning_rate=0.003", "train.clip_grad_norm=1.0"]

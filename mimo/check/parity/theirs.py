@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mimo.check.parity.compare import INPUTS, LOGITS, PIXELS, POSITIONS, TOKENS, Theirs, level_point
 from mimo.check.verify.compare import Reference, ReferenceParameter
 from mimo.check.verify.workload import Sample
-from mimo.checkpoint.hf.transformers_processor import load_processor
+from mimo.checkpoint.hf.recipes import load_processor
 from mimo.errors import InputError
 
 # By model type, the tower's blocks, and the module that outputs its rows.

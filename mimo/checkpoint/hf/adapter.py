@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mimo.checkpoint.hf.from_hf import whole_tensor
-from mimo.checkpoint.hf.initial import initial_weights
-from mimo.checkpoint.hf.new_folder import new_folder
-from mimo.checkpoint.hf.trained_model import TrainedModel, open_trained
+from mimo.checkpoint.hf.export import TrainedModel, open_trained
+from mimo.checkpoint.hf.folder import new_folder
+from mimo.checkpoint.hf.initial import initial_weights, whole_tensor
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE
 from mimo.errors import InputError, RecipeError
@@ -32,7 +31,7 @@ _COMPARED_BYTES = 10**9
 _LISTED = 10
 
 
-def convert(run: Path, target: Path, average: bool = False) -> None:
+def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint, which must

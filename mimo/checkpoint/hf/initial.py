@@ -1,18 +1,33 @@
-"""The checkpoint that a recipe starts from, checked against the recipe's model."""
+"""Initial."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mimo.checkpoint.hf.checkpoint import HFCheckpoint
-from mimo.checkpoint.hf.recipes import DEFAULT_ENCODER, architecture_of_folder, tower_settings
-from mimo.config.schema import Recipe
+import torch
+from torch import Tensor
+
+from mimo.checkpoint.assets import ASSETS, collect_assets
+from mimo.checkpoint.folder import Progress, complete
+from mimo.checkpoint.hf.folder import HFCheckpoint, new_folder
+from mimo.checkpoint.hf.recipes import (
+    DEFAULT_ENCODER,
+    architecture_of_folder,
+    fill_recipe,
+    tower_settings,
+)
+from mimo.checkpoint.tensors import write
+from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError, RecipeError, StartError
+from mimo.families.dtypes import DTYPES, precision_of
 from mimo.families.hf_config import read_config
 from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
+from mimo.runtime.progress import counter_of
 
 
 @dataclass(frozen=True)
@@ -67,3 +82,80 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
     except InputError as error:
         first, *others = error.args
         raise RecipeError(recipe.problem(("init_from",), first), *others) from error
+
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def convert_from_hf(source: Path, target: Path) -> None:
+    """Write the checkpoint folder ``target``: weights, ``recipe.yaml`` and assets.
+
+    It has no optimizer; `mimo generate` answers with it and `mimo convert to-hf` turns it back.
+    The folder appears complete or not at all. Raises InputError for a source that does not fit.
+    """
+    recipe = minimal_recipe(source)
+    initial = initial_weights(recipe)
+    assert initial is not None, "the recipe starts from the folder"
+    checkpoint = initial.checkpoint
+    precision = precision_of(checkpoint.dtype)
+    train = recipe.train.model_copy(update={"precision": precision})
+    recipe = recipe.model_copy(update={"train": train})
+    settings = language_settings(recipe)
+    tensors: dict[str, tuple[Weight, int]] = {}
+    for module, weights in initial.weights.items():
+        for weight in weights:
+            rows = weight.num_rows
+            if module == LANGUAGE and weight.name in _VOCABULARY:
+                rows = settings.padded_vocab_size(rows)
+            tensors[f"{module}.{weight.name}"] = (weight, rows)
+    ordered = sorted(tensors, key=lambda key: checkpoint.order(tensors[key][0]))
+    shapes = {key: _shape(*tensors[key]) for key in ordered}
+
+    def tensor_of(key: str) -> Tensor:
+        advance()
+        return whole_tensor(*tensors[key], checkpoint, DTYPES[precision])
+
+    with new_folder(target) as folder, counter_of("tensors", len(tensors)) as advance:
+        sums = write(folder, shapes, DTYPES[precision], tensor_of)
+        collect_assets(recipe, folder / ASSETS)
+        complete(folder, Progress(step=0, samples=0), recipe.to_yaml(), sums)
+
+
+def minimal_recipe(source: Path) -> Recipe:
+    """A recipe with the families and sizes of a folder; data and steps are left to others.
+
+    Raises InputError for a folder that is no checkpoint of a model that we know.
+    """
+    if not source.is_dir():
+        raise InputError(f"{source}: no such folder; give a checkpoint in Hugging Face format")
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", source.resolve().name)
+    data: dict[str, Any] = {
+        "name": name.lstrip("._-") or "converted",
+        "init_from": str(source),
+        "data": {"sources": [{"path": "shards/*.tar"}], "sequence_length": 4096},
+        "train": {"steps": 1, "global_batch_size": 1},
+    }
+    problems = [message for _, message in fill_recipe(data)]
+    if problems:
+        raise InputError("\n".join(problems))
+    return Recipe.model_validate(data)
+
+
+def whole_tensor(
+    weight: Weight, num_rows: int, checkpoint: HFCheckpoint, dtype: torch.dtype
+) -> Tensor:
+    """Our parameter (num_rows, ...) with zeros for rows of padding."""
+    own = torch.zeros(_shape(weight, num_rows), dtype=dtype)
+    position = 0
+    for run in weight.runs:
+        own[position : position + run.count].copy_(checkpoint.matrix(run))
+        position += run.count
+    return own
+
+
+def _shape(weight: Weight, num_rows: int) -> tuple[int, ...]:
+    first = weight.sources[0]
+    if len(first.shape) == 1:
+        return (num_rows,)
+    elements = torch.Size(first.shape).numel()
+    return (num_rows, elements // first.num_rows)

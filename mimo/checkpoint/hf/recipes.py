@@ -1,4 +1,4 @@
-"""Recipes as people use them: what one leaves to its ``init_from`` folder is filled in from it."""
+"""Recipes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mimo.checkpoint.hf.architectures import Architecture, architecture_of
 from mimo.config.phases import PhasedRecipe, read_phases
 from mimo.config.schema import Recipe, read_recipe
 from mimo.config.source import Location
-from mimo.errors import InputError, StartError
-from mimo.families.hf_config import Config, read_config
-from mimo.families.hf_preprocessing import read_processors
+from mimo.errors import InputError, RecipeError, StartError, kind_of
+from mimo.families.hf_config import Config, read_config, read_json
+from mimo.families.hf_preprocessing import processor_class, read_processors
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 DEFAULT_ENCODER = "vision"
 _UNREAD = "unread"
@@ -167,3 +171,57 @@ def _fill_module(
     own = _section(section, "model")
     for key, value in settings.items():
         own.setdefault(key, copy.deepcopy(value))
+
+
+def transformers_config(recipe: Recipe) -> PretrainedConfig:
+    """Of the whole model in the folder of `init_from`. No code of the folder is run.
+
+    Raises RecipeError for a folder whose model is code in it, or that transformers does not know.
+    """
+    from transformers import AutoConfig  # late: it takes seconds to import
+
+    assert recipe.init_from is not None, "checked with the layout"
+    folder = Path(recipe.init_from)
+    if "auto_map" in read_json(folder / "config.json"):
+        raise RecipeError(
+            recipe.problem(
+                ("init_from",),
+                f"{folder}: config.json has auto_map: the model is code of its own, which is not "
+                f"run; give a model that transformers itself has, or set engine: megatron",
+            )
+        )
+    try:
+        return AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise kind_of(error, RecipeError)(
+            recipe.problem(("init_from",), f"{folder}: {error}")
+        ) from error
+
+
+def load_processor(directory: str | Path) -> Any:
+    """As `AutoProcessor.from_pretrained`, but images are prepared by pillow, videos not at all.
+
+    On every machine alike: where torchvision is installed, transformers prepares images by it, with
+    other rounding; where it is not, there is no processor for videos, which those of the Qwen
+    families ask for. Never downloads anything.
+    """
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    where["pretrained_model_name_or_path"] = str(directory)
+    base = processor_class(directory)
+
+    class ImagesOnly(base):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name == "video_processor" and argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(**where, backend="pil"),
+        "tokenizer": AutoTokenizer.from_pretrained(**where),
+    }
+    settings, _ = base.get_processor_dict(**where)
+    return ImagesOnly.from_args_and_dict([parts.get(n) for n in base.get_attributes()], settings)

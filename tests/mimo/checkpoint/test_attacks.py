@@ -19,8 +19,9 @@ from data.text.chat import ChatTokenizer
 from mimo.checkpoint.folder import find_checkpoint, resumable
 from mimo.checkpoint.hf.folder import WeightsFolder
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.checkpoint.integrity import choose, problems_of
-from mimo.checkpoint.tensors import describe, read, read_index
+from mimo.checkpoint.reading import describe, read
+from mimo.checkpoint.resume import choose, problems_of
+from mimo.checkpoint.tensors import read_index
 from mimo.errors import InputError
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors

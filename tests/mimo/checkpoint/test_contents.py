@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromWeights, Resume, Start
-from mimo.checkpoint.tensors import describe, read
+from mimo.checkpoint.reading import describe, read
+from mimo.checkpoint.resume import FromWeights, Resume, Start
 from mimo.config.schema import Recipe
 from mimo.engines.piece import EMA, key_of, kind_of
 from mimo.parallel.groups import Topology
@@ -62,8 +62,8 @@ def save_and_begin(rank: int, path: Path) -> None:
 
 def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | None = None) -> Any:
     """A run that begins with the weights of the recipe's folder, then with ``start``."""
-    from mimo.checkpoint.contents import begin, stored_at
     from mimo.checkpoint.hf.initial import initial_weights
+    from mimo.checkpoint.load import begin, stored_at
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, topology, recipe.run_dir / name, initial_weights(recipe))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.checkpoint.tensors import describe, read
+from mimo.checkpoint.reading import describe, read
 from tests import language_steps
 from tests.cases import quick_values
 from tests.conftest import RunRanks

@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from mimo.checkpoint import manifest
-from mimo.checkpoint.files import Unreadable
 from mimo.checkpoint.folder import Progress, complete, go_back, latest_checkpoint, resumable
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.integrity import choose, dealt, open_checkpoint, problems_of, wrong_sizes
-from mimo.checkpoint.manifest import Listed, listed_files, wrong_checksums
-from mimo.checkpoint.start import Resume
-from mimo.checkpoint.tensors import file_of, read_pieces, write_index, write_pieces
+from mimo.checkpoint.manifest import Listed, Unreadable, listed_files, wrong_checksums
+from mimo.checkpoint.reading import read_pieces
+from mimo.checkpoint.resume import Resume, choose, dealt, open_checkpoint, problems_of, wrong_sizes
+from mimo.checkpoint.tensors import file_of, write_index, write_pieces
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
 from mimo.train.incidents import incidents

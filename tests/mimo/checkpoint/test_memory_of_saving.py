@@ -95,7 +95,7 @@ def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
 def save_while_training(rank: int, job: Job, directory: Path, recipe: Recipe) -> dict[str, int]:
     """Bytes of what this rank holds and writes, and the growth in each of two saves."""
     from mimo.checkpoint.folder import Progress
-    from mimo.checkpoint.saving import Saver
+    from mimo.checkpoint.save import Saver
 
     give_back_at_once()
     module = language_steps.Trainer(job).module()

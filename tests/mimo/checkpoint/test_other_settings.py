@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.contents import resumed
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
-from mimo.checkpoint.tensors import describe, read
+from mimo.checkpoint.load import resumed
+from mimo.checkpoint.reading import describe, read
+from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
 from mimo.engines.piece import Piece
 from mimo.families.lora import is_adapter
@@ -60,7 +60,7 @@ def steps_of(found: dict[str, Tensor], module: str) -> set[float]:
 
 def begun(rank: int, recipe: Recipe, start: Start) -> str:
     """Save what a run begins with, and return what it says about it."""
-    from mimo.checkpoint.contents import begin, stored_at
+    from mimo.checkpoint.load import begin, stored_at
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer

@@ -14,8 +14,8 @@ import pytest
 
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch, Resume
-from mimo.checkpoint.tensors import describe, read
+from mimo.checkpoint.reading import describe, read
+from mimo.checkpoint.resume import FromScratch, Resume
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny

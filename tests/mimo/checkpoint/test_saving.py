@@ -22,8 +22,9 @@ from mimo.checkpoint import folder as folder_of_checkpoints
 from mimo.checkpoint import tensors
 from mimo.checkpoint.folder import Progress, drop_old, latest_checkpoint, publish, to_remove
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.saving import CheckpointFailed, Saver
-from mimo.checkpoint.tensors import read_index, read_pieces
+from mimo.checkpoint.reading import read_pieces
+from mimo.checkpoint.save import CheckpointFailed, Saver
+from mimo.checkpoint.tensors import read_index
 from mimo.config.schema import Recipe
 from mimo.engines.piece import Piece
 from mimo.runtime.processes import RanksFailed

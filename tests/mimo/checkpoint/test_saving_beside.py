@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from mimo.checkpoint import saving
+from mimo.checkpoint import save as saving
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.saving import CheckpointFailed, Saver
-from mimo.checkpoint.start import FromScratch
-from mimo.checkpoint.tensors import describe, read
+from mimo.checkpoint.reading import describe, read
+from mimo.checkpoint.resume import FromScratch
+from mimo.checkpoint.save import CheckpointFailed, Saver
 from mimo.config.schema import Recipe
 from mimo.engines.piece import Piece
 from mimo.model.recipe_checks import check_recipe

@@ -16,7 +16,7 @@ import torch
 
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.checkpoint.resume import FromScratch, Resume, Start
 from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
@@ -46,11 +46,12 @@ READERS = {
 
 def read_both_ways(rank: int, job: Job, folder: Path) -> tuple[int, int]:
     """Bytes that this rank read of what it shares, and those that it would read alone."""
-    from mimo.checkpoint import sharing
-    from mimo.checkpoint.contents import resumed
-    from mimo.checkpoint.tensors import read_index, read_pieces
+    from mimo.checkpoint import reading
+    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.reading import read_pieces
+    from mimo.checkpoint.tensors import read_index
 
-    sharing._TURN_BYTES = 1 << 14  # many rounds
+    reading._TURN_BYTES = 1 << 14  # many rounds
     module = language_steps.Trainer(job).module()
     index = read_index(folder)
     pieces = resumed(module.pieces("load", with_optimizer=True), index, 1)
@@ -58,7 +59,7 @@ def read_both_ways(rank: int, job: Job, folder: Path) -> tuple[int, int]:
     expected = [piece.values.clone() for piece in pieces]
     for piece in pieces:
         piece.values.fill_(-7)
-    together = sharing.read_shared(folder, index, pieces, module.replicas)
+    together = reading.read_shared(folder, index, pieces, module.replicas)
     for piece, values in zip(pieces, expected, strict=True):
         assert torch.equal(piece.values, values), piece.key
     return together, alone
@@ -83,8 +84,8 @@ def fails_in_the_middle(rank: int, folder: Path, lost: str) -> tuple[int, str]:
 
     lost: the function of os at which rank 0's disk fails instead, if it does.
     """
-    from mimo.checkpoint.contents import resumed
-    from mimo.checkpoint.sharing import read_shared
+    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.reading import read_shared
     from mimo.checkpoint.tensors import read_index
     from mimo.errors import InputError
 
@@ -132,7 +133,7 @@ class Unsendable(Exception):
 
 def hear(rank: int) -> list[str]:
     """What this rank hears of what rank 0 cannot send."""
-    from mimo.checkpoint.sharing import from_rank_0
+    from mimo.checkpoint.reading import from_rank_0
 
     def fail() -> None:
         raise Unsendable(rank, why="so")

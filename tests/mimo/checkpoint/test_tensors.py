@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mimo.checkpoint import reading, tensors
-from mimo.checkpoint.tensors import read_index, read_pieces, write_index, write_pieces
+from mimo.checkpoint.reading import read_pieces
+from mimo.checkpoint.tensors import read_index, write_index, write_pieces
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
 
@@ -103,9 +104,9 @@ def test_a_file_is_safetensors_and_whole_tensors_keep_shape_and_dtype(tmp_path: 
     assert load_file(tmp_path / "tensors_1.safetensors") == {}
     stored = load_file(tmp_path / "tensors_0.safetensors")
     assert torch.equal(stored["kernel[0,0]"], given["kernel"].view(3, 8))
-    described = tensors.describe(tmp_path)
+    described = reading.describe(tmp_path)
     assert described == {k: (t.shape, t.dtype) for k, t in given.items()}
-    for key, tensor in tensors.read(tmp_path, described).items():
+    for key, tensor in reading.read(tmp_path, described).items():
         assert torch.equal(tensor, given[key])
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from mimo.checkpoint.folder import Progress, find_checkpoint, publish
 from mimo.checkpoint.hf.recipes import load_phases, load_recipe
-from mimo.checkpoint.runs import Run, candidates, runs_to_do
-from mimo.checkpoint.start import FromScratch, FromWeights, Resume
+from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Run, candidates, runs_to_do
 from mimo.config.phases import PhasedRecipe
 from mimo.errors import InputError, RecipeError
 from mimo.model.recipe_checks import check_recipe

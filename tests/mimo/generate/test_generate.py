@@ -239,12 +239,12 @@ def _evaluate_average(rank: int, folder: Path) -> None:
     import torch
     from typer.testing import CliRunner
 
-    from mimo.checkpoint import tensors
+    from mimo.checkpoint import reading
     from mimo.cli.main import app
     from mimo.generate.answer import Generator
 
     checkpoint = folder / "checkpoints" / "step_1"
-    stored = tensors.read(checkpoint, tensors.describe(checkpoint))
+    stored = reading.read(checkpoint, reading.describe(checkpoint))
     key = "language.decoder.layers.0.mlp.linear_fc1.weight"
     assert not torch.equal(stored[key], stored[f"ema.{key}"])
     used = []

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mimo.check.verify.workload import Sample, write_shard
-from mimo.checkpoint import tensors
+from mimo.checkpoint import reading
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.hf import to_hf
-from mimo.checkpoint.hf.adapter import convert as write_adapter
+from mimo.checkpoint.hf.adapter import convert_adapter
+from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
 from mimo.families.lora import is_adapter
 from mimo.train import main as job
@@ -85,7 +85,7 @@ def measured(run: Path) -> list[tuple[float, ...]]:
 
 
 def read(checkpoint: Path) -> dict[str, Tensor]:
-    return tensors.read(checkpoint, tensors.describe(checkpoint))
+    return reading.read(checkpoint, reading.describe(checkpoint))
 
 
 def assert_alike(got: Path, expected: Path, resumed: bool = False) -> None:
@@ -129,7 +129,7 @@ def test_a_run_gives_what_megatron_gives_and_continues_on_any_mesh_of_either_eng
 
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
-    from mimo.checkpoint.contents import begin, stored_at
+    from mimo.checkpoint.load import begin, stored_at
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
@@ -166,11 +166,11 @@ def test_a_run_whose_folder_is_gone_answers_and_is_exported_as_megatrons(
     base.rename(recipe.parent / "gone")
     try:
         ours, theirs = run_ranks(answers, 1, [by_fsdp, by_megatron])[0]
-        to_hf.convert(by_fsdp, recipe.parent / "exported", 10**9)
+        convert_to_hf(by_fsdp, recipe.parent / "exported", 10**9)
     finally:
         (recipe.parent / "gone").rename(base)
     assert ours == theirs
-    to_hf.convert(by_megatron, recipe.parent / "expected", 10**9)
+    convert_to_hf(by_megatron, recipe.parent / "expected", 10**9)
     found, expected = (folders.tensors(recipe.parent / name) for name in ("exported", "expected"))
     assert found.keys() == expected.keys() == folders.tensors(base).keys()
     for key, tensor in expected.items():
@@ -222,7 +222,7 @@ def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
     assert given[0] == given[1]
     exported = []
     for run in (ours, theirs):
-        write_adapter(run, folder := tmp_path / f"{run.name}_adapter")
+        convert_adapter(run, folder := tmp_path / f"{run.name}_adapter")
         assert (folder / "adapter_config.json").is_file()
         exported.append(folders.tensors(folder))
     assert exported[0].keys() == exported[1].keys()
@@ -318,7 +318,7 @@ def test_a_language_model_without_an_architecture_of_ours_trains_and_is_exported
     path.write_text(TEXT.format(directory=tmp_path))
     whole = trained(run_ranks, path, "dp2")
     assert_alike(trained(run_ranks, path, "tp2", *TP, "train.micro_batch_size=4"), whole)
-    to_hf.convert(whole, tmp_path / "exported", 10**6)
+    convert_to_hf(whole, tmp_path / "exported", 10**6)
     before, after = folders.tensors(tmp_path / "base"), folders.tensors(tmp_path / "exported")
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[key], after[key]) for key in before)

@@ -152,7 +152,7 @@ def patience_of_a_run(rank: int, folder: Path) -> list[float]:
     import torch.distributed as dist
 
     from mimo.checkpoint.hf.recipes import load_recipe
-    from mimo.checkpoint.start import FromScratch
+    from mimo.checkpoint.resume import FromScratch
     from mimo.parallel.build import build_layout
     from mimo.train import rank as run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.start import Start
+from mimo.checkpoint.resume import Start
 from mimo.errors import EXIT_CONTINUE
 from mimo.report.status import facts_of, look
 from mimo.runtime.ending import Ending

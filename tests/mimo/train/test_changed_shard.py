@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.resume import FromScratch
 from mimo.config.schema import Recipe
 from mimo.errors import InputError
 from mimo.model.recipe_checks import check_recipe

@@ -11,8 +11,8 @@ import pytest
 
 from mimo.checkpoint.folder import latest_checkpoint
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.saving import Saver
-from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.resume import FromScratch
+from mimo.checkpoint.save import Saver
 from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout

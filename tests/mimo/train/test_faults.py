@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.resume import FromScratch
 from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.checkpoint import tensors
+from mimo.checkpoint import reading
 from mimo.checkpoint.folder import read_progress
-from mimo.checkpoint.start import Resume, Start
+from mimo.checkpoint.resume import Resume, Start
 from mimo.train.incidents import incidents
 from tests.cases import quick_values
 from tests.conftest import RunRanks
@@ -235,7 +235,7 @@ def samples_of(run_dir: Path, rank: int) -> dict[int, list]:
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """Of all modules and their optimizers, at the end of a run."""
     checkpoint = run_dir / "checkpoints" / f"step_{STEPS}"
-    return tensors.read(checkpoint, tensors.describe(checkpoint))
+    return reading.read(checkpoint, reading.describe(checkpoint))
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mimo.checkpoint import tensors
+from mimo.checkpoint import reading
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.start import Start
+from mimo.checkpoint.resume import Start
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run_with_reason_and_path(
     kept = runs / ("elsewhere" if (runs / "elsewhere").exists() else "tiny")
     checkpoint = find_checkpoint(kept)
     assert checkpoint.name == "step_2"
-    assert tensors.read(checkpoint, tensors.describe(checkpoint))
+    assert reading.read(checkpoint, reading.describe(checkpoint))
     assert fault != "gone" or not (runs / "tiny").exists(), "it was made anew"
 
 

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mimo.checkpoint.contents import with_masters
-from mimo.checkpoint.hf import to_hf
+from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import Resume
+from mimo.checkpoint.load import with_masters
+from mimo.checkpoint.resume import Resume
 from mimo.checkpoint.tensors import averages
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
@@ -176,7 +176,7 @@ def test_the_average_answers_and_is_exported_in_place_of_the_weights(
         whole = average.get(piece.key, stored[piece.key]).view(piece.shape[0], -1)
         expected = whole[piece.row : piece.row + rows, piece.column : piece.column + columns]
         assert torch.equal(piece.values, expected), piece.key
-    to_hf.convert(run, tmp_path / "out", 10**9, average=True)
+    convert_to_hf(run, tmp_path / "out", 10**9, average=True)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     known = torch.cat([one.flatten() for one in average.values()]).unique()
     for key, values in exported.items():

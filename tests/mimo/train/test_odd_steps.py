@@ -14,7 +14,7 @@ import torch
 
 from mimo.checkpoint.folder import Progress, find_checkpoint, read_progress
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.checkpoint.resume import FromScratch, Resume, Start
 from mimo.model.dataset import open_dataset
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.build import build_layout

@@ -15,7 +15,7 @@ import torch
 
 from mimo.check.verify.compare import RankSteps, Shard
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch, Resume, Start
+from mimo.checkpoint.resume import FromScratch, Resume, Start
 from mimo.model.dataset import open_dataset
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.build import build_layout

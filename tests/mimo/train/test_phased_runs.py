@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from encoders.qwen_vl import PROJECTOR
-from mimo.checkpoint import tensors
+from mimo.checkpoint import reading
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_phases
-from mimo.checkpoint.start import FromScratch, FromWeights, Start
+from mimo.checkpoint.resume import FromScratch, FromWeights, Start
 from mimo.config.schema import Recipe
 from mimo.families.dtypes import DTYPES
 from mimo.families.lora import is_adapter
@@ -66,7 +66,7 @@ def whole(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def read(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, by name: weights, and the optimizers' by their kind."""
-    return tensors.read(checkpoint, tensors.describe(checkpoint))
+    return reading.read(checkpoint, reading.describe(checkpoint))
 
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def metrics(path: Path, name: str, phase: str) -> list[dict[str, float]]:
 
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
-    from mimo.checkpoint.contents import begin, stored_at
+    from mimo.checkpoint.load import begin, stored_at
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer

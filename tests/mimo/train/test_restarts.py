@@ -18,7 +18,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.start import Start
+from mimo.checkpoint.resume import Start
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.runtime.processes import RanksFailed
 from mimo.runtime.ranks import RENDEZVOUS, run_on_cpu

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.start import FromScratch
+from mimo.checkpoint.resume import FromScratch
 from mimo.config.schema import Recipe
 from mimo.model.dataset import open_dataset
 from mimo.model.step_plan import StepPlan

@@ -21,12 +21,13 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
+from mimo.checkpoint import reading
 from mimo.checkpoint import tensors as checkpoint_tensors
-from mimo.checkpoint.hf.adapter import convert as write_adapter
-from mimo.checkpoint.hf.from_hf import convert as from_hf
+from mimo.checkpoint.hf.adapter import convert_adapter
+from mimo.checkpoint.hf.export import convert_to_hf
+from mimo.checkpoint.hf.initial import convert_from_hf
+from mimo.checkpoint.hf.recipes import load_processor
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.checkpoint.hf.to_hf import convert as to_hf
-from mimo.checkpoint.hf.transformers_processor import load_processor
 from mimo.cli.main import app
 from mimo.errors import InputError
 from mimo.families.lora import is_adapter
@@ -203,8 +204,8 @@ def trained(
     vocabulary = base[0].shape[1]
     logits = torch.from_numpy(packed)[:, :vocabulary].split([len(one) for one in base])
     assert largest_difference(list(logits), base) > 0.01, "training has changed nothing"
-    to_hf(directory / "runs" / "run", directory / "merged", shard_bytes=300_000)
-    write_adapter(directory / "runs" / "run", directory / "adapter")
+    convert_to_hf(directory / "runs" / "run", directory / "merged", shard_bytes=300_000)
+    convert_adapter(directory / "runs" / "run", directory / "adapter")
     merged = their_logits(load(directory / "merged"), directory / "base")
     return Trained(case, directory, list(logits), merged)
 
@@ -230,10 +231,10 @@ def test_peft_loads_the_adapters_and_computes_the_same(trained: Trained) -> None
 
 
 def test_the_adapters_are_the_trained_ones_bit_for_bit(trained: Trained) -> None:
-    described = checkpoint_tensors.describe(trained.checkpoint)
+    described = reading.describe(trained.checkpoint)
     modules = ("language.", "vision.")
     own = {k: v for k, v in described.items() if is_adapter(k) and k.startswith(modules)}
-    ours = checkpoint_tensors.read(trained.checkpoint, own)
+    ours = reading.read(trained.checkpoint, own)
     exported = load_file(trained.directory / "adapter" / "adapter_model.safetensors")
     kinds = {kind: [t for k, t in exported.items() if kind in k] for kind in ("lora_A", "lora_B")}
     assert len(kinds["lora_A"]) == len(kinds["lora_B"]) == trained.case.adapted
@@ -293,8 +294,8 @@ class Converted:
 
     def add_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Store more beside what is there."""
-        described = checkpoint_tensors.describe(self.checkpoint)
-        tensors = checkpoint_tensors.read(self.checkpoint, described)
+        described = reading.describe(self.checkpoint)
+        tensors = reading.read(self.checkpoint, described)
         tensors |= {
             key: torch.full(shape, 2.0 if key.startswith("ema.") else 1.0)
             for key, shape in shapes.items()
@@ -310,7 +311,7 @@ class Converted:
 def converted(tmp_path: Path) -> Converted:
     write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "base")
     found = Converted(tmp_path / "base", tmp_path)
-    from_hf(found.base, found.checkpoint)
+    convert_from_hf(found.base, found.checkpoint)
     return found
 
 
@@ -348,7 +349,7 @@ def test_adapters_without_their_base_model_are_refused(converted: Converted) -> 
     converted.ask_for_lora(rank=4)
     converted.base.rename(converted.directory / "elsewhere")
     with pytest.raises(InputError, match="adapters are written beside the model that they adapt"):
-        write_adapter(converted.checkpoint, converted.directory / "out")
+        convert_adapter(converted.checkpoint, converted.directory / "out")
 
 
 def test_what_learned_and_is_no_adapter_is_never_left_behind(converted: Converted) -> None:
@@ -357,7 +358,7 @@ def test_what_learned_and_is_no_adapter_is_never_left_behind(converted: Converte
     norm = "language.decoder.final_layernorm.weight"
     converted.add_tensors({norm: (128,), "vision.merger.linear_fc2.bias": (128,)})
     with pytest.raises(InputError) as caught:
-        write_adapter(converted.checkpoint, converted.directory / "out")
+        convert_adapter(converted.checkpoint, converted.directory / "out")
     first, *others = str(caught.value).splitlines()
     assert "other weights than adapters and projectors were trained" in first
     assert others == [f"  {norm}"]
@@ -395,7 +396,7 @@ def test_adapters_that_do_not_fit_the_recipe_are_all_listed(
     if rank is not None:
         converted.ask_for_lora(rank)
     with pytest.raises(InputError) as caught:
-        to_hf(converted.checkpoint, converted.directory / "out", shard_bytes=10**9)
+        convert_to_hf(converted.checkpoint, converted.directory / "out", shard_bytes=10**9)
     _, *lines = str(caught.value).splitlines()
     for line, problem in zip(lines, problems, strict=True):
         assert problem in line

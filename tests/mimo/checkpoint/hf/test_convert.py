@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.hf import from_hf, to_hf
-from mimo.checkpoint.hf.checkpoint import HFCheckpoint
+from mimo.checkpoint.hf.export import convert_to_hf
+from mimo.checkpoint.hf.folder import HFCheckpoint
+from mimo.checkpoint.hf.initial import convert_from_hf, minimal_recipe
 from mimo.errors import InputError, RecipeError
 from tests.cases import quick
 from tests.conftest import RunRanks
@@ -33,7 +34,7 @@ def save_in_layout(rank: int, recipe_path: Path, overrides: list[str]) -> int:
     from mimo.checkpoint.folder import Progress
     from mimo.checkpoint.hf.initial import initial_weights
     from mimo.checkpoint.hf.recipes import load_recipe
-    from mimo.checkpoint.saving import Saver
+    from mimo.checkpoint.save import Saver
     from mimo.model.build import build_model
     from mimo.model.dataset import open_tokenizer
     from mimo.parallel.build import build_layout
@@ -74,7 +75,7 @@ def test_what_any_layout_read_and_saved_is_exported_bit_for_bit(
     recipe = folders.write_recipe(folder, tmp_path / "recipe.yaml")
     world = build_layout(load_recipe(recipe, LAYOUTS[layout])).world_size
     run_ranks(save_in_layout, world, recipe, LAYOUTS[layout])
-    to_hf.convert(tmp_path / "run", tmp_path / "exported", shard_bytes=GB)
+    convert_to_hf(tmp_path / "run", tmp_path / "exported", shard_bytes=GB)
     folders.assert_same_tensors(tmp_path / "exported", folder)
 
 
@@ -96,8 +97,8 @@ def test_each_rank_reads_only_what_it_owns(
 
 @pytest.mark.parametrize("shard_bytes", [GB, 10**6, 1])
 def test_a_round_trip_keeps_every_bit(folder: Path, tmp_path: Path, shard_bytes: int) -> None:
-    from_hf.convert(folder, tmp_path / "ours")
-    to_hf.convert(tmp_path / "ours", tmp_path / "exported", shard_bytes)
+    convert_from_hf(folder, tmp_path / "ours")
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", shard_bytes)
     folders.assert_same_tensors(tmp_path / "exported", folder)
     files = list((tmp_path / "exported").glob("*.safetensors"))
     index = tmp_path / "exported" / "model.safetensors.index.json"
@@ -115,18 +116,18 @@ def test_other_forms_of_a_checkpoint_keep_every_bit_too(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     folder = folders.make(family, tmp_path / "model", **settings)
-    from_hf.convert(folder, tmp_path / "ours")
-    to_hf.convert(tmp_path / "ours", tmp_path / "exported", GB)
+    convert_from_hf(folder, tmp_path / "ours")
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
     folders.assert_same_tensors(tmp_path / "exported", folder)
 
 
 def test_transformers_loads_an_export_completely(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
-    from mimo.checkpoint.hf.transformers_processor import load_processor
+    from mimo.checkpoint.hf.recipes import load_processor
 
-    from_hf.convert(folder, tmp_path / "ours")
-    to_hf.convert(tmp_path / "ours", tmp_path / "exported", 10**6)
+    convert_from_hf(folder, tmp_path / "ours")
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", 10**6)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "exported", output_loading_info=True
     )
@@ -173,8 +174,8 @@ def test_other_names_of_the_same_tensors_are_known(tmp_path: Path, form: str) ->
         return {**renamed, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
 
     folders.rewrite(copy, rename)
-    from_hf.convert(copy, tmp_path / "ours")
-    to_hf.convert(tmp_path / "ours", tmp_path / "exported", GB)
+    convert_from_hf(copy, tmp_path / "ours")
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
     folders.assert_same_tensors(tmp_path / "exported", folder)
 
 
@@ -189,7 +190,7 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
 
     folders.rewrite(folder, spoil)
     with pytest.raises(RecipeError) as caught:
-        from_hf.convert(folder, tmp_path / "ours")
+        convert_from_hf(folder, tmp_path / "ours")
     text = str(caught.value)
     for line in (
         "model.visual.merger.norm.bias is missing",
@@ -212,39 +213,39 @@ def test_a_head_beside_a_tied_embedding_must_be_its_copy(tmp_path: Path, equal: 
 
     folders.rewrite(folder, add_head)
     if equal:
-        from_hf.convert(folder, tmp_path / "ours")
+        convert_from_hf(folder, tmp_path / "ours")
         return
     with pytest.raises(RecipeError, match=r"lm_head\.weight is unknown"):
-        from_hf.convert(folder, tmp_path / "ours")
+        convert_from_hf(folder, tmp_path / "ours")
 
 
 def test_folders_that_hold_no_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
-        from_hf.convert(tmp_path / "nowhere", tmp_path / "ours")
+        convert_from_hf(tmp_path / "nowhere", tmp_path / "ours")
     folder = folders.make("gemma3", tmp_path / "model", shard_size="500KB")
     (folder / "model-00002-of-00007.safetensors").unlink(missing_ok=True)
     next(folder.glob("model-00003*")).write_bytes(b"short")
     with pytest.raises(InputError, match=r"model-0000[23]-of"):
-        from_hf.convert(folder, tmp_path / "ours")
+        convert_from_hf(folder, tmp_path / "ours")
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     with pytest.raises(InputError, match=r"holds neither model\.safetensors nor"):
-        from_hf.convert(folder, tmp_path / "ours")
+        convert_from_hf(folder, tmp_path / "ours")
     (folder / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(InputError, match="model_type is 'clip'; qwen2_5_vl, qwen3_vl, gemma3"):
-        from_hf.convert(folder, tmp_path / "ours")
+        convert_from_hf(folder, tmp_path / "ours")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     whole = folders.make("gemma3", tmp_path / "whole")
     with pytest.raises(InputError, match="exists already"):
-        from_hf.convert(whole, tmp_path / "full")
+        convert_from_hf(whole, tmp_path / "full")
 
 
 _CONVERT = """
 import sys, threading, time
 from pathlib import Path
-from mimo.checkpoint.hf import from_hf
-from mimo.checkpoint.hf import to_hf
+from mimo.checkpoint.hf.initial import convert_from_hf, minimal_recipe
+from mimo.checkpoint.hf.export import convert_to_hf
 
 def anonymous_bytes():
     line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))
@@ -253,8 +254,8 @@ def anonymous_bytes():
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny  # imports what conversion does not
 source, target = Path(sys.argv[1]), Path(sys.argv[2])
 warm = target / "warm"
-from_hf.convert(Path(sys.argv[3]), warm / "ours")
-to_hf.convert(warm / "ours", warm / "exported", 10**9)
+convert_from_hf(Path(sys.argv[3]), warm / "ours")
+convert_to_hf(warm / "ours", warm / "exported", 10**9)
 before = peak = anonymous_bytes()
 done = False
 def watch():
@@ -264,8 +265,8 @@ def watch():
         time.sleep(0.001)
 thread = threading.Thread(target=watch)
 thread.start()
-from_hf.convert(source, target / "ours")
-to_hf.convert(target / "ours", target / "exported", 16 * 10**6)
+convert_from_hf(source, target / "ours")
+convert_to_hf(target / "ours", target / "exported", 16 * 10**6)
 done = True
 thread.join()
 print(peak - before)
@@ -311,7 +312,7 @@ def _make_large(folder: Path) -> Path:
 def test_a_checkpoint_is_read_under_the_names_of_the_key_map(folder: Path) -> None:
     from mimo.checkpoint.hf.recipes import architecture_of_folder
 
-    minimal = from_hf.minimal_recipe(folder)
+    minimal = minimal_recipe(folder)
     assert minimal.init_from == str(folder)
     with pytest.raises(RecipeError, match="is unknown"):
         HFCheckpoint(folder, architecture_of_folder(folder), {"language": [], "vision": []})

@@ -12,9 +12,9 @@ from PIL import Image
 
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.assets import ASSETS, collect_assets
-from mimo.checkpoint.hf import from_hf, to_hf
-from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.hf.transformers_processor import load_processor
+from mimo.checkpoint.hf.export import convert_to_hf
+from mimo.checkpoint.hf.initial import convert_from_hf
+from mimo.checkpoint.hf.recipes import load_processor, load_recipe
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config
 from mimo.families.hf_preprocessing import read_processors
@@ -26,7 +26,7 @@ GB = 10**9
 
 def converted(family: str, path: Path) -> Path:
     folders.make(family, path / "model")
-    from_hf.convert(path / "model", path / "ours")
+    convert_from_hf(path / "model", path / "ours")
     return path / "ours"
 
 
@@ -40,7 +40,7 @@ def set_in_recipe(checkpoint: Path, *overrides: str) -> None:
 def test_limits_of_pixels_that_were_trained_with_are_exported(tmp_path: Path) -> None:
     ours = converted("qwen3_vl", tmp_path)
     set_in_recipe(ours, "encoders.vision.model.max_pixels=4096")
-    to_hf.convert(ours, tmp_path / "exported", GB)
+    convert_to_hf(ours, tmp_path / "exported", GB)
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(tmp_path / "exported", backend="pil")
@@ -54,7 +54,7 @@ def test_pan_and_scan_that_was_trained_with_is_exported(tmp_path: Path) -> None:
     crops = {"": "true", "_min_crop_size": "20", "_max_num_crops": "3"}
     keys = [f"encoders.vision.model.pan_and_scan{key}={value}" for key, value in crops.items()]
     set_in_recipe(ours, *keys)
-    to_hf.convert(ours, tmp_path / "exported", GB)
+    convert_to_hf(ours, tmp_path / "exported", GB)
     assert read_processors(tmp_path / "exported").image["do_pan_and_scan"] is True
     processor = load_processor(tmp_path / "exported")
     image = [[Image.new("RGB", (120, 40))]]
@@ -66,7 +66,7 @@ def test_settings_that_no_file_of_theirs_says_are_refused(tmp_path: Path) -> Non
     ours = converted("qwen3_vl", tmp_path)
     set_in_recipe(ours, "language.model.rotary_base=1234.0")
     with pytest.raises(RecipeError, match=r"language\.model\.rotary_base is 1234\.0, .* says"):
-        to_hf.convert(ours, tmp_path / "exported", GB)
+        convert_to_hf(ours, tmp_path / "exported", GB)
     assert not (tmp_path / "exported").exists()
 
 
@@ -105,15 +105,15 @@ def test_a_model_that_did_not_start_from_a_folder_has_no_export(tmp_path: Path) 
     ours = converted("qwen3_vl", tmp_path)
     set_in_recipe(ours, "init_from=null")
     with pytest.raises(InputError, match="did not start from a checkpoint"):
-        to_hf.convert(ours, tmp_path / "exported", GB)
+        convert_to_hf(ours, tmp_path / "exported", GB)
 
 
 def test_a_checkpoint_of_several_dtypes_loses_no_digit(tmp_path: Path) -> None:
     folder = folders.make("qwen3_vl", tmp_path / "model", dtype="bfloat16")
     key = "model.language_model.norm.weight"
     folders.rewrite(folder, lambda found: {**found, key: found[key].float() + 1e-5})
-    from_hf.convert(folder, tmp_path / "ours")
-    to_hf.convert(tmp_path / "ours", tmp_path / "exported", GB)
+    convert_from_hf(folder, tmp_path / "ours")
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
     exported, given = folders.tensors(tmp_path / "exported"), folders.tensors(folder)
     assert all(torch.equal(exported[k].double(), given[k].double()) for k in given)
 
@@ -121,10 +121,10 @@ def test_a_checkpoint_of_several_dtypes_loses_no_digit(tmp_path: Path) -> None:
 def test_a_configuration_of_wrong_types_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "größe"
     folders.make("gemma3", folder)
-    from_hf.convert(folder, tmp_path / "ours")  # a name that no run could have
+    convert_from_hf(folder, tmp_path / "ours")  # a name that no run could have
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["hidden_size"] = "64"
     (folder / "config.json").write_text(json.dumps(config))
     shutil.rmtree(tmp_path / "ours")
     with pytest.raises(InputError, match=r"config\.json: .*hidden_size"):
-        from_hf.convert(folder, tmp_path / "ours")
+        convert_from_hf(folder, tmp_path / "ours")

@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 
 from data.digits.shards import prepare_digits
-from mimo.checkpoint.hf import to_hf
-from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.hf.transformers_processor import load_processor
+from mimo.checkpoint.hf.export import convert_to_hf
+from mimo.checkpoint.hf.recipes import load_processor, load_recipe
 from mimo.generate.evaluate import Answered, answer_split
 from tests.conftest import RunRanks
 from tests.mimo import runs
@@ -88,7 +87,7 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < losses[0] - 0.5, "the answers should not be those of random weights"
 
-    to_hf.convert(run, tmp_path / "exported", 10**9)
+    convert_to_hf(run, tmp_path / "exported", 10**9)
     answered = [*answer_split(run, "test", NEW_TOKENS)]
     with_images = [one for one in answered if one.pictures]
     text_only = [one for one in answered if not one.pictures]

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from webdataset.writer import TarWriter
 
-from mimo.checkpoint import tensors as checkpoint_tensors
+from mimo.checkpoint import reading
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.checkpoint.hf import to_hf
+from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
 from mimo.errors import RecipeError
@@ -118,16 +118,14 @@ def test_a_further_encoder_trains_from_fresh_weights_and_stays_out_of_the_export
     assert len(lines) == 2
     first, last = (tmp_path / "two" / "checkpoints" / f"step_{step}" for step in (1, 2))
     assert find_checkpoint(tmp_path / "two") == last
-    described = checkpoint_tensors.describe(last)
+    described = reading.describe(last)
     key = "film.blocks.layers.1.mlp.linear_fc1.weight"
     assert described[key][0] == (24, 16)
-    before, after = (
-        checkpoint_tensors.read(one, {key: described[key]})[key] for one in (first, last)
-    )
+    before, after = (reading.read(one, {key: described[key]})[key] for one in (first, last))
     assert not torch.equal(before, after)
 
     capsys.readouterr()
-    to_hf.convert(last, tmp_path / "exported", 10**9)
+    convert_to_hf(last, tmp_path / "exported", 10**9)
     told = capsys.readouterr().out
     assert "encoders.film: no part of qwen3_vl in Hugging Face format" in told
     base, exported = folders.tensors(folder), folders.tensors(tmp_path / "exported")

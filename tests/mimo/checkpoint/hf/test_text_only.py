@@ -12,8 +12,8 @@ from torch import Tensor
 
 from data.batch import pack_lane
 from mimo.check.verify.workload import Sample, write_shard
-from mimo.checkpoint.hf import from_hf, to_hf
-from mimo.checkpoint.hf.initial import initial_weights
+from mimo.checkpoint.hf.export import convert_to_hf
+from mimo.checkpoint.hf.initial import convert_from_hf, initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError, RecipeError
 from mimo.families.registry import language_settings
@@ -59,7 +59,7 @@ def test_text_trains_a_language_model_alone_and_transformers_computes_what_it_le
     base = folders.make(family, tmp_path / "model")
     runs.run(run_ranks, write_text_recipe(tmp_path))
     run, exported = tmp_path / "runs" / "text", tmp_path / "exported"
-    to_hf.convert(run, exported, 10**6)
+    convert_to_hf(run, exported, 10**6)
     before, after = folders.tensors(base), folders.tensors(exported)
     assert before.keys() == after.keys()
     ((ids, ours),) = run_ranks(_logits, 1, run)
@@ -112,8 +112,8 @@ def test_a_checkpoint_of_text_alone_is_imported_and_exported_bit_for_bit(
     tmp_path: Path, family: str
 ) -> None:
     folder = folders.make(family, tmp_path / "model")
-    from_hf.convert(folder, tmp_path / "ours")
-    to_hf.convert(tmp_path / "ours", tmp_path / "exported", GB)
+    convert_from_hf(folder, tmp_path / "ours")
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
     folders.assert_same_tensors(tmp_path / "exported", folder)
 
 
@@ -132,11 +132,11 @@ def test_a_checkpoint_of_text_alone_has_no_encoder_and_refuses_one(tmp_path: Pat
 
 def test_without_the_folder_of_the_tower_an_export_says_what_to_put_back(tmp_path: Path) -> None:
     folder = folders.make("qwen3_vl", tmp_path / "model")
-    from_hf.convert(folder, tmp_path / "ours")
+    convert_from_hf(folder, tmp_path / "ours")
     recipe = tmp_path / "ours" / "recipe.yaml"
     recipe.write_text(load_recipe(recipe, ["encoders={}"]).to_yaml())
     write_manifest(recipe.parent)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"init_from is .*model.*the tower .*put it back"):
-        to_hf.convert(tmp_path / "ours", tmp_path / "exported", GB)
+        convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
     assert not (tmp_path / "exported").exists()

@@ -15,10 +15,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from typer.testing import CliRunner
 
 from data.text.digits import DIGITS, image_conversation, words
-from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.checkpoint.hf.recipes import load_processor
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, build_tokenizer, write_tiny
 from mimo.checkpoint.hf.tiny_configs import FAMILIES
-from mimo.checkpoint.hf.tiny_text import build_tokenizer
-from mimo.checkpoint.hf.transformers_processor import load_processor
 from mimo.cli.main import app
 from mimo.errors import InputError
 from tests.mimo.checkpoint.hf import folders

@@ -128,8 +128,8 @@ def passes_on(
     rank: int, job: Job, source: Path, target: Path, plain: bool, steps: int
 ) -> dict[str, Any]:
     """Load, do more steps, save; how much of each weight was read when it was built."""
-    from mimo.checkpoint.contents import resumed
-    from mimo.checkpoint.sharing import read_shared
+    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.reading import read_shared
     from mimo.checkpoint.tensors import read_index, write_index, write_pieces
 
     topology = make_topology(job)
@@ -151,7 +151,7 @@ def passes_on(
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors, without the rows that pad the vocabulary: Megatron draws them like others."""
-    from mimo.checkpoint.tensors import describe, read
+    from mimo.checkpoint.reading import describe, read
 
     found = read(folder, describe(folder))
     for key, one in found.items():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
 from mimo.parallel.grids import Layout
 from tests import language_steps
@@ -178,8 +178,7 @@ def test_weights_of_a_published_checkpoint_are_not_drawn(
 
 
 def names_drawn_from_hf(rank: int, folder: Path) -> list[str]:
-    from mimo.checkpoint.hf.from_hf import minimal_recipe
-    from mimo.checkpoint.hf.initial import initial_weights
+    from mimo.checkpoint.hf.initial import initial_weights, minimal_recipe
     from mimo.engines.megatron import initialize
     from mimo.generate.one_rank import LocalModel
     from mimo.model.dataset import open_tokenizer

@@ -1,4 +1,4 @@
-"""What a run begins with: a checkpoint of whatever layout, or weights alone, or nothing."""
+"""Loading."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mimo.checkpoint.folder import Progress, read_progress
-from mimo.checkpoint.sharing import from_rank_0, read_shared
-from mimo.checkpoint.start import FromScratch, FromWeights, Resume, Start
+from mimo.checkpoint.reading import from_rank_0, read_shared
+from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.checkpoint.tensors import StoredTensor, averages, read_index
 from mimo.config.schema import key_of as recipe_key_of
 from mimo.config.source import dotted

@@ -1,16 +1,4 @@
-"""Saving: every rank writes what it owns, while the others wait for it or while all train on.
-
-Nothing is gathered. A rank tells the first one how its file ended in a small file beside it; that
-one waits for all of these, adds index and manifest, and gives the folder its name.
-
-A thread writes, not a process. Copying, writing, summing and syncing release Python's lock, so
-training waits for it some microseconds per chunk. A thread needs neither shared memory nor a fork
-of a process that has a device, and it ends with its rank: no run that was killed publishes
-afterwards.
-
-Where all train on, the thread copies the state first, beside the next step's forward and backward
-passes: only an update changes it, and waits for the copy (CheckFreq, Mohan et al., FAST 2021).
-"""
+"""Saving."""
 
 from __future__ import annotations
 
@@ -29,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mimo.checkpoint.assets import ASSETS, collect_assets
-from mimo.checkpoint.files import Sum, write_synced
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
+from mimo.checkpoint.manifest import Sum, write_synced
 from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
 from mimo.config.schema import Recipe
 from mimo.device import (
