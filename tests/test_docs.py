@@ -11,7 +11,13 @@ from mimo.cli.main import app
 from mimo.cli.recipe_keys import recipe_keys
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+# The changelog names what is gone, too.
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "*/README.md")
+    for path in ROOT.glob(pattern)
+    if path.name != "CHANGELOG.md"
+)
 
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _FILE = re.compile(
@@ -35,7 +41,7 @@ def test_every_shipped_recipe_is_listed() -> None:
 
 
 def test_the_readme_can_be_read_in_one_go() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,0 +1,78 @@
+"""Print the size of the code and fail above its limits: `python -m tests.limits`.
+
+An issue that adds a feature raises a limit by the allowance that it states, never by more.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("mimo", "bridge", "data", "encoders")
+LIMITS = {
+    "source lines": 40_000,
+    "source lines of code": 28_000,
+    "source files": 230,
+    "test lines": 42_000,
+    "entries of mimo": 18,
+    "README lines": 150,
+}
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def measure(root: Path = ROOT) -> dict[str, int]:
+    """Return the sizes that `LIMITS` bounds, by the same names."""
+    sources = [
+        path.read_text(encoding="utf-8")
+        for folder in SOURCES
+        for path in (root / folder).rglob("*.py")
+    ]
+    tests = [path.read_text(encoding="utf-8") for path in (root / "tests").rglob("*.py")]
+    entries = [path for path in (root / "mimo").iterdir() if path.name != "__pycache__"]
+    return {
+        "source lines": sum(text.count("\n") for text in sources),
+        "source lines of code": sum(map(count_code_lines, sources)),
+        "source files": len(sources),
+        "test lines": sum(text.count("\n") for text in tests),
+        "entries of mimo": len(entries),
+        "README lines": (root / "README.md").read_text(encoding="utf-8").count("\n"),
+    }
+
+
+def count_code_lines(text: str) -> int:
+    """Count the lines of a module that are neither blank, comment nor docstring."""
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def main() -> int:
+    """Print each size beside its limit; return 1 if one is above."""
+    sizes = measure()
+    for name, limit in LIMITS.items():
+        mark = "" if sizes[name] <= limit else "  TOO MANY"
+        print(f"{name:22}{sizes[name]:>8,} of {limit:,}{mark}")
+    return int(any(sizes[name] > limit for name, limit in LIMITS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
