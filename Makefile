@@ -39,7 +39,9 @@ gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, i
 	$(VENV)/bin/python -m benchmarks.gpu
 
 train: setup  ## prepare the quickstart's data, train it, and answer unseen examples
-	$(VENV)/bin/mimo quickstart
+	$(VENV)/bin/mimo prepare recipes/quickstart.yaml
+	$(VENV)/bin/mimo train recipes/quickstart.yaml
+	$(VENV)/bin/mimo evaluate runs/quickstart
 
 test: setup  ## run at least one test of every capability, in ten minutes on two cores
 	$(PYTEST) -m "not slow"

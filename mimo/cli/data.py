@@ -1,16 +1,18 @@
-"""`mimo data`: data sets before a job."""
+"""`mimo data`, `checkpoint`, `convert` and `tiny`: samples and checkpoints on disk."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from mimo.cli._shared import (
+from mimo.checkpoint.hf.tiny_configs import FAMILIES
+from mimo.cli.options import (
+    EmaOption,
     JsonOption,
     NumRanksOption,
     OverridesArgument,
     RecipeArgument,
-    number,
+    RunArgument,
 )
 from mimo.errors import InputError
 from mimo.runtime.progress import progress_of
@@ -20,12 +22,12 @@ def data_index(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=2**12, help="Processes; default: the cores.")
+        int | None, typer.Option(min=1, help="Processes; default: the cores.")
     ] = None,
 ) -> int | None:
-    """Index the shards of all splits that are not indexed yet; started again, it goes on.
+    """Index the shards of all splits that are not indexed yet. Continues where it stopped.
 
-    Only new and changed shards are read. Other recipes' indexes of the same shards stay.
+    Reads only new and changed shards; keeps other recipes' indexes of the same shards.
     """
     from mimo.model.prepare import index_main as run
 
@@ -36,12 +38,12 @@ def data_doctor(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
-    page: Annotated[Path, typer.Option(help="Where the HTML page goes.")] = Path(
+    page: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path(
         "runs/data_doctor.html"
     ),
     json: JsonOption = None,
 ) -> int | None:
-    """Look at the data before a job: one page of figures, bad samples and samples to look at."""
+    """Write an HTML page about a recipe's data: figures, bad samples and example samples."""
     from mimo.report.doctor import main as run
 
     return run(recipe, overrides or [], num_ranks, page, json)
@@ -56,19 +58,19 @@ def data_pack(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write shards into.")],
     media_root: Annotated[
-        Path | None, typer.Option(help="The folder of the files; default: that of SRC.")
+        Path | None, typer.Option(help="Folder of the images and other files; default: SRC's.")
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(help="Of a shard: 2000 samples, or 512MiB.")
+        str, typer.Option(help="Size of a shard, such as 2000 samples or 512MiB.")
     ] = "512MiB",
     max_bad_fraction: Annotated[
-        float, typer.Option(min=0, max=1, callback=number, help="Rows that may be left out.")
+        float, typer.Option(min=0, max=1, help="Largest share of bad rows.")
     ] = 0.01,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what a former call wrote to OUT.")
+        bool, typer.Option("--overwrite", help="Replace what an earlier call wrote to OUT.")
     ] = False,
 ) -> int | None:
-    """Pack JSON, JSON Lines or Parquet, and the files of the rows, into shards."""
+    """Convert JSON, JSON Lines or Parquet, and the files that rows name, into shards."""
     from data.pack.shards import ShardSize, pack
 
     try:
@@ -81,3 +83,117 @@ def data_pack(
     if packed.bad:
         print(f"left out {packed.bad} rows, the first {packed.first_bad}")
     return 0
+
+
+def checkpoint_inspect(path: RunArgument) -> None:
+    """Show the step, modules, sizes, dtypes, optimizers and layout of the newest checkpoint."""
+    from rich.console import Console
+
+    from mimo.checkpoint.folder import find_checkpoint
+    from mimo.checkpoint.assets import overview
+
+    Console().print(overview(find_checkpoint(path)))
+
+
+def checkpoint_verify(path: RunArgument) -> int:
+    """Compare checkpoints with their checksums. Exit code 1 if one is damaged."""
+    from mimo.checkpoint.folder import all_checkpoints
+    from mimo.checkpoint.resume import listed_files, problems_of
+
+    damaged = 0
+    for checkpoint in all_checkpoints(path):
+        with progress_of(checkpoint.name) as progress:
+            problems = problems_of(checkpoint, progress)
+        damaged += bool(problems)
+        for problem in problems:
+            print(f"{checkpoint}: {problem}")
+        if not problems:
+            state = "intact" if listed_files(checkpoint) is not None else "readable, no checksums"
+            print(f"{checkpoint}: {state}")
+    return 1 if damaged else 0
+
+
+def checkpoint_prune(
+    run: Annotated[Path, typer.Argument(help="A run folder; prunes all of its phases.")],
+    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints to keep.")] = 2,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also keep every checkpoint whose step is a multiple of this."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list them.")] = False,
+) -> None:
+    """Remove old checkpoints of a run that is not running. Keeps the latest in any case."""
+    from mimo.checkpoint.folder import all_checkpoints, discard, named_by_latest, to_remove
+    from mimo.config.phases import PHASE_FOLDER
+    from mimo.runtime.run_lock import run_lock
+
+    folder = run.resolve()
+    parents = dict.fromkeys(checkpoint.parent for checkpoint in all_checkpoints(folder))
+    if folder in parents or folder.parent in parents:
+        raise InputError(f"{run}: not a run folder; give the folder that contains checkpoints/")
+    if PHASE_FOLDER.fullmatch(folder.name):
+        folder = folder.parent  # jobs lock the whole run
+    with run_lock(folder):
+        for parent in parents:
+            for path in to_remove(parent, keep, keep_every):
+                if not named_by_latest(path):
+                    if not dry_run:
+                        discard(path)
+                    print(f"{'would remove' if dry_run else 'removed'} {path}", flush=True)
+
+
+def convert_from_hf(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint in Hugging Face format.")],
+    out: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+) -> None:
+    """Convert a Hugging Face checkpoint into one of ours, tensor by tensor.
+
+    Training needs no conversion: set init_from in a recipe to the folder.
+    """
+    from mimo.checkpoint.hf.initial import convert_from_hf as run
+
+    run(folder, out)
+
+
+def convert_to_hf(
+    run: RunArgument,
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    shard_size: Annotated[str, typer.Option(help="Largest file, such as 500MB or 5GB.")] = "5GB",
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Write only the LoRA adapters, for peft."),
+    ] = False,
+    ema: EmaOption = False,
+) -> None:
+    """Export a trained model in Hugging Face format, from any layout.
+
+    Merges adapters into the weights, unless --adapter is given.
+    """
+    if adapter:
+        from mimo.checkpoint.hf.adapter import convert_adapter
+
+        convert_adapter(run, out, ema)
+        return
+    from mimo.checkpoint.hf.export import convert_to_hf as write
+    from mimo.checkpoint.hf.export import parse_size
+
+    write(run, out, parse_size(shard_size), ema)
+
+
+def tiny(
+    family: Annotated[str, typer.Argument(help=f"One of {', '.join(FAMILIES)}.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    shard_size: Annotated[
+        str | None, typer.Option(help="Largest file of weights, such as 1MB; default: one.")
+    ] = None,
+    tie: Annotated[
+        bool | None, typer.Option(help="Tie the output layer; default: the family's choice.")
+    ] = None,
+) -> int | None:
+    """Write a small checkpoint with random weights in Hugging Face format."""
+    from mimo.checkpoint.hf.tiny import TinyCheckpoint
+    from mimo.checkpoint.hf.tiny import main as run
+
+    return run(TinyCheckpoint(family, seed, dtype, shard_size, tie), out)

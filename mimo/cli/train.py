@@ -1,16 +1,110 @@
-"""`mimo prepare`, `mimo train`, and `mimo quickstart`, which does both and evaluates."""
+"""`mimo check`, `mimo prepare` and `mimo train`."""
 
+from __future__ import annotations
+
+import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from mimo.cli._shared import (
+from mimo.cli.options import (
     ClusterOption,
     NumRanksOption,
     OverridesArgument,
     RecipeArgument,
 )
+
+if TYPE_CHECKING:
+    from mimo.config.schema import Recipe
+    from mimo.parallel.grids import Layout
+
+
+def check(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    num_ranks: NumRanksOption = None,
+) -> None:
+    """Validate a recipe and its data, and print ranks, grids and memory. Indexes nothing."""
+    from mimo.checkpoint.hf.recipes import load_phases
+
+    phased = load_phases(recipe, overrides or [])
+    # Imported after the recipe is read: a mistyped key is reported before torch loads.
+    from mimo.model.recipe_checks import check_indexed_data, check_recipe
+    from mimo.runtime.environment import VARIABLES
+
+    layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
+    notes = phased.each(check_indexed_data)
+    for phase, layout in zip(phased.phases, layouts, strict=True):
+        _print_layout(phase.recipe, layout, phase.title)
+        _print_memory(phase.recipe, layout)
+        _print_defaults(phase.recipe, layout)
+    print("environment of all ranks:", " ".join(map(str, VARIABLES)))
+    for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
+        print(note)
+
+
+def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
+    """Print a row per module (ranks, grid, lanes) and the size of a microbatch."""
+    from mimo.parallel.grids import num_microbatches
+
+    microbatches = num_microbatches(recipe, layout)
+    sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
+    table = Table("module", "ranks", "grid", "lanes", title=f"{phase}: {sizes}" if phase else sizes)
+    for name, grid in layout.grids.items():
+        last = f"-{grid.ranks[-1]}" if grid.size > 1 else ""
+        sequence = " · sp" if grid.sp else ""
+        virtual = f" · vpp {grid.vpp}" if grid.vpp > 1 else ""
+        axes = f"tp {grid.tp}{sequence} · cp {grid.cp} · pp {grid.pp}{virtual} · dp {grid.dp}"
+        table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp))
+    Console().print(table)
+    samples, rows = recipe.train.micro_batch_size, recipe.data.rows_per_microbatch
+    number = f"{samples} sample{'s' * (samples > 1)}"
+    if recipe.data.tokens_per_microbatch is not None:
+        number = "as many samples as fit"
+    limit = "" if rows is None else f" and {rows:,} rows"
+    print(f"microbatch of a lane: {number}, up to {recipe.longest_microbatch:,} tokens{limit}")
+    if layout.blocks > 1:
+        print(f"bridges: rows stay within each of {layout.blocks} blocks of lanes")
+
+
+def _print_memory(recipe: Recipe, layout: Layout) -> None:
+    """Print the memory of a rank of each role."""
+    from mimo.model.memory import in_words
+    from mimo.model.roles import memory_by_role
+
+    table = Table("role", title="memory of a rank", padding=(0, 0, 0, 1))
+    columns = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+    for column in (*columns, "in all"):
+        table.add_column(column, justify="right")
+    for usage in memory_by_role(recipe, layout):
+        parts = (*(getattr(usage, column) for column in columns), usage.total)
+        table.add_row(usage.role, *(in_words(part) if part else "-" for part in parts))
+    Console().print(table)
+    print(
+        "activations and buffers: upper bound, for full microbatches in which each token is a row"
+    )
+
+
+def _print_defaults(recipe: Recipe, layout: Layout) -> None:
+    """Print the resolved keys for speed, and the environment variables of ranks."""
+    from mimo.parallel.defaults import overlap_of, variables_of
+
+    on_gpu, on_cpu = overlap_of(recipe.train, True), overlap_of(recipe.train, False)
+    for key in ("grad_reduce", "param_gather"):
+        gpu, cpu = (str(getattr(overlap, key)).lower() for overlap in (on_gpu, on_cpu))
+        both = gpu if gpu == cpu else f"{gpu} on GPUs, {cpu} on CPUs"
+        print(f"train.overlap_{key}: {both}")
+    print(f"train.collect_garbage_every: {recipe.train.collect_garbage_every or 'null'}")
+    ranks_of: dict[str, list[int]] = {}
+    for rank in range(layout.world_size):
+        variables = " ".join(map(str, variables_of(layout, rank)))
+        ranks_of.setdefault(variables, []).append(rank)
+    for variables, ranks in ranks_of.items():
+        if variables:
+            print(f"environment of {len(ranks)} ranks, from rank {ranks[0]}:", variables)
 
 
 def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> int | None:
@@ -27,13 +121,13 @@ def train(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue from the run's latest checkpoint; without any, start anew."
+            "--resume", help="Continue from the run's latest checkpoint, if there is one."
         ),
     ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint.")] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, help="How often all ranks start again when one of them fails."),
+        typer.Option(min=0, help="How often to restart all ranks when one of them fails."),
     ] = 0,
     cluster: ClusterOption = None,
 ) -> int | None:
@@ -49,10 +143,3 @@ def train(
         max_restarts=max_restarts,
         site=cluster,
     )
-
-
-def quickstart(overrides: OverridesArgument = None) -> int | None:
-    """Prepare, train and evaluate the small example that runs without a GPU."""
-    from mimo.generate.quickstart import main as run
-
-    return run(overrides or [])

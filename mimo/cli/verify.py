@@ -1,17 +1,11 @@
-"""`mimo verify` and `mimo parity`: a layout against one rank, transformers or another engine."""
+"""`mimo verify`, `parity`, `replay` and `experiment`: check that training is right."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from mimo.cli._shared import (
-    JsonOption,
-    NumRanksOption,
-    OverridesArgument,
-    RecipeArgument,
-    number,
-)
+from mimo.cli.options import JsonOption, NumRanksOption, OverridesArgument, RecipeArgument
 
 
 def verify(
@@ -22,10 +16,11 @@ def verify(
         int, typer.Option(min=1, max=1024, help="Shrink larger layouts to this many ranks.")
     ] = 8,
     full: Annotated[
-        bool, typer.Option("--full", help="Keep the layout as it is; only the model is tiny.")
+        bool, typer.Option("--full", help="Keep the layout; shrink only the model.")
     ] = False,
     layouts: Annotated[
-        Literal["recipe", "sweep"], typer.Option(help="The recipe's own, or the built-in matrix.")
+        Literal["recipe", "sweep"],
+        typer.Option(help="The recipe's, or a built-in matrix."),
     ] = "recipe",
     precision: Annotated[
         Literal["fp32", "fp64"], typer.Option(help="fp64 compares to 1e-10, fp32 to 1e-5.")
@@ -34,8 +29,8 @@ def verify(
 ) -> int | None:
     """Compare a recipe's layout with one rank: loss, every gradient, weights after two steps.
 
-    Runs a scaled-down copy of the model on real ranks of the CPU. Exit code 1 and the first
-    parameter that differs when they are not equal.
+    Runs a scaled-down copy of the model on CPU ranks. If they differ: exit code 1 and the name of
+    the first parameter that does.
     """
     from mimo.check.verify.main import main as run
 
@@ -47,29 +42,61 @@ def parity(
     checkpoint: Annotated[Path, typer.Argument(help="A folder in Hugging Face format.")],
     overrides: OverridesArgument = None,
     engine: Annotated[
-        Literal["megatron", "fsdp"], typer.Option(help="What runs all our modules.")
+        Literal["megatron", "fsdp"], typer.Option(help="Engine of all our modules.")
     ] = "megatron",
     against: Annotated[
         str,
         typer.Option(
-            help="transformers, or an engine and perhaps its layout, such as "
+            help="transformers, or an engine with overrides of its layout, such as "
             "'megatron language.grid.pp=2'."
         ),
     ] = "transformers",
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, max=1.0, callback=number, help="Largest error; default: 1e-5, for fp32."
-        ),
+        typer.Option(min=0.0, max=1.0, help="Largest error; default: 1e-5, for fp32."),
     ] = None,
     json: JsonOption = None,
 ) -> int | None:
-    """Compare a checkpoint in transformers with a layout of ours: inputs, every module, gradients.
+    """Compare transformers with one of our layouts: inputs, every module, every gradient.
 
-    Or our two engines, or any two layouts (--against). Runs both on this machine's CPU. Exit code 1
-    and the first module that diverges when they are not equal. Layouts are overrides, such as
-    language.grid.tp=2.
+    With --against, compare two engines or layouts. Overrides such as language.grid.tp=2 set the
+    layout. Runs on the CPU. If they differ: exit code 1 and the name of the first module that does.
     """
     from mimo.check.parity.main import main as run
 
     return run(checkpoint, overrides or [], tolerance, json, engine, against)
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run folder, or that of one phase.")],
+    step: Annotated[int, typer.Option(min=0, help="Number of the step in metrics.jsonl.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Where the weights come from; default: the nearest before the step."),
+    ] = None,
+    json: JsonOption = None,
+) -> int | None:
+    """Repeat one step of a run on one rank, on the same batch, with statistics of every layer.
+
+    Marks activations and gradients that are not finite.
+    """
+    from mimo.check.replay import main
+
+    return main(run, step, checkpoint, json)
+
+
+def experiment(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An experiment, as YAML.")],
+    overrides: OverridesArgument = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Submit the runs to SLURM as an array.")
+    ] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="With --submit: a file of `cluster:` keys, merged over the recipe's."),
+    ] = None,
+) -> int | None:
+    """Train a recipe in several layouts, compare their losses, and write an HTML page."""
+    from mimo.report.experiment.main import main
+
+    return main(file, overrides or [], submitting=submit, cluster=cluster)

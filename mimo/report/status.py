@@ -1,38 +1,25 @@
-"""`mimo status` and `mimo top`: where a run stands, by its folder and what SLURM says of its jobs.
+"""`mimo status`: where a run stands, by its folder and what SLURM says of its jobs.
 
 The folder is enough, so any machine that sees it can look. Of metrics only the end is read.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import select
 import shutil
-import signal
 import subprocess
-import sys
-import termios
-import threading
 import time
-import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
 from mimo.report.jobs import jobs_of, last_words
 from mimo.report.page import number, percent
-from mimo.report.runs import TIMES, RunData, begun_runs
+from mimo.report.runs import RunData, begun_runs
 from mimo.runtime.run_lock import holder
 from mimo.train.run_files import BAD_SAMPLES
 
@@ -40,7 +27,6 @@ _NEWEST_BYTES = 4 * 2**20  # of metrics: some thousand steps
 _RECENT = 20  # steps that a figure is the mean of
 _SHOWN_JOBS = 10
 _SQUEUE_SECONDS = 10.0
-_REFRESH_SECONDS = 5.0
 _TEXT_LENGTH = 300
 _SAID_LINES = 3  # of a job's output: its last one is the exit code
 # States that a job does not leave; in all others, such as COMPLETING, it may come back.
@@ -222,29 +208,6 @@ def _checkpoint(folder: Path) -> str:
     return f"{found.relative_to(folder)}, {ago} ago"
 
 
-def modules_of(run: RunData) -> Table:
-    """A row for each module: idle share, seconds of a step by part, waits at its edges, memory."""
-    seconds = dict[str, dict[str, float]]()
-    for name in run.curves:
-        found = TIMES.fullmatch(name)
-        if found and not found["max"] and (value := run.last(name, _RECENT)) is not None:
-            seconds.setdefault(found["module"], {})[found["phase"].replace("_", " ")] = value
-    idle, memory = dict(_named(run, "idle_fraction_")), dict(_named(run, "memory_gib_"))
-    edges = _named(run, "bridge_wait_seconds_")
-    table = Table("module", "idle", "seconds of a step", "longest waits of an edge", "memory, GiB")
-    for module, own in seconds.items():
-        parts = sorted(own.items(), key=lambda part: -part[1])
-        waits = [(edge, wait) for edge, wait in edges if edge.startswith(f"{module}_")]
-        table.add_row(
-            module,
-            percent(idle.get(module)),
-            ", ".join(f"{part} {number(value)}" for part, value in parts),
-            ", ".join(f"{edge.removeprefix(f'{module}_')} {number(wait)}" for edge, wait in waits),
-            number(memory.get(module)),
-        )
-    return table
-
-
 def plain(text: str, length: int = _TEXT_LENGTH) -> str:
     """A text from a file as one line that does nothing to a terminal."""
     line = "".join(c if c.isprintable() else " " for c in text)
@@ -258,75 +221,3 @@ def status(folder: Path) -> int:
     for name, value in facts:
         print(f"{name:{width}}  {plain(value)}")
     return 0
-
-
-# --------------------------------------------------------------------------------- live
-
-
-def _screen(view: View) -> Group:
-    table = Table.grid(padding=(0, 2))
-    for name, value in facts_of(view):
-        table.add_row(name, Text(plain(value)))
-    modules = modules_of(view.now) if view.now else None
-    return Group(table, modules) if modules and modules.row_count else Group(table)
-
-
-def top(folder: Path, once: bool) -> int:
-    """`mimo top`: the same, kept up to date until the run or whoever looks ends it.
-
-    once: print it and return, as always where there is no terminal.
-    """
-    console = Console()
-    if once or not console.is_terminal:
-        console.print(_screen(look(folder)))
-        return 0
-    with (
-        suppress(KeyboardInterrupt),
-        _interrupts() as was_interrupted,
-        Live(console=console, auto_refresh=False) as live,
-        _keys() as q_pressed,
-    ):
-        while (view := look(folder)).goes_on:
-            live.update(_screen(view), refresh=True)
-            if q_pressed() or was_interrupted():
-                return 0
-        live.update(_screen(view), refresh=True)
-    return 0
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """What it yields says whether Ctrl-C was pressed, which also interrupts.
-
-    Python drops an interrupt that comes while it collects garbage.
-    """
-    pressed = threading.Event()
-
-    def interrupt(*_: object) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[], bool]]:
-    """What it yields waits until it is time to look again, or says that `q` was pressed."""
-    if not sys.stdin.isatty():
-        yield lambda: bool(time.sleep(_REFRESH_SECONDS))
-        return
-
-    def q_pressed() -> bool:
-        ready, *_ = select.select([sys.stdin], [], [], _REFRESH_SECONDS)
-        return bool(ready) and os.read(sys.stdin.fileno(), 1) in (b"q", b"")
-
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)  # keys come at once, and Ctrl-C still interrupts
-    try:
-        yield q_pressed
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -73,7 +73,7 @@ def test_check_prints_the_layout_and_the_environment_of_every_phase(tmp_path: Pa
     narrow, wide = " ".join(result.output.split()).split("phase 2 of 2, ")
     assert "phase 1 of 2, narrow: 1 ranks · 3 microbatches per step" in narrow
     assert wide.startswith("wide: 2 ranks · 3 microbatches per step")
-    environment = "environment of 2 ranks, 0 the first: CUDA_DEVICE_MAX_CONNECTIONS=1"
+    environment = "environment of 2 ranks, from rank 0: CUDA_DEVICE_MAX_CONNECTIONS=1"
     assert environment in wide
     assert environment not in narrow
 
@@ -162,11 +162,15 @@ def test_help_lists_every_command_in_a_group_of_its_purpose() -> None:
     del groups["Options"]
     assert groups == {
         "Prepare": {"check", "prepare", "tiny", "data", "convert"},
-        "Train": {"quickstart", "train"},
-        "Inspect": {
-            *("status", "top", "logs", "report", "compare"),
-            *("generate", "evaluate", "checkpoint"),
-        },
+        "Train": {"train"},
+        "Inspect": {"status", "logs", "report", "compare", "generate", "evaluate", "checkpoint"},
         "Prove": {"verify", "parity", "replay", "experiment"},
         "Cluster": {"preflight", "launch"},
     }
+
+
+def test_a_removed_option_is_refused_with_its_replacement() -> None:
+    result = CliRunner().invoke(app, ["launch", "recipes/x.yaml", "--elastic"])
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert "--elastic was removed; after a loss of nodes, override language.grid.dp" in words

@@ -1,24 +1,19 @@
-"""`mimo status` and `mimo top` of run folders made by hand."""
+"""`mimo status` of run folders made by hand."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mimo.errors import InputError
-from mimo.report.status import _interrupts, facts_of, look, modules_of, status, top
+from mimo.report.status import facts_of, look, status
 from mimo.train.incidents import record
 from tests.mimo.report.folders import RECIPE, make_run, say
 
@@ -79,18 +74,6 @@ def test_a_run_that_goes_on_is_told_in_one_screen(
     told = capsys.readouterr().out
     assert "restart: restart 1 of 3: rank 1 was killed by  [31msomebody" in told
     assert "\x1b" not in told
-
-
-def test_the_row_of_a_module_has_its_times_its_idle_share_its_waits_and_its_memory(
-    tmp_path: Path,
-) -> None:
-    (run,) = look(make_run(tmp_path / "run", num_steps=60, metrics=SECONDS)).runs
-    console = Console(width=150)
-    with console.capture() as captured:
-        console.print(modules_of(run))
-    row = captured.get().splitlines()[3]
-    cells = [cell.strip() for cell in row.strip("│┃").split("│")]
-    assert cells == ["vision", "25.0 %", "encode 2, bridge wait 2", "forward 0.125", "1.5"]
 
 
 def test_a_run_that_was_killed_has_stopped_and_one_that_failed_says_how(tmp_path: Path) -> None:
@@ -247,55 +230,6 @@ def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
 def test_a_folder_without_a_run_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give the folder of a run"):
         look(tmp_path)
-
-
-def test_top_prints_once_where_there_is_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run", metrics=SECONDS)
-    say(run, 0)
-    assert top(run, once=False) == 0
-    assert "vision" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("ends_by", ["q", "\x03", "the run"])
-def test_top_in_a_terminal_ends_with_a_key_or_with_the_run(tmp_path: Path, ends_by: str) -> None:
-    run = make_run(tmp_path / "run", metrics=SECONDS)
-    if ends_by != "the run":
-        say(run, 0)
-    master, terminal = os.openpty()
-    command = [sys.executable, "-m", "mimo.cli.main", "top", str(run)]
-    given = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen(
-        command,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=given,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # else Ctrl-C is just a key
-    ) as process:
-        os.close(terminal)
-        told = b""
-        while b"vision" not in told:
-            told += os.read(master, 4096)
-        if ends_by != "the run":
-            os.write(master, ends_by.encode())
-        while True:
-            try:
-                told += os.read(master, 4096)
-            except OSError:  # all of it is read, and the process has ended
-                break
-        assert process.wait(20) == 0, told
-    os.close(master)
-
-
-def test_an_interrupt_that_python_drops_is_not_lost() -> None:
-    with _interrupts() as was_interrupted:
-        assert not was_interrupted()
-        with suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert was_interrupted()
 
 
 def test_looking_needs_no_torch() -> None:

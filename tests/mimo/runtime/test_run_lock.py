@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 
 from mimo.errors import InputError, StartError
-from mimo.generate import quickstart
 from mimo.runtime.run_lock import keep_lock, run_lock
 from mimo.train import main as job
 from tests.mimo import tiny
@@ -63,16 +62,6 @@ def test_a_second_start_is_refused_and_told_who_runs_and_nothing_is_moved(tmp_pa
             assert "SLURM job 77" in str(caught.value)
     assert [path.name for path in run_dir.parent.iterdir() if path.is_dir()] == ["tiny"]
     assert not list(run_dir.iterdir())
-
-
-def test_a_second_quickstart_is_refused_before_it_writes_data(tmp_path: Path) -> None:
-    folders = [f"train.run_dir={tmp_path}/runs", f"data.directory={tmp_path}/digits"]
-    with (
-        held_by_another_process(tmp_path / "runs" / "quickstart"),
-        pytest.raises(StartError, match="another job is writing to this run folder"),
-    ):
-        quickstart.main(folders)
-    assert not (tmp_path / "digits").exists()
 
 
 def test_the_lock_ends_with_its_process_also_when_that_is_killed(tmp_path: Path) -> None:

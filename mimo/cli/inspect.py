@@ -1,0 +1,117 @@
+"""`mimo status`, `logs`, `report`, `compare`, `generate` and `evaluate`: look at runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mimo.cli.options import EmaOption, RunArgument, RunFolder
+
+
+def status(run: RunFolder) -> int | None:
+    """Show a run's job, step, speed, idle shares, checkpoint and last incident."""
+    from mimo.report.status import status
+
+    return status(run)
+
+
+def logs(
+    run: RunFolder,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Only this rank; default: all, by time."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Follow until the run ends.")] = False,
+    first_error: Annotated[
+        bool, typer.Option("--first-error", help="Only the error that caused the others.")
+    ] = False,
+) -> int | None:
+    """Print the logs of ranks, or the first failure among them."""
+    from mimo.report import logs
+
+    if first_error and (follow or rank is not None):
+        raise typer.BadParameter("--first-error reads all ranks once; remove --rank and --follow")
+    return logs.first_error(run) if first_error else logs.logs(run, rank, follow)
+
+
+def report(
+    run: RunFolder,
+    page: Annotated[
+        Path | None, typer.Option(help="The page to write; default: report.html in the folder.")
+    ] = None,
+) -> int | None:
+    """Write an HTML page about a run, whether finished, failed or running."""
+    from mimo.report.one_run import main
+
+    return main(run, page)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders.")],
+    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/compare.html"),
+) -> int | None:
+    """Compare runs: a table, the differences of recipes and data, and a page of curves."""
+    from mimo.report.compare import main
+
+    return main(runs, page)
+
+
+def generate(
+    run: RunArgument,
+    prompt: Annotated[str, typer.Option(help="The question.")],
+    image: Annotated[list[Path] | None, typer.Option(help="An image; repeatable.")] = None,
+    frame: Annotated[
+        list[Path] | None, typer.Option(help="A frame of a video, in order; all of one size.")
+    ] = None,
+    fps: Annotated[
+        float,
+        typer.Option(min=0.001, help="Frames of the video per second."),
+    ] = 2.0,
+    item: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODALITY=FILE", help="A file of any modality; repeatable."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    ema: EmaOption = False,
+) -> int | None:
+    """Answer a question about images, a video or other items with a trained checkpoint.
+
+    Runs in one process, for checks: no KV cache. To serve a model, export it with
+    `mimo convert to-hf`. Images, the video and other items stand before the question.
+    """
+    from mimo.generate.answer import GivenItem
+    from mimo.generate.answer import main as answer
+
+    items = [GivenItem("--image", "image", [path]) for path in image or []]
+    if frame:
+        items.append(GivenItem("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
+    items += [GivenItem.parse("--item", text) for text in item or []]
+    return answer(run, items, prompt, max_new_tokens, ema)
+
+
+def evaluate(
+    run: RunArgument,
+    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest answer in tokens; default: the longest expected one.",
+        ),
+    ] = None,
+    ema: EmaOption = False,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="exact, per_word, contains, anls or relaxed_number, in place of data.metrics; "
+            "repeatable."
+        ),
+    ] = None,
+) -> int | None:
+    """Answer the held-out samples of a run's recipe and score the answers.
+
+    Writes all answers to held_out_<split>.jsonl in the run's folder. No KV cache.
+    """
+    from mimo.generate.evaluate import main
+
+    return main(run, split, max_new_tokens, ema, metric or ())
