@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from mimo.checkpoint.hf.recipes import load_phases
-from mimo.cli.main import app
 from mimo.errors import InputError, RecipeError, StartError
 from mimo.model.recipe_checks import check_recipe
 from mimo.slurm.elastic import fit
@@ -136,35 +133,6 @@ def test_nodes_of_two_kinds_are_refused(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- the command
-
-
-def test_the_command_writes_what_a_script_sources(path: Path, tmp_path: Path) -> None:
-    out = tmp_path / "fit.sh"
-    arguments = ["fit", str(path), *TWELVE, "--nodes", "2", "--out", str(out)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    script = f'. {out}; printf "%s\\n" "${{MIMO_OVERRIDES[@]}}" "${{MIMO_NODE_OF_RANK[*]}}"'
-    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    *overrides, nodes = shown.stdout.splitlines()
-    assert overrides == [
-        TWELVE[0],
-        *NODES_OF_FOUR,
-        "encoders.vision.grid.dp=2",
-        "language.grid.dp=2",
-    ]
-    assert nodes == " ".join(map(str, fit(path, TWELVE, 2)[1].node_of()))
-    assert "fit" not in CliRunner().invoke(app, ["--help"]).output.split()
-
-
-def test_the_command_ends_with_2_if_nothing_fits(path: Path, tmp_path: Path) -> None:
-    out = tmp_path / "fit.sh"
-    arguments = ["fit", str(path), "language.grid.tp=4", "cluster.gpus_per_node=4"]
-    result = CliRunner().invoke(app, [*arguments, "--nodes", "1", "--out", str(out)])
-    assert result.exit_code == 2
-    assert not out.exists()
-
-
-# -------------------------------------------------------------------------------- losses
 
 
 @pytest.mark.slow

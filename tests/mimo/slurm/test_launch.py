@@ -220,9 +220,8 @@ def test_an_array_is_of_runs_that_ask_for_the_same(slurm: Path) -> None:
     [
         (["--submit", "--array", "tiny.yaml"], "two runs of the array are called tiny"),
         (["--chain=2"], "add --submit"),
-        (["--hetjob", "--elastic", "--submit"], "fixed number of nodes"),
         (["--hosts=a", "--submit"], "hosts without SLURM"),
-        (["--dry-run", "--submit"], "to see the script, or to submit it"),
+        (["--dry-run", "--submit"], "--dry-run only prints"),
         (["--submit", "--array", "--hetjob"], "no arrays of heterogeneous jobs"),
     ],
 )
