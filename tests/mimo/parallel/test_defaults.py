@@ -120,4 +120,4 @@ def test_check_prints_what_was_chosen_and_what_the_user_chose(
     ):
         assert line in done.stdout.splitlines()
     assert "GOMP_SPINCOUNT=7 (yours) KMP_BLOCKTIME=1" in done.stdout
-    assert "environment of 3 ranks, 0 the first: CUDA_MODULE_LOADING=LAZY (yours)" in done.stdout
+    assert "environment of 3 ranks, from rank 0: CUDA_MODULE_LOADING=LAZY (yours)" in done.stdout
