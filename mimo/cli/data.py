@@ -89,8 +89,8 @@ def checkpoint_inspect(path: RunArgument) -> None:
     """Show the step, modules, sizes, dtypes, optimizers and layout of the newest checkpoint."""
     from rich.console import Console
 
-    from mimo.checkpoint.folder import find_checkpoint
     from mimo.checkpoint.assets import overview
+    from mimo.checkpoint.folder import find_checkpoint
 
     Console().print(overview(find_checkpoint(path)))
 
