@@ -4,7 +4,7 @@
 
 VENV := .venv
 STAMP := $(VENV)/.installed
-SOURCES := mimo bridge data encoders benchmarks tests
+SOURCES := mimo bridge data encoders benchmarks examples tests
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt
 # Two at a time: much of a test is waiting for ranks. A file's tests share what they set up, and
 # files start in the order of `tests/conftest.py`.
@@ -38,8 +38,8 @@ gpu: setup  ## add Transformer Engine and flash-attn, compiled for the torch of 
 gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in ten minutes
 	$(VENV)/bin/python -m benchmarks.gpu
 
-train: setup  ## prepare the quickstart's data, train it, and answer unseen examples
-	$(VENV)/bin/mimo prepare recipes/quickstart.yaml
+train: setup  ## write the data of examples/digits, train on it, and answer unseen examples
+	$(VENV)/bin/python -m examples.digits
 	$(VENV)/bin/mimo train recipes/quickstart.yaml
 	$(VENV)/bin/mimo evaluate runs/quickstart
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_speed import QWEN3_VL_8B, Stack, compare_speed
+from examples.digits.scans import prepare_digits
 from mimo.device import SHARE_GPUS
 from mimo.report.page import Part, Section, Table, number, percent, render, show, write
 
@@ -149,10 +150,8 @@ def compare_losses(on_gpu: Sequence[float], on_cpu: Sequence[float]) -> float:
 
 def run_jobs(names: Sequence[str], folder: Path, gpu: Mapping[str, str]) -> list[Check]:
     """Train each job on the GPU and on the CPU, at the same time, and compare their losses."""
-    small = {"num_train": 400, "num_validation": 40, "num_test": 40}
-    settings = [f"data.prepare_settings.{key}={value}" for key, value in small.items()]
     mimo("tiny", "qwen3_vl", "checkpoints/qwen3_vl_tiny", folder=folder, variables=CPU)
-    mimo("prepare", RECIPE, *settings, folder=folder, variables=CPU)
+    prepare_digits(folder / "datasets/digits", num_train=400, num_validation=40, num_test=40)
     checks = []
     with ThreadPoolExecutor(1) as beside:
         on_cpu = {name: beside.submit(train, name, "cpu", folder, CPU) for name in names}

@@ -21,7 +21,6 @@ AUDIO_WORDS = {"audio", "whisper", "wav", "wave", "mel", "waveform"}
 KNOW_AUDIO = {
     "data/modalities/audio.py",
     "encoders/whisper.py",
-    "data/digits/spoken.py",
     "data/text/forms.py",
     "data/pack/shards.py",
 }
@@ -31,7 +30,6 @@ PIXEL_WORDS = {"image_size", "PIL", "row_pixels", "item_width", "item_height"}
 # transformers' own processors, whose keys are about images.
 KNOW_PIXELS = (
     "data/modalities/",
-    "data/digits/",
     "data/pack/",
     "data/__init__.py",
     "encoders/",

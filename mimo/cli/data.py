@@ -29,7 +29,7 @@ def data_index(
 
     Reads only new and changed shards; keeps other recipes' indexes of the same shards.
     """
-    from mimo.model.prepare import index_main as run
+    from mimo.model.indexing import main as run
 
     return run(recipe, overrides or [], workers)
 

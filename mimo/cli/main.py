@@ -20,7 +20,7 @@ from mimo.cli.data import (
 )
 from mimo.cli.inspect import compare, evaluate, generate, logs, report, status
 from mimo.cli.options import Command, readable_errors
-from mimo.cli.train import check, prepare, train
+from mimo.cli.train import check, train
 from mimo.cli.verify import experiment, parity, replay, verify
 from mimo.runtime.environment import set_variables
 
@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
 for panel, commands in {
-    "Prepare": (check, prepare, tiny),
+    "Prepare": (check, tiny),
     "Train": (train,),
     "Inspect": (status, logs, report, compare, generate, evaluate),
     "Prove": (verify, parity, replay, experiment),

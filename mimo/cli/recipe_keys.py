@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 
 from mimo.config.schema import Recipe
 from mimo.families.registry import encoder_families, language_families
-from mimo.model.prepare import GENERATORS
 
 _INTRO = """\
 # Recipe keys
@@ -43,11 +42,6 @@ def recipe_keys() -> str:
     ):
         parts.append(f"## Settings of {module} families\n\nKeys under `{place}`.\n")
         parts += [_section("###", own.Settings, [name], "") for name, own in families.items()]
-    parts.append(
-        "## Settings of generators of example data\n\nKeys under `data.prepare_settings`.\n"
-    )
-    for name, (_, settings) in GENERATORS.items():
-        parts.append(_section("###", settings, [name], ""))
     return "\n".join(parts)
 
 

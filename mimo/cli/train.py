@@ -1,4 +1,4 @@
-"""`mimo check`, `mimo prepare` and `mimo train`."""
+"""`mimo check` and `mimo train`."""
 
 from __future__ import annotations
 
@@ -105,13 +105,6 @@ def _print_defaults(recipe: Recipe, layout: Layout) -> None:
     for variables, ranks in ranks_of.items():
         if variables:
             print(f"environment of {len(ranks)} ranks, from rank {ranks[0]}:", variables)
-
-
-def prepare(recipe: RecipeArgument, overrides: OverridesArgument = None) -> int | None:
-    """Write the example data and the index that a recipe needs."""
-    from mimo.model.prepare import main as run
-
-    return run(recipe, overrides or [])
 
 
 def train(

@@ -1,6 +1,6 @@
 """The part of a recipe that says what is trained on: sources, tokenizer, packing, decoding."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -47,12 +47,6 @@ Metrics = Annotated[
 class Data(Section):
     """Samples, tokenizer and packing. Paths are relative to the current folder."""
 
-    prepare: bounds.Word | None = None
-    """The generator of example data that `mimo prepare` runs, such as `digits`."""
-    prepare_settings: dict[str, Any] = {}
-    """Settings of the generator; see its section below."""
-    directory: bounds.PathText | None = None
-    """Folder that the generator writes to."""
     sources: Annotated[Sources, AfterValidator(_at_least_one)]
     """What is trained on; samples of several sources are mixed by weight."""
     validation: Sources = ()

@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mimo.config.source import Location
+from mimo.config.source import Location, removed
 from mimo.errors import nearest, shown, suggestion
 
 PHASES = "phases"
@@ -72,6 +72,8 @@ def _message(
     if details["type"] == "extra_forbidden":
         if is_recipe and location in _RENAMED:
             return f"this key is now called '{_RENAMED[location]}'"
+        if is_recipe and (instead := removed(location)) is not None:
+            return f"this key is gone; {instead}"
         section = _section_at(location[:-1], model)
         choices = [*section.model_fields] if section is not None else []
         choices += [PHASES] if is_recipe and section is model else []

@@ -42,6 +42,36 @@ def dotted(location: Location) -> str:
     return ".".join(part if len(part) <= _SHOWN else f"{part[:_SHOWN]}..." for part in parts)
 
 
+REMOVED: dict[Location, str] = {
+    ("data", "prepare"): "`python -m examples.digits` writes the example data",
+    ("data", "prepare_settings"): "give them to `python -m examples.digits`",
+    ("data", "directory"): "give the folder to `python -m examples.digits`",
+}
+"""Keys of earlier versions, and what to do instead. The part `*` is any name."""
+_RECORDED = "recipe.yaml"
+"""File name of the copy in a run, a job or a checkpoint."""
+
+
+def removed(location: Location) -> str | None:
+    """What to do instead of a key that an earlier version had; None for any other key."""
+    for old, instead in REMOVED.items():
+        if len(old) == len(location) and all(
+            part in ("*", given) for part, given in zip(old, location, strict=True)
+        ):
+            return instead
+    return None
+
+
+def _drop_removed(section: Any, location: Location) -> None:
+    if not isinstance(section, dict):
+        return
+    for key in [*section] if location[0] == "*" else [location[0]]:
+        if len(location) > 1:
+            _drop_removed(section.get(key), location[1:])
+        else:
+            section.pop(key, None)
+
+
 def as_yaml(data: dict[str, Any]) -> str:
     """Plain data as the text of a recipe."""
     yaml, stream = YAML(), io.StringIO()
@@ -188,6 +218,11 @@ def _read_file(path: Path) -> YamlSource:
     if data is not None and not isinstance(data, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of keys to values")
     source.data = data or {}
+    if path.name == _RECORDED:  # written by us: a run of an earlier version stays readable
+        phases = source.data.get("phases")
+        for part in (source.data, *(phases if isinstance(phases, list) else ())):
+            for location in REMOVED:
+                _drop_removed(part, location)
     return source
 
 

@@ -1,11 +1,12 @@
-"""Who builds what is missing of the indexes: processes of this machine, the ranks, or nobody."""
+"""Index the shards of a recipe: in this machine's processes, by the ranks, or not at all."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from data.index.build import IndexTask, Problems, Progress, build_here, index_sh
 from data.index.samples import Processors, settings_fingerprint
 from data.index.store import Survey, find_survey
 from data.text.chat import ChatTokenizer
+from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.data import Source
 from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
@@ -22,15 +24,49 @@ from mimo.model.dataset import (
     cache_folder,
     for_each_source,
     item_processors,
+    open_indexes,
     open_tokenizer,
+    sources_of,
+    unknown_text,
 )
 from mimo.runtime.processes import run_processes, warm_up
+from mimo.runtime.progress import progress_of
 
 _SMALL = 32 * 2**20  # bytes that one process indexes before others have started
 
 
+def main(path: Path, overrides: Sequence[str], workers: int | None) -> int:
+    """`mimo data index RECIPE`."""
+    load_phases(path, overrides).each(lambda recipe: _index_splits(recipe, workers))
+    return 0
+
+
+def _index_splits(recipe: Recipe, workers: int | None) -> None:
+    """Index all splits; print a line per source. Raises RecipeError with all problems."""
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    build = functools.partial(build_in_processes, workers=workers)
+    tell: Callable[[str], None] = functools.partial(print, flush=True)
+    problems = list[str]()
+    for split in SPLITS:
+        try:
+            with progress_of(f"indexing {split}") as progress:
+                indexes = open_indexes(recipe, split, chat, processors, progress, build)
+        except RecipeError as error:
+            problems += error.problems
+            continue
+        for source, index in zip(sources_of(recipe, split), indexes, strict=True):
+            tell(
+                f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
+                f"{index.num_items} items, {index.num_skipped} unusable samples left out"
+            )
+        for line in unknown_text(sources_of(recipe, split), indexes):
+            tell(line)
+    if problems:
+        raise RecipeError(*problems)
+
+
 def shares(tasks: Sequence[IndexTask], num: int) -> list[list[IndexTask]]:
-    """The same tasks dealt out: the largest shards first, every ``num``-th to the same."""
+    """Deal the tasks out by size: the largest first, each share gets every ``num``-th."""
     by_size = sorted(tasks, key=lambda task: -task.shard.size)
     return [by_size[number::num] for number in range(num)]
 
@@ -42,9 +78,10 @@ def build_in_processes(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> None:
-    """Index shards in ``workers`` processes (None: as many as cores), each its share.
+    """Index shards in ``workers`` processes; None starts one per core.
 
-    They end with this one; what they have finished stays. Raises as `build_here`.
+    The processes end with this one; finished index files stay. Raises ValueError for damaged
+    shards and samples that would be misread, after all other shards are indexed.
     """
     total = sum(task.shard.size for task in tasks)
     num = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(tasks))
@@ -61,8 +98,8 @@ def build_in_processes(
                 progress(int(done.sum()), total)
 
         problems = Problems()
-        for found in run_processes(_index_share, args, num, os.environ, meanwhile=show):
-            problems.merge(found)
+        for share in run_processes(_index_share, args, num, os.environ, meanwhile=show):
+            problems.merge(share)
         show()
     problems.raise_any(processors)
 
@@ -73,17 +110,17 @@ def _index_share(
     processors: Processors,
     counts: str,
 ) -> Problems:
-    """Index the share of this process. counts: a file with the bytes that each one has done."""
-    own = int(os.environ["RANK"])
+    """Index the share of this process. counts: a file of int64, the bytes done per process."""
+    process = int(os.environ["RANK"])
     done, problems, before = np.memmap(counts, np.int64, "r+"), Problems(), 0
-    for task in dealt[own]:
+    for task in dealt[process]:
 
         def show(position: int, before: int = before) -> None:
-            done[own] = before + position
+            done[process] = before + position
 
         problems.merge(index_shard(task, chat, processors, show))
         before += task.shard.size
-        done[own] = before
+        done[process] = before
     return problems
 
 
@@ -93,7 +130,7 @@ def build_nothing(
     processors: Processors,
     progress: Progress | None = None,
 ) -> None:
-    """For processes that all others would imitate. Raises ValueError."""
+    """Raise ValueError: the ranks have indexed already, and must not all do it again."""
     raise ValueError(
         f"{len(tasks)} shards are not indexed, the first is {tasks[0].shard.path}: "
         "`mimo data index` with this recipe does it. If other ranks have just indexed them, their "
@@ -102,27 +139,27 @@ def build_nothing(
 
 
 def tasks_of(recipe: Recipe) -> list[IndexTask]:
-    """The shards of all splits that are not indexed yet.
+    """Return the shards of all splits that are not indexed yet.
 
-    Raises RecipeError for missing shards, and when their index is refused or has no place;
-    StartError where their file system fails.
+    Raises RecipeError for missing shards, for `data.build_index: refuse`, and for an index that can
+    be stored nowhere; StartError where the shards' file system fails.
     """
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
 
     def tasks_of_source(source: Source) -> tuple[IndexTask, ...]:
-        found = survey_source(recipe, source, chat, processors)
-        if found is None:
+        survey = survey_source(recipe, source, chat, processors)
+        if survey is None:
             raise ValueError(
                 f"got {source.path}, whose index can be stored neither beside its shards "
                 "nor in data.cache_directory; give a folder there"
             )
-        if found.tasks and recipe.data.build_index == "refuse":
+        if survey.tasks and recipe.data.build_index == "refuse":
             message = (
-                f"got refuse, and {len(found.tasks)} of {len(found.catalog.names)} shards of "
+                f"got refuse, and {len(survey.tasks)} of {len(survey.catalog.names)} shards of "
                 f"{source.path} are not indexed; run `mimo data index` with this recipe first"
             )
             raise RecipeError(recipe.problem(("data", "build_index"), message))
-        return found.tasks
+        return survey.tasks
 
     tasks = itertools.chain.from_iterable(for_each_source(recipe, SPLITS, tasks_of_source))
     return list({task.file: task for task in tasks}.values())
@@ -131,6 +168,6 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
 def survey_source(
     recipe: Recipe, source: Source, chat: ChatTokenizer, processors: Processors
 ) -> Survey | None:
-    """What is there of a source's index; None if it can be stored nowhere. Raises ValueError."""
-    settings, media = settings_fingerprint(chat, processors), sorted(processors)
-    return find_survey(source.path, settings, media, cache_folder(recipe))
+    """What exists of a source's index; None if it can be stored nowhere. Raises ValueError."""
+    settings, modalities = settings_fingerprint(chat, processors), sorted(processors)
+    return find_survey(source.path, settings, modalities, cache_folder(recipe))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from data.index.store import Build
 from mimo.config.data import Source
@@ -185,10 +184,6 @@ def check_indexed_data(recipe: Recipe) -> list[str]:
 
     Returns a line for each thing that is not checked, or odd. Raises RecipeError.
     """
-    folder = recipe.data.directory
-    if recipe.data.prepare is not None and folder is not None and not Path(folder).exists():
-        message = f"{folder} is not there yet; `mimo prepare` writes and checks it"
-        return [f"note: data.directory: {message}"]
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     notes = list[str]()
 

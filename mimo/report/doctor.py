@@ -305,7 +305,7 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
 def render(reports: Sequence[tuple[str, tuple[dict[str, Any], list[dict[str, Any]]]]]) -> str:
     """The page of the reports of phases by title: figures and samples as of `examine`."""
     environment = Environment(
-        loader=PackageLoader("mimo.model", ""),
+        loader=PackageLoader("mimo.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

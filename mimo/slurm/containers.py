@@ -70,7 +70,6 @@ def _folders(phased: PhasedRecipe, folder: Path) -> Iterator[tuple[Location, str
         named: dict[Location, str | None] = {
             ("init_from",): recipe.init_from,
             ("train", "run_dir"): str(phased.run_dir.parent),
-            ("data", "directory"): data.directory,
             ("data", "tokenizer"): data.tokenizer,
             ("data", "cache_directory"): data.cache_directory,
             ("cluster", "log_dir"): cluster.log_dir,

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.digits.shards import prepare_digits
 from data.index.samples import Processors
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
+from examples.digits.scans import prepare_digits
 
 WriteShard = Callable[[Path, Mapping[str, bytes]], Path]
 Ask = Callable[..., bytes]

@@ -108,7 +108,6 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "run_dir": str(folder / "runs"),
     }
     data["data"] |= {
-        "prepare": None,
         "sources": [
             {"path": str(directory / shard), "weight": weight}
             for shard, weight in zip(workload.shards, workload.weights, strict=True)

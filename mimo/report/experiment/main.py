@@ -10,7 +10,6 @@ from pathlib import Path
 from mimo.checkpoint.hf.recipes import load_phases, load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import EXIT_CONTINUE
-from mimo.model.prepare import prepare
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.report.experiment.jobs import collect, submit, was_submitted
 from mimo.report.experiment.page import problems_table, results_table, verdict, write_page
@@ -39,8 +38,6 @@ def main(
     folder = Path(recipe.train.run_dir) / experiment.name
     runs = [Run(folder, *one) for one in experiment.rounds]
     with run_lock(folder):
-        if recipe.data.prepare is not None:
-            prepare(recipe)
         if submitting:
             for one in (refused := submit(runs, experiment.recipe, cluster)):
                 print(f"{one.run.name}: {one.error}", file=sys.stderr)

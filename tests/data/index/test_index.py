@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.digits.shards import CANVASES
 from data.index.build import Problems
 from data.index.samples import Processors, check_sizes
 from data.index.shard_index import COLUMNS
 from data.index.store import build_index
 from data.text.chat import ChatTokenizer
+from examples.digits.scans import CANVASES
 
 
 def test_offsets_point_at_the_members_of_the_tar(

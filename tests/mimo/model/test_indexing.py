@@ -19,7 +19,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.model.indexing import build_in_processes, shares, tasks_of
-from mimo.model.prepare import index_main
+from mimo.model.indexing import main as index_main
 from mimo.model.recipe_checks import check_data, check_indexed_data
 from mimo.report.doctor import main as doctor
 from tests.conftest import RunRanks

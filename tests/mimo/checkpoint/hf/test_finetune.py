@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.digits.shards import prepare_digits
+from examples.digits.scans import prepare_digits
 from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.recipes import load_processor, load_recipe
 from mimo.generate.evaluate import Answered, answer_split
@@ -67,7 +67,6 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
     recipe = RECIPES / f"{family}_tiny.yaml"
     overrides = [
         f"init_from={base}",
-        f"data.directory={digits}",
         *(
             f'data.{split}=[{{path: "{digits}/{name}-*.tar"}}]'
             for split, name in (

@@ -10,7 +10,12 @@ import pytest
 from PIL import Image
 from webdataset.compat import WebDataset
 
-from data.digits.shards import (
+from data.index.store import build_index
+from data.modalities.image_files import open_image
+from data.modalities.images import ImageProcessor
+from data.text.chat import ChatTokenizer
+from data.text.digits import image_conversation, text_conversation
+from examples.digits.scans import (
     CANVASES,
     TEXT_RUN,
     _load_scans,
@@ -19,11 +24,6 @@ from data.digits.shards import (
     prepare_digits,
     split_of_scan,
 )
-from data.index.store import build_index
-from data.modalities.image_files import open_image
-from data.modalities.images import ImageProcessor
-from data.text.chat import ChatTokenizer
-from data.text.digits import image_conversation, text_conversation
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -165,7 +165,7 @@ def test_data_of_another_version_of_the_generator_is_replaced(tmp_path: Path):
 
 def test_a_folder_with_other_things_is_never_replaced(tmp_path: Path):
     (tmp_path / "precious.txt").write_text("mine")
-    with pytest.raises(ValueError, match="was not made by `mimo prepare`"):
+    with pytest.raises(ValueError, match="holds other files"):
         prepare_digits(tmp_path, 4, 4, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 

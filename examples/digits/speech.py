@@ -1,8 +1,8 @@
-"""Digits as short synthetic sounds to write down: no recordings, no download.
+"""Clips of synthetic spoken digits to write down: no recordings, no download.
 
-Each digit glides between two of four vowels, two resonances of a voice each. A clip has one to four
-digits by one voice, in its tempo, with pauses and noise, at 8 kHz; the voices of the splits are
-disjoint. Some samples are text only, in whole runs.
+Each digit glides from one of four vowels to another; a vowel is two resonances of a voice. A clip
+has one to four digits of one voice at 8 kHz, with pauses and noise. The splits share no voice.
+Some samples are text only, in whole runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from data.digits.shards import Draw, write_data_set
 from data.modalities.audio import wav_bytes
 from data.text.digits import conversation, spaced, text_conversation, write_tokenizer
+from examples.digits.scans import Draw, write_data_set
 
 FORMAT_VERSION = 1
 PLACEHOLDERS = {"audio": "<|audio_pad|>"}
@@ -32,12 +32,12 @@ _VOWELS = ((300.0, 2300.0), (550.0, 1700.0), (800.0, 1200.0), (350.0, 750.0))
 _GLIDES = tuple(itertools.permutations(_VOWELS, 2))[:10]  # by digit
 _BANDWIDTHS = (90.0, 130.0)
 _HIGHEST_HARMONIC = 3_400.0
-_CONTROL = 40  # samples from one point of a glide to the next
+_CONTROL = 40  # samples between two points of a glide
 
 
 @dataclass(frozen=True)
 class Voice:
-    """pitch: hertz. size: of the speaker, by which resonances scale. tempo: speed."""
+    """A speaker. pitch: hertz. size: factor on the resonances. tempo: factor on the speed."""
 
     pitch: float
     size: float
@@ -45,7 +45,7 @@ class Voice:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Voice:
-        """A voice of anyone."""
+        """Draw a random voice."""
         return cls(rng.uniform(90, 220), rng.uniform(0.9, 1.1), rng.uniform(0.85, 1.25))
 
 
@@ -80,7 +80,7 @@ def prepare_spoken_digits(
 
 
 def speak(digits: Sequence[int], voice: Voice, rng: random.Random) -> np.ndarray:
-    """int16 (n,) at 8 kHz: digits one after the other between pauses, with noise under them."""
+    """Return int16 (n,) at 8 kHz: the digits with pauses between them, and noise."""
     parts = [_pause(rng)]
     for digit in digits:
         parts += [_glide(digit, voice, rng), _pause(rng)]
@@ -95,22 +95,22 @@ def _pause(rng: random.Random) -> np.ndarray:
 
 
 def _glide(digit: int, voice: Voice, rng: random.Random) -> np.ndarray:
-    """(n,), at most 1: harmonics of the pitch, each as loud as the resonances let it be there."""
+    """Return (n,), at most 1: harmonics of the pitch, shaped by the moving resonances."""
     seconds = rng.uniform(0.22, 0.32) / voice.tempo
     length = int(_RATE * seconds) // _CONTROL * _CONTROL
     pitch = voice.pitch * rng.uniform(0.95, 1.05)
     harmonics = pitch * np.arange(1, int(_HIGHEST_HARMONIC / pitch) + 1)[:, None]  # (K, 1)
     points = np.arange(length // _CONTROL + 1) / (length // _CONTROL)
-    way = np.clip((points - 0.25) / 0.5, 0, 1)  # a vowel, the way, the other vowel
+    glide = np.clip((points - 0.25) / 0.5, 0, 1)  # first vowel, transition, second vowel
     loudness = np.zeros((len(harmonics), len(points)))
     for first, last, width in zip(*_GLIDES[digit], _BANDWIDTHS, strict=True):
-        centre = voice.size * (first + (last - first) * way)
+        centre = voice.size * (first + (last - first) * glide)
         loudness += np.exp(-0.5 * ((harmonics - centre) / width) ** 2)
     loudness *= np.sin(np.pi * np.clip(points, 0.02, 0.98)) ** 0.5
     time = np.arange(length)
     control = np.arange(len(points)) * _CONTROL
     waves = np.sin(2 * np.pi * harmonics * time / _RATE)
     sound = np.zeros(length)
-    for own, wave in zip(loudness, waves, strict=True):
-        sound += np.interp(time, control, own) * wave
+    for volume, wave in zip(loudness, waves, strict=True):
+        sound += np.interp(time, control, volume) * wave
     return sound / max(float(np.abs(sound).max()), 1e-6)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.digits.shards import is_text_only
-from data.digits.spoken import PLACEHOLDERS, Voice, prepare_spoken_digits, speak
 from data.index.store import build_index
 from data.modalities.audio import AudioClips, wav_bytes
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.item_text import MediaText
-from tests.data.digits.test_digits import digests
+from examples.digits.scans import is_text_only
+from examples.digits.speech import PLACEHOLDERS, Voice, prepare_spoken_digits, speak
+from tests.examples.digits.test_scans import digests
 
 COUNTS: dict[str, Any] = {"num_train": 64, "num_validation": 2, "num_test": 6}
 CLIPS = AudioClips(num_mel_bins=40, tokens_per_row=4, max_seconds=4.0)

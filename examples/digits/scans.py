@@ -1,7 +1,7 @@
-"""The quickstart's data: handwritten digits to read aloud, made from scikit-learn's bundled scans.
+"""Images of handwritten digits with questions, drawn from the scans that scikit-learn ships.
 
-A sample shows one to four images of one digit each, asks for them, and answers "3 7 1". Some are
-text only, in whole runs. `write_data_set` is what all generators of example data share.
+A sample shows one to four images of one digit each, asks for them, and answers "3 7 1". Some
+samples are text only, in whole runs. `write_data_set` also writes the spoken digits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from data.text.digits import image_conversation, text_conversation, write_tokeni
 FORMAT_VERSION = 1
 SAMPLES_PER_SHARD = 2000
 TEXT_RUN = 32  # text-only samples come in runs of this many, at multiples of it
-_TEXT_RUN_PERIOD = 8  # one run in so many is text-only, of the training samples
+_TEXT_RUN_PERIOD = 8  # one run of training samples in eight is text only
 _TEXT_RUN_HELD_OUT = 16
 _MARKER = ".complete"
 
@@ -39,7 +39,7 @@ _SCAN_PIXELS = 8
 
 
 Draw = Callable[[random.Random, bool], tuple[dict[str, bytes], dict[str, Any]]]
-"""Files by suffix, and the document, of a sample; the flag says whether it is text only."""
+"""(random state, is text only) -> a sample's files by suffix, and its document."""
 
 
 def prepare_digits(
@@ -50,13 +50,13 @@ def prepare_digits(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/ into `directory`; returns it.
+    """Write train-*.tar, validation-*.tar, test-*.tar and tokenizer/; return the absolute folder.
 
-    The scans of the three splits are disjoint, and equal arguments give equal files. Does nothing
-    when the folder already holds the same data. It appears complete or not at all. progress(done,
-    total) counts samples.
+    The splits share no scan, and equal arguments give equal files. A folder that holds the same
+    data is left as it is. The folder appears complete or not at all. progress(done, total) counts
+    samples.
 
-    Raises ValueError for a folder that holds something else (it is never deleted), or bad counts.
+    Raises ValueError for counts below 1, and for a folder with other files, which is never deleted.
     """
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     settings = {f"num_{split}": count for split, count in counts.items()}
@@ -96,10 +96,10 @@ def write_data_set(
     write_tokenizer: Callable[[Path], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write the shards of every split and tokenizer/ into `directory`, as `prepare_digits` says.
+    """Write the shards of every split and tokenizer/ into `directory`; see `prepare_digits`.
 
-    settings: what the files depend on, for JSON. counts: samples by split. drawing: how a split's
-    samples are drawn, each from a random state of its own.
+    settings: all that the files depend on, as JSON. counts: samples by split. drawing: split -> a
+    function that draws one sample from its own random state.
     """
     directory = Path(directory).absolute()
     if min(counts.values()) < 1:
@@ -107,9 +107,7 @@ def write_data_set(
     if _is_prepared(directory, settings):
         return directory
     if directory.exists() and not (directory / _MARKER).is_file() and any(directory.iterdir()):
-        raise ValueError(
-            f"{directory} exists and was not made by `mimo prepare`: give an empty or a new folder"
-        )
+        raise ValueError(f"{directory} exists and holds other files: give an empty or a new folder")
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     old = temporary.with_suffix(".old")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -126,9 +124,9 @@ def write_data_set(
         (temporary / _MARKER).write_text(json.dumps(dict(settings)), encoding="utf-8")
         try:
             if directory.exists():
-                os.rename(directory, old)  # so that at any moment one of the two is there
+                os.rename(directory, old)  # at any moment, one of the two is complete
             os.rename(temporary, directory)
-        except OSError:  # another process was faster; what it wrote is the same if settings are
+        except OSError:  # another process was faster; equal settings gave equal files
             if not _is_prepared(directory, settings):
                 raise
     finally:
@@ -152,7 +150,7 @@ def is_text_only(split: str, number: int, count: int) -> bool:
 
 
 def split_of_scan(number: int) -> str:
-    """The split of a scan: by its index modulo 5, as the last fifth is harder than the rest."""
+    """The split of a scan, by its index modulo 5: the last fifth is harder than the rest."""
     if number % 5 == 0:
         return "test"
     return "validation" if number % 20 == 1 else "train"
@@ -160,7 +158,7 @@ def split_of_scan(number: int) -> str:
 
 def _write_split(folder: Path, name: str, split: str, count: int, draw: Draw) -> Iterator[int]:
     """Write the shards of a split; yields the number of samples written so far."""
-    from webdataset.writer import TarWriter  # here: it imports torch
+    from webdataset.writer import TarWriter  # late: it imports torch
 
     for shard, start in enumerate(range(0, count, SAMPLES_PER_SHARD)):
         with (
@@ -179,7 +177,7 @@ def _write_split(folder: Path, name: str, split: str, count: int, draw: Draw) ->
 
 def _load_scans(split: str) -> tuple[np.ndarray, np.ndarray]:
     """uint8 (k, 10, 10) scans of a split with an empty border, and the digits int (k,) in them."""
-    from sklearn.datasets import load_digits  # here: it is slow to import
+    from sklearn.datasets import load_digits  # late: it is slow to import
 
     bunch: Any = load_digits()
     chosen = [number for number in range(len(bunch.target)) if split_of_scan(number) == split]
@@ -191,7 +189,7 @@ def _load_scans(split: str) -> tuple[np.ndarray, np.ndarray]:
 def draw_digit(
     scan: np.ndarray, canvas: tuple[int, int], rng: random.Random, augment: bool
 ) -> Image.Image:
-    """A grey image of `canvas` (width, height) pixels, one digit somewhere in it, bright on dark.
+    """Draw one digit, bright on dark, into a grey image of `canvas` (width, height) pixels.
 
     scan: uint8 (10, 10), a scan of 8 x 8 with an empty border. The digit keeps its aspect ratio.
     augment: rotate it by up to 5 degrees and shift it by up to 4 %.
@@ -210,8 +208,8 @@ def draw_digit(
     cos, sin = scale * np.cos(angle), scale * np.sin(angle)
     middle = scan.shape[0] / 2
     matrix = (cos, sin, middle - cos * x - sin * y, -sin, cos, middle + sin * x - cos * y)
-    way, method = tuple(map(float, matrix)), Image.Resampling.BICUBIC
-    return Image.fromarray(scan).transform(canvas, Image.Transform.AFFINE, way, method)
+    to_scan, method = tuple(map(float, matrix)), Image.Resampling.BICUBIC
+    return Image.fromarray(scan).transform(canvas, Image.Transform.AFFINE, to_scan, method)
 
 
 def _weighted[T](rng: random.Random, weights: dict[T, int]) -> T:

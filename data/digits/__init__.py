@@ -1,1 +1,0 @@
-"""The example data: scans of handwritten digits as chats."""

@@ -1,0 +1,1 @@
+"""Programs that show the toolkit at work; not part of the installed package."""
