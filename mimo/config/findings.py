@@ -14,7 +14,6 @@ PHASES = "phases"
 """The key of a file with several recipes, which `mimo.config.phases` takes apart."""
 
 
-_RENAMED: dict[Location, str] = {("stages",): PHASES}
 _OTHER_NAMES = {  # of our keys, in other trainers
     "init_from": "model_name_or_path pretrained_model_name_or_path",
     "data.sequence_length": "max_length max_seq_length max_seq_len seq_length seq_len cutoff_len "
@@ -70,10 +69,8 @@ def _message(
     details: ErrorDetails, location: Location, model: type[BaseModel], is_recipe: bool
 ) -> str:
     if details["type"] == "extra_forbidden":
-        if is_recipe and location in _RENAMED:
-            return f"this key is now called '{_RENAMED[location]}'"
         if is_recipe and (instead := removed(location)) is not None:
-            return f"this key is gone; {instead}"
+            return f"this key was removed; {instead}"
         section = _section_at(location[:-1], model)
         choices = [*section.model_fields] if section is not None else []
         choices += [PHASES] if is_recipe and section is model else []

@@ -84,9 +84,6 @@ class Train(Section):
     fp8: Literal["none", "current", "block", "mxfp8"] = "none"
     """8-bit linears in the language model's layers, by Transformer Engine: scaled by tensor
     (`current`), by blocks of 128 (`block`, Hopper) or of 32 (`mxfp8`, Blackwell)."""
-    tp_comm_overlap: bool = False
-    """Send beside the matrix products in the language model's tensor-parallel layers, by
-    Transformer Engine; pads every sequence to `data.tokens_per_microbatch`."""
     seed: bounds.Seed = 1
     """Seed of freshly drawn weights and of the order of samples."""
     learning_rate: bounds.LearningRate = 1e-3

@@ -43,8 +43,10 @@ def dotted(location: Location) -> str:
 
 
 REMOVED: dict[Location, str] = {
+    ("stages",): "it is now called 'phases'",
+    ("train", "tp_comm_overlap"): "sends no longer overlap with tensor-parallel linears",
     ("data", "prepare"): "`python -m examples.digits` writes the example data",
-    ("data", "prepare_settings"): "give them to `python -m examples.digits`",
+    ("data", "prepare_settings"): "give its options to `python -m examples.digits`",
     ("data", "directory"): "give the folder to `python -m examples.digits`",
 }
 """Keys of earlier versions, and what to do instead. The part `*` is any name."""

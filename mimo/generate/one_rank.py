@@ -42,7 +42,7 @@ def one_rank_layout(recipe: Recipe) -> Layout:
 
 
 # Any machine answers, and prompts have any length.
-_ANYWHERE = {"fp8": "none", "tp_comm_overlap": False, "ema_decay": None}
+_ANYWHERE = {"fp8": "none", "ema_decay": None}
 
 
 def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:

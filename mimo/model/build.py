@@ -52,9 +52,8 @@ from mimo.families.registry import (
 from mimo.model.flops import learning_names
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_device
-from mimo.ops.acceleration import make_user_buffers
 from mimo.parallel.defaults import overlap_of
-from mimo.parallel.grids import LANGUAGE, encode_group, fixed_tokens, posted_ahead, run_ahead
+from mimo.parallel.grids import LANGUAGE, encode_group, posted_ahead, run_ahead
 from mimo.parallel.groups import Topology
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
@@ -84,10 +83,6 @@ def build_model(
         num_tokens = settings.num_tokens(tokenizer_size)
     except ValueError as error:
         raise RecipeError(recipe.problem(("data", "tokenizer"), str(error))) from error
-    if recipe.train.tp_comm_overlap:
-        tokens, tp = fixed_tokens(recipe, topology.layout), recipe.language.grid.tp
-        assert tokens is not None, "the overlap is checked with the layout"
-        make_user_buffers(tokens, settings.hidden_size, tp, dtype)
     partition = None
     if topology.owns(LANGUAGE):
         groups = topology.modules[LANGUAGE]
@@ -153,7 +148,6 @@ def _megatron_module(
             provided=frozenset(filled),
             # Patches of encoders come in any number, which 8-bit kernels do not take.
             fp8=train.fp8 if name == LANGUAGE else "none",
-            overlap_messages=train.tp_comm_overlap and name == LANGUAGE,
         )
         if name == LANGUAGE:
             family = cast("MegatronLanguageFamily", language_family(recipe))

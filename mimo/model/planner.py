@@ -8,7 +8,7 @@ from mimo.config.schema import Recipe
 from mimo.model.dataset import Dataset, linear_tokens, token_budget
 from mimo.model.step_plan import StepPlanner
 from mimo.ops.acceleration import fp8_multiple
-from mimo.parallel.grids import Layout, encode_group, fixed_tokens, num_microbatches
+from mimo.parallel.grids import Layout, encode_group, num_microbatches
 
 
 def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **given: Any) -> StepPlanner:
@@ -26,6 +26,5 @@ def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **given: Any)
         tokens_on_rank=fp8_multiple(recipe.train.fp8),
         budget=token_budget(recipe),
         linear_tokens=linear_tokens(recipe),
-        fixed_tokens=fixed_tokens(recipe, layout),
         **given,
     )

@@ -34,7 +34,6 @@ from mimo.model.roles import CUT_BY_COLUMNS
 from mimo.ops.acceleration import (
     fp8_multiple,
     fp8_problem,
-    overlap_problem,
     this_machine,
 )
 from mimo.parallel.build import build_layout
@@ -149,14 +148,8 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
 
 def check_device(recipe: Recipe) -> None:
     """Raise RecipeError unless this machine has what the recipe asks for; initialises its GPU."""
-    machine, train = this_machine(), recipe.train
-    found = {
-        "fp8": fp8_problem(train.fp8, machine),
-        "tp_comm_overlap": overlap_problem(machine) if train.tp_comm_overlap else None,
-    }
-    problems = [recipe.problem(("train", key), text) for key, text in found.items() if text]
-    if problems:
-        raise RecipeError(*problems)
+    if problem := fp8_problem(recipe.train.fp8, this_machine()):
+        raise RecipeError(recipe.problem(("train", "fp8"), problem))
 
 
 def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:

@@ -102,7 +102,6 @@ class StepPlanner:
     budget: of the tokens of a lane's microbatch; then it has as many samples as fit instead of
         ``micro_batch_size``. linear_tokens: a lane's load of L tokens in one sample is
         L · (linear_tokens + L): the length at which attention costs as much as everything else.
-    fixed_tokens: of every lane's sequence; None for those that its samples need.
     """
 
     layout: Layout
@@ -120,7 +119,6 @@ class StepPlanner:
     tokens_on_rank: int = 1
     budget: TokenBudget | None = None
     linear_tokens: int = 0
-    fixed_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert self.budget is None or self.packed, "a budget is of the tokens of one sequence"
@@ -204,10 +202,8 @@ class StepPlanner:
 
         unusable: sample numbers in the step, the same on every rank.
         """
-        tokens = self.fixed_tokens
-        if tokens is None and self.layout.language.vpp > 1:  # interleaved stages need one length
+        if self.layout.language.vpp > 1:  # interleaved stages need one length
             tokens = max(m.samples.longest_sequence for m in microbatches)
-        if tokens is not None:
             microbatches = [replace(m, samples=m.samples.padded_to(tokens)) for m in microbatches]
         finished = []
         for first, planned in zip(first_samples(microbatches), microbatches, strict=True):

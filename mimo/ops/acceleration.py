@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mimo.device import gpu_capability
 from mimo.errors import InputError
@@ -136,35 +135,6 @@ def layers_of(dtype: torch.dtype) -> LayerChoice:
 
 
 _NOT_INSTALLED = "Transformer Engine, but it is not installed; install transformer-engine[pytorch]"
-
-
-def overlap_problem(machine: Machine) -> str | None:
-    """Why a machine cannot do ``train.tp_comm_overlap``, and what to do; None if it can."""
-    if machine.capability is None:
-        return "got true, which needs GPUs, but this machine has none; set it to false"
-    if TRANSFORMER_ENGINE not in machine.installed:
-        return f"got true, which needs {_NOT_INSTALLED}, or set it to false"
-    return None
-
-
-def make_user_buffers(tokens: int, hidden_size: int, tp: int, dtype: torch.dtype) -> None:
-    """Make the buffers of Transformer Engine in which tensor-parallel linears send as they compute.
-
-    In place of this process's former ones; every rank of the world calls it. They have one size, so
-    every sequence must have the same number of tokens, and are for groups of neighbouring ranks
-    that tile the world. Source: Transformer Engine's `initialize_ub`, as Megatron-LM calls it.
-
-    tokens: of a whole sequence, over all ``tp`` ranks of a group.
-    """
-    base = importlib.import_module("transformer_engine.pytorch.module.base")
-    base.destroy_ub()
-    base.initialize_ub(
-        shape=[tokens, hidden_size],
-        tp_size=tp,
-        quantization_modes=[base.UserBufferQuantizationMode.NONE],
-        dtype=dtype,
-        bootstrap_backend=dist.get_backend(),
-    )
 
 
 # ---------------------------------------------------------------------------- FP8

@@ -16,8 +16,6 @@ def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     yield from _size_problems(recipe, layout)
     for grid in layout.grids.values():
         yield from _engine_problems(recipe, grid)
-    if recipe.train.tp_comm_overlap:
-        yield from _overlap_problems(recipe, layout)
 
 
 # What to use instead, by axis.
@@ -70,14 +68,10 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
             "got fsdp, which runs the module of transformers in a Hugging Face folder, but the "
             "recipe names none; set init_from, or engine: megatron",
         )
-    train = recipe.train
-    for name, off in (("fp8", "none"), ("tp_comm_overlap", False)):
-        if grid.module == LANGUAGE and (value := getattr(train, name)) != off:
-            yield recipe.problem(
-                ("train", name),
-                f"got {str(value).lower()}, which needs language.engine: megatron; set it to "
-                f"{str(off).lower()}",
-            )
+    if grid.module == LANGUAGE and (fp8 := recipe.train.fp8) != "none":
+        yield recipe.problem(
+            ("train", "fp8"), f"got {fp8}, which needs language.engine: megatron; set it to none"
+        )
 
 
 def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -151,28 +145,6 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"{_text(unused)} of {needed} would be used by no module ({places}); "
             f"remove rank_offset",
         )
-
-
-def _overlap_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """What user buffers of Transformer Engine cannot be made for: see `make_user_buffers`."""
-    train, language, world = recipe.train, layout.language, layout.world_size
-    wanted = {
-        f"bf16, but train.precision is {train.precision}": train.precision == "bf16",
-        f"linears in 16 bits, but train.fp8 is {train.fp8}": train.fp8 == "none",
-        "linears without adapters, but language.lora has some": recipe.language.lora is None,
-        "sequences of one length; set data.tokens_per_microbatch": (
-            recipe.data.tokens_per_microbatch is not None
-        ),
-        f"tp above 1 with sp and no cp, but language.grid is {language}": (
-            language.tp > 1 and language.sp and language.cp == 1
-        ),
-        f"the language model on all {world} ranks, but it has {language.size}; colocate encoders": (
-            language.size == world
-        ),
-    }
-    for need, fulfilled in wanted.items():
-        if not fulfilled:
-            yield recipe.problem(("train", "tp_comm_overlap"), f"got true, which needs {need}")
 
 
 def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

@@ -167,16 +167,3 @@ def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> in
     """
     parts = tp if sp else 1
     return math.lcm(segment_multiple(cp) * parts, tokens_on_rank * cp * parts)
-
-
-def fixed_tokens(recipe: Recipe, layout: Layout) -> int | None:
-    """Tokens that every packed sequence is padded to; None for those it needs.
-
-    User buffers have one size: `train.tp_comm_overlap`.
-    """
-    tokens = recipe.data.tokens_per_microbatch
-    if not recipe.train.tp_comm_overlap or tokens is None:
-        return None
-    grid = layout.language
-    multiple = sequence_multiple(grid.cp, grid.tp, grid.sp)
-    return -(-tokens // multiple) * multiple

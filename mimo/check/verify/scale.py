@@ -145,7 +145,6 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
     found = {
         f"{precision} instead of {train.precision}": train.precision != precision,
         f"no 8-bit linears (fp8: {train.fp8})": train.fp8 != "none",
-        "messages of linears are not overlapped": train.tp_comm_overlap,
         f"learning rate {rate:g}{of_modules}, so that weights move": True,
         **{
             f"warm-up of {scaled} steps instead of {steps}": scaled > 0
@@ -212,7 +211,6 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         "steps": max(NUM_STEPS, *warmups.values()) + 1,
         "precision": precision,
         "fp8": "none",
-        "tp_comm_overlap": False,
         "learning_rate": _scaled_rate(recipe, None),
         "warmup_steps": warmups[recipe.train.warmup_steps],
         "decay_steps": recipe.train.decay_steps and 1,

@@ -44,7 +44,6 @@ class ModuleContext:
     provided: names, as in the whole module, of parameters that a checkpoint is about to fill, so
         that nobody draws them.
     fp8: a name of `FP8_RECIPES`, or "none": how linears compute.
-    overlap_messages: whether linears send beside their matrix products; see `make_user_buffers`.
     """
 
     groups: ProcessGroupCollection
@@ -57,7 +56,6 @@ class ModuleContext:
     lora: LoRA | None = None
     provided: frozenset[str] = frozenset()
     fp8: str = "none"
-    overlap_messages: bool = False
 
     @property
     def is_first_stage(self) -> bool:
@@ -163,7 +161,6 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         deallocate_pipeline_outputs=pipeline > 1,
         # No CUDA graphs; the default is a name that Megatron itself calls deprecated.
         cuda_graph_modules=[],
-        tp_comm_overlap=ctx.overlap_messages,
         **recompute,  # type: ignore[arg-type]
         **fp8_flags(ctx.fp8),
         **fused_activation(shape.activation, shape.gated, kernels.fused_activation),

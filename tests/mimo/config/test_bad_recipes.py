@@ -329,6 +329,6 @@ def test_a_recipe_that_an_earlier_version_recorded_is_read_without_its_old_keys(
     written, recorded = tmp_path / "mine.yaml", tmp_path / "recipe.yaml"
     written.write_text(text)
     recorded.write_text(text)
-    with pytest.raises(RecipeError, match="this key is gone; `python -m examples.digits`"):
+    with pytest.raises(RecipeError, match="this key was removed; `python -m examples.digits`"):
         load_recipe(written)
     assert load_recipe(recorded).to_yaml() == load_recipe(QUICKSTART).to_yaml()

@@ -271,11 +271,6 @@ def test_a_misspelt_phases_is_found(tmp_path: Path) -> None:
     assert line.endswith("unknown key; did you mean 'phases'?")
 
 
-def test_the_former_name_of_phases_is_refused_with_the_new_one(tmp_path: Path) -> None:
-    (line,) = problems(tiny.write_recipe(tmp_path), "stages=[{name: a}]")
-    assert line.endswith("stages: this key is now called 'phases'")
-
-
 def test_a_recipe_with_phases_is_not_taken_for_one_run(path: Path) -> None:
     with pytest.raises(RecipeError, match="phases: a recipe without phases is needed here"):
         load_recipe(path)

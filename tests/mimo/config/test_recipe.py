@@ -130,6 +130,11 @@ def test_every_name_of_another_trainer_leads_to_a_key_and_is_none() -> None:
         assert f"| `{name}` |" not in page, name
 
 
+def test_a_removed_key_is_refused_with_its_replacement(path: Path) -> None:
+    (line,) = problems(path, "stages=[{name: a}]")
+    assert line.endswith("stages: this key was removed; it is now called 'phases'")
+
+
 def test_a_key_that_resembles_nothing_lists_what_there_is(path: Path) -> None:
     assert problems(path, "data.sources.0.zzz=2") == [
         "override 'data.sources.0.zzz=2': data.sources.0.zzz: unknown key; choose from path, weight"
