@@ -231,7 +231,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
             num_inputs=int(grids.prod(1).sum()),
             num_tokens=sum(tokens) + num_blank * self.tokens_per_row,
             sizes=[own // self.tokens_per_row for own in tokens],
-            packed=engine.brought(packed, copy),
+            packed=engine.to_device(packed, copy),
         )
 
     @functools.cached_property

@@ -205,7 +205,7 @@ class Trainer:
         from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
         from mimo.engines.megatron.schedule import sum_losses
-        from mimo.engines.megatron.segments import PackedSegments
+        from mimo.ops.segments import PackedSegments
 
         one, cp, tp = next(batches), self.groups.cp, self.groups.tp
         lengths = one.lengths or (one.ids.shape[1],)

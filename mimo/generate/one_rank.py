@@ -23,11 +23,11 @@ from mimo.checkpoint.load import Index, load_checkpoint
 from mimo.config.modules import Grid
 from mimo.config.schema import Recipe
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
-from mimo.engines.megatron.segments import PackedSegments
 from mimo.model.build import build_model
 from mimo.model.memory import check_memory
 from mimo.model.modules import MimoModel
 from mimo.model.rows import Arrived, join_levels, place_embeddings
+from mimo.ops.segments import PackedSegments
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.parallel.groups import build_topology
 

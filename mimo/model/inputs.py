@@ -17,11 +17,11 @@ from torch import Tensor
 
 from data.batch import PackedLane
 from mimo.device import Staging
-from mimo.engines.megatron.segments import PackedSegments, brought
 from mimo.families.item_rules import ItemRules
 from mimo.families.wire import WirePatches
 from mimo.model.loader import EncoderItems
 from mimo.ops.attention_plan import LayerForm
+from mimo.ops.segments import PackedSegments, to_device
 from mimo.parallel.partition import PartitionAdapter
 
 
@@ -90,7 +90,7 @@ def stage_lane(
         position_ids=staging.copy(positions),
         labels=staging.copy(torch.from_numpy(labels.numpy().T.ravel()[loss_at])),
         loss_at=staging.copy(torch.from_numpy(loss_at)),
-        segments=brought(segments, staging.copy),
+        segments=to_device(segments, staging.copy),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mimo.ops.rows import place_rows
+from mimo.ops.segments import insert_embeddings
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def place_embeddings(text: Tensor, arrived: Sequence[Arrived]) -> Tensor:
     """Text embeddings (S, B, H) with the rows of all encoders in place."""
     for one in arrived:
         if one.embeddings is not None:
-            text = place_rows(text, one.embeddings, one.places)
+            text = insert_embeddings(text, one.embeddings, one.places)
     return text
 
 
@@ -73,6 +73,6 @@ def cut_levels(
     rows, places = levels
     parts = []
     for level in rows:
-        whole = place_rows(level.new_zeros(length, batch, level.shape[1]), level, places)
+        whole = insert_embeddings(level.new_zeros(length, batch, level.shape[1]), level, places)
         parts.append(cut(whole).transpose(0, 1).flatten(0, 1))
     return torch.stack(parts), torch.arange(parts[0].shape[0], device=places.device)

@@ -16,14 +16,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mimo.engines.megatron.segments import AttentionBlocks, bounds_of
-from mimo.ops.rows import gather_rows
+from mimo.ops.segments import bounds_of, gather_rows
 
 # Causal blocks of a bucket are padded to its longest; a shorter one may waste at most half.
 _SHORTEST_TO_LONGEST = 0.5
 # Queries times keys of a dense mask; PyTorch turns it into numbers of the inputs' dtype. A block
 # with more is cut into pieces of its queries.
 LARGEST_MASK = 2**24
+
+
+@dataclass(frozen=True)
+class AttentionBlocks:
+    """Independent pieces of one attention call, each some queries against a stretch of keys.
+
+    queries: rows of each block; the blocks follow each other in this rank's packed order.
+    keys: (first, end) of each block's keys in the whole lane's packed order.
+    The last query of a block stands on its last key, the query before on the key before, and so
+    on. With `causal` no query sees a later key.
+    window: how many keys a query sees of those up to its own, its own included; None for all.
+    Where neither is set, every query sees every key, wherever they stand.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[tuple[int, int], ...]
+    causal: bool
+    window: int | None = None
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Number of keys of each block."""
+        return tuple(end - first for first, end in self.keys)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the blocks' keys laid end to end are the lane's keys themselves."""
+        ends = [0, *(end for _, end in self.keys)]
+        return all(first == end for (first, _), end in zip(self.keys, ends, strict=False))
 
 
 @dataclass(frozen=True)
@@ -233,7 +261,7 @@ def varlen_blocks(blocks: AttentionBlocks) -> VarlenBlocks:
     query_bounds = bounds_of(blocks.queries)
     is_square = blocks.queries == blocks.key_lengths
     rows = None
-    if not blocks.keys_follow_each_other:
+    if not blocks.is_contiguous:
         rows = torch.cat([torch.arange(first, end) for first, end in blocks.keys])
     return VarlenBlocks(
         query_bounds=query_bounds,

@@ -2,37 +2,38 @@
 
 A plan holds every index and bound that a layer needs; see `PackedSegments.prepare`.
 
+Causal attention may let the tokens of an item see each other in both directions (Gemma-3). A query
+outside items sees what is before it; a query inside an item also sees the rest of the item. A
+sliding window bounds how far back a query sees, even inside its item, but never how far ahead.
+Source: transformers `create_masks_for_vision_model`: sliding AND (causal OR same item). Items are
+cut out of a rank's queries. What is left are causal blocks; the parts of items are blocks without
+causality. Every kernel takes each of the two in one call, whatever the number of items.
+
 Letters: Q query rows of this rank, T key rows of the lane, N heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mimo.device import send
-from mimo.engines.megatron.segments import (
-    AttentionBlocks,
-    LaneOrder,
-    attention_blocks,
-    brought,
-    zigzag_order,
-)
-from mimo.ops.attention_kernels import KERNELS
-from mimo.ops.item_attention import item_calls, joined
-from mimo.ops.rows import gather_rows
+from mimo.ops.attention_kernels import KERNELS, AttentionBlocks
+from mimo.ops.segments import LaneOrder, gather_rows, held_chunks, to_device, zigzag_order
 
 
 @dataclass(frozen=True)
 class KernelCall:
     """One call of the kernel.
 
-    rows: (n,) int64, the queries that it gets of this rank's; None for all. blocks: as the kernel
-    takes them.
+    rows: (n,) int64, the rows of this rank's queries that it gets; None for all.
+    blocks: blocks in the kernel's own form.
     """
 
     rows: Tensor | None
@@ -66,9 +67,9 @@ class LayerForm:
     cp_rank: int = 0
 
     def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> AttentionPlan:
-        """For segments of these padded ``lengths``, in host tensors.
+        """Return the plan for segments of these padded ``lengths``, in host tensors.
 
-        items: (start, length) in the lane, of those whose tokens see each other.
+        items: (start, length) in the lane of the items whose tokens see each other.
         Raises ValueError for a segment that 2·cp does not divide.
         """
         lane = zigzag_order(lengths, self.cp_size) if self.cp_size > 1 else None
@@ -76,9 +77,9 @@ class LayerForm:
             blocks = attention_blocks(lengths, self.causal, self.window, self.cp_size, self.cp_rank)
             return AttentionPlan(lane, (self._call(None, blocks),), None)
         assert self.causal, "without causal attention all tokens of a segment see each other"
-        *calls, back = item_calls(lengths, items, self.window, self.cp_size, self.cp_rank)
-        found = (self._call(joined(one.rows), one.blocks) for one in calls if one.queries)
-        return AttentionPlan(lane, tuple(found), back)
+        text, parts, back = item_calls(lengths, items, self.window, self.cp_size, self.cp_rank)
+        calls = (self._call(cat_rows(c.rows), c.blocks) for c in (text, parts) if c.queries)
+        return AttentionPlan(lane, tuple(calls), back)
 
     def _call(self, rows: Tensor | None, blocks: AttentionBlocks) -> KernelCall:
         return KernelCall(rows, KERNELS[self.kernel].prepare(blocks))
@@ -86,16 +87,130 @@ class LayerForm:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q (Q, N, D), k and v (T, G, D) of the whole lane -> (Q, N, D)."""
         kernel = KERNELS[self.kernel].attend
-        found = [
+        outputs = [
             kernel(q if call.rows is None else gather_rows(q, call.rows), k, v, call.blocks, scale)
             for call in plan.calls
         ]
-        packed = torch.cat(found) if len(found) > 1 else found[0]
+        packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return packed if plan.back is None else packed.index_select(0, plan.back)
 
 
 @functools.lru_cache(maxsize=8)
 def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
-    """Of ``batch`` segments of one ``length``; the same in all layers and mostly in all steps."""
+    """The plan for ``batch`` segments of one ``length``: equal in all layers, and in most steps."""
     plan = form.plan((length,) * batch, ())
-    return brought(plan, functools.partial(send, device=device))
+    return to_device(plan, functools.partial(send, device=device))
+
+
+def attention_blocks(
+    lengths: tuple[int, ...], causal: bool, window: int | None, cp_size: int, cp_rank: int
+) -> AttentionBlocks:
+    """The blocks of rank ``cp_rank`` of ``cp_size``, for segments of these padded ``lengths``.
+
+    One block per chunk held. Raises ValueError for a segment that 2·cp does not divide.
+    """
+    assert causal or window is None, "a sliding window needs causal attention"
+    queries: list[int] = []
+    keys: list[tuple[int, int]] = []
+    for segment, chunk in held_chunks(lengths, cp_size, cp_rank):
+        oldest = segment.start if window is None else chunk.start - window + 1
+        queries.append(len(chunk))
+        keys.append((max(segment.start, oldest), chunk.stop if causal else segment.stop))
+    return AttentionBlocks(tuple(queries), tuple(keys), causal, window)
+
+
+# ---------------------------------------------------------------------------- items
+
+
+@dataclass
+class ItemCall:
+    """The blocks that one rank computes in one call of the kernel. Host tensors.
+
+    queries, keys: of each block, see `AttentionBlocks`. rows: for each block, the numbers of its
+    queries among this rank's rows. counts: how many of them are real; the rest repeat the last.
+    """
+
+    causal: bool
+    window: int | None
+    queries: list[int] = field(default_factory=list)
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def add(self, row: int, count: int, padded: int, keys: tuple[int, int]) -> None:
+        """Add a block of ``count`` rows from ``row`` on, the last repeated up to ``padded``."""
+        self.rows.append(torch.arange(row, row + padded).clamp_(max=row + count - 1))
+        self.counts.append(count)
+        self.queries.append(padded)
+        self.keys.append(keys)
+
+    @property
+    def blocks(self) -> AttentionBlocks:
+        """The blocks in the form that kernels prepare."""
+        return AttentionBlocks(tuple(self.queries), tuple(self.keys), self.causal, self.window)
+
+    def places(self) -> Tensor:
+        """Positions of the real rows among the queries of the call, int64."""
+        starts = accumulate(self.queries, initial=0)
+        return cat_rows([torch.arange(a, a + n) for a, n in zip(starts, self.counts, strict=False)])
+
+
+def item_calls(
+    lengths: tuple[int, ...],
+    items: tuple[tuple[int, int], ...],
+    window: int | None,
+    cp_size: int,
+    cp_rank: int,
+) -> tuple[ItemCall, ItemCall, Tensor]:
+    """The calls of rank ``cp_rank`` of ``cp_size`` for segments of these padded ``lengths``.
+
+    items: (start, length) in the lane, ascending, each inside one segment.
+    window: keys that a query sees, up to its own; None for all.
+    Returns
+        the causal call of the queries outside items;
+        the call of the parts of items: a block for each item and chunk of this rank that meet, its
+            queries there against all keys that they see, up to the item's end. With a window the
+            queries reach the item's end too, because windows are counted from there;
+        (Q,) int64, which brings the rows of both into order.
+    Raises ValueError for a segment that 2·cp does not divide.
+    """
+    text, parts = ItemCall(True, window), ItemCall(False, window)
+    row = 0
+    for segment, chunk in held_chunks(lengths, cp_size, cp_rank):
+        inside = [(a, n) for a, n in items if a in segment]
+        assert all(a + n <= segment.stop for a, n in inside), "an item sticks out of its segment"
+        for first, end, item_end in _stretches(chunk, inside):
+            oldest = segment.start if window is None else first - window + 1
+            oldest, count = max(segment.start, oldest), end - first
+            if item_end is None:
+                text.add(row, count, count, (oldest, end))
+            else:
+                reaching = count if window is None else item_end - first
+                parts.add(row, count, reaching, (oldest, item_end))
+            row += count
+    back = torch.empty(row, dtype=torch.int64)
+    for call, before in ((text, 0), (parts, sum(text.queries))):
+        real = cat_rows([rows[:n] for rows, n in zip(call.rows, call.counts, strict=True)])
+        back[real] = call.places() + before
+    return text, parts, back
+
+
+def cat_rows(parts: list[Tensor]) -> Tensor:
+    """int64 tensors end to end; there may be none."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+
+
+def _stretches(chunk: range, items: list[tuple[int, int]]) -> Iterator[tuple[int, int, int | None]]:
+    """Cut a chunk of a lane at items: (first, end, the item's end or None outside)."""
+    at = chunk.start
+    for item_start, length in items:
+        item_end = item_start + length
+        first, end = max(item_start, at), min(item_end, chunk.stop)
+        if first >= end:
+            continue
+        if at < first:
+            yield at, first, None
+        yield first, end, item_end
+        at = end
+    if at < chunk.stop:
+        yield at, chunk.stop, None

@@ -1,7 +1,7 @@
 """Gives each language rank its part of sequences: context parallel first, then sequence parallel.
 
 Context parallelism (CP) gives every rank its zigzag share of each segment of a packed sequence, or
-of each sequence of a batch; see `mimo.engines.megatron.segments`. Sequence parallelism (SP) then
+of each sequence of a batch; see `mimo.ops.segments`. Sequence parallelism (SP) then
 scatters a CP rank's part of the sequence over its tensor-parallel group, in tp equal parts.
 
 Embeddings get both. Labels and loss mask get CP only, because logits come back gathered from SP,
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mimo.engines.megatron.groups import scatter_sequence
-from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
+from mimo.ops.segments import PackedSegments, zigzag_indices
 from mimo.parallel.grids import sequence_multiple
 
 

@@ -23,9 +23,9 @@ from mimo.check.verify.run import WatchedSteps, open_trainer, train_watched
 from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
 from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.segments import zigzag_indices
 from mimo.families.registry import language_settings
 from mimo.model.step_plan import StepPlan
+from mimo.ops.segments import zigzag_indices
 from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.train.rank import join_world
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from mimo.engines.megatron.segments import PackedSegments
 from mimo.ops.acceleration import this_machine
 from mimo.ops.attention_plan import LayerForm, batch_plan
 from mimo.ops.kernel_choice import AttentionCase, own_kernel
+from mimo.ops.segments import PackedSegments
 
 NAME = "mimo_segments"
 """As `attn_implementation`."""

@@ -21,9 +21,9 @@ from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
 from mimo.engines.fsdp.load import on_meta, restore_buffers
 from mimo.engines.fsdp.plans import Border, Head, local, parallelize, seeing_slices
 from mimo.engines.fsdp.sharding import stored_dtype
-from mimo.engines.megatron.segments import PackedSegments
 from mimo.ops.attention_plan import LayerForm
 from mimo.ops.cross_entropy import linear_cross_entropy
+from mimo.ops.segments import PackedSegments
 
 
 class LanguageModel(Wrapper):

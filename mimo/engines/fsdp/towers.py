@@ -32,7 +32,7 @@ from mimo.engines.fsdp.attention import TOWER_NAME, Segments, layer_form
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
 from mimo.engines.fsdp.load import on_meta, restore_buffers
 from mimo.engines.fsdp.sharding import stored_dtype
-from mimo.engines.megatron.segments import PackedSegments, brought
+from mimo.ops.segments import PackedSegments, to_device
 
 MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
 
@@ -98,7 +98,7 @@ class Tower(Wrapper):
         if not sizes:
             grids = torch.tensor([self._blank()[0]])
         packed, options = self._pack(grids)
-        return brought(PreparedItems(sizes, grids, packed, options), copy)
+        return to_device(PreparedItems(sizes, grids, packed, options), copy)
 
     def run(self, patches: Any, items: Any) -> Any:
         """patches: see `values`. items: as prepared, or their grids (I, 3).

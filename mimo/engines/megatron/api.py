@@ -12,7 +12,6 @@ from mimo.engines.megatron.initialize import initialize_parameters
 from mimo.engines.megatron.language import LanguageModel, build_gpt
 from mimo.engines.megatron.local_global import LocalGlobalRope, local_global_layer_spec
 from mimo.engines.megatron.schedule import StageShapes
-from mimo.engines.megatron.segments import PackedSegments, brought
 from mimo.engines.megatron.stack import (
     ModuleSpec,
     ParallelMLP,
@@ -22,3 +21,4 @@ from mimo.engines.megatron.stack import (
 )
 from mimo.ops.norms import LayerNorm, ZeroCenteredRMSNorm
 from mimo.ops.rope import MRope, contiguous_axes, interleaved_axes
+from mimo.ops.segments import PackedSegments, to_device

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,11 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.engines.megatron.segments import PackedSegments
 from mimo.ops.acceleration import TRANSFORMER_ENGINE, this_machine
 from mimo.ops.attention_plan import AttentionPlan, LayerForm, batch_plan
 from mimo.ops.kernel_choice import AttentionCase, choose_kernel, own_kernel
-from mimo.ops.rows import gather_lane
+from mimo.ops.segments import PackedSegments, gather_lane
 
 
 def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
@@ -110,14 +108,13 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
         """Raises ValueError for a dense mask or bias, which no caller of ours needs."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("dense attention masks and biases are not supported; pack segments")
         assert attn_mask_type in (None, self.attn_mask_type), "a layer keeps its mask type"
         if packed_seq_params is not None:
-            assert isinstance(packed_seq_params, PackedSegments), "packed metadata without lengths"
             return self._attend(query, key, value, packed_seq_params.plan(self.form))
         # A batch is ``batch`` segments of one length.
         length, batch = query.shape[:2]

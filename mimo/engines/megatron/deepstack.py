@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from mimo.ops.rows import sequence_first
+from mimo.ops.segments import sequence_first
 
 
 class DeepStackLayer(TransformerLayer):

@@ -72,7 +72,7 @@ def peak_of_a_step(_: int, reduce: Any) -> int:
     from mimo.engines.fsdp.language import LanguageModel
     from mimo.engines.fsdp.load import materialise
     from mimo.engines.fsdp.sharding import reduce_gradients, shard
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=LANES)

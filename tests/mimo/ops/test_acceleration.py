@@ -212,7 +212,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
 
     def loss(model: Any) -> torch.Tensor:
         one = next(language_steps.microbatches(0, 0, dense=False))
-        from mimo.engines.megatron.segments import PackedSegments
+        from mimo.ops.segments import PackedSegments
 
         return model(
             input_ids=one.ids,

@@ -141,7 +141,7 @@ def reference(causal: bool, window: int | None, items: tuple[tuple[int, int], ..
 
 def by_ranks(forms: list[Any], items: tuple[tuple[int, int], ...]) -> list[Tensor]:
     """The same, each rank of a context-parallel group after the other."""
-    from mimo.engines.megatron.segments import zigzag_indices
+    from mimo.ops.segments import zigzag_indices
 
     q, k, v, out_gradient = inputs(sum(LENGTHS))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -260,8 +260,8 @@ class Crossings(TorchDispatchMode):
 def test_plans_reach_the_device_in_one_copy_and_layers_make_none(
     monkeypatch: pytest.MonkeyPatch, calls: list[Recorded], meta: torch.device, kernel: str
 ) -> None:
-    from mimo.engines.megatron.segments import PackedSegments
     from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import PackedSegments
 
     for name in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setattr(sys.modules[name], "flash_attn_varlen_func", _nothing)
@@ -289,8 +289,8 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> T
 
 
 def test_a_tensor_of_a_plan_stays_one_tensor_on_the_device(meta: torch.device) -> None:
-    from mimo.engines.megatron.segments import PackedSegments
     from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import PackedSegments
 
     segments = PackedSegments.from_lengths(LENGTHS, meta)
     (call,) = segments.plan(LayerForm("torch_varlen", causal=True)).calls
@@ -301,19 +301,19 @@ def test_a_tensor_of_a_plan_stays_one_tensor_on_the_device(meta: torch.device) -
 def test_another_copy_may_bring_plans_and_their_values_arrive() -> None:
     from dataclasses import replace
 
-    from mimo.engines.megatron.segments import PackedSegments
     from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import PackedSegments
 
-    brought = []
+    copies = []
 
     def copy(tensor: Tensor) -> Tensor:
-        brought.append(tensor.clone())
-        return brought[-1]
+        copies.append(tensor.clone())
+        return copies[-1]
 
     form = LayerForm("torch_varlen", True, 6, 2, 1)
     segments = PackedSegments.from_lengths(LENGTHS, torch.device("cpu"), items=ITEMS)
     segments.prepare([form], copy)
-    assert len(brought) == 1
+    assert len(copies) == 1
     plan, expected = segments.plan(form), form.plan(LENGTHS, ITEMS)
     assert expected.back is not None
     assert expected.lane is not None
@@ -323,15 +323,15 @@ def test_another_copy_may_bring_plans_and_their_values_arrive() -> None:
         for name in ("query_bounds", "key_bounds", "rows"):
             there = getattr(call.blocks, name)
             assert torch.equal(there, getattr(own.blocks, name))
-            assert there.untyped_storage().data_ptr() == brought[0].untyped_storage().data_ptr()
+            assert there.untyped_storage().data_ptr() == copies[0].untyped_storage().data_ptr()
             assert there.data_ptr() % 16 == 0
     # What is made of them for another device plans anew.
     assert not replace(segments, max_seqlen_q=1).plans
 
 
 def test_segments_with_windows_prepare_both() -> None:
-    from mimo.engines.megatron.segments import PackedSegments
     from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import PackedSegments
 
     form = LayerForm("torch_varlen", causal=False)
     segments = PackedSegments.from_lengths((6, 4), torch.device("cpu"))
@@ -372,7 +372,7 @@ class Sums(TorchDispatchMode):
 def test_the_gradient_of_a_16_bit_row_asked_for_often_is_added_up_in_fp32(
     dtype: torch.dtype, sums: torch.dtype
 ) -> None:
-    from mimo.ops.rows import gather_rows
+    from mimo.ops.segments import gather_rows
 
     x = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
     out = gather_rows(x, torch.tensor([1] * 3000 + [2]))

@@ -64,7 +64,7 @@ def run_core_attention(
         transformer_config,
     )
     from mimo.engines.megatron.parallel import prepare_engine
-    from mimo.engines.megatron.segments import PackedSegments, zigzag_indices
+    from mimo.ops.segments import PackedSegments, zigzag_indices
     from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
     from mimo.parallel.groups import build_topology
 
@@ -101,7 +101,7 @@ def run_core_attention(
 def test_output_and_gradients_equal_dense_attention_with_the_mask(
     run_ranks: RunRanks, cp: int, window: int | None
 ) -> None:
-    from mimo.engines.megatron.segments import zigzag_order
+    from mimo.ops.segments import zigzag_order
 
     q, k, v, out_gradient = inputs(sum(LENGTHS))
     for x in (q, k, v):
@@ -135,15 +135,15 @@ def packed_lanes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int
 
 @given(packed_lanes(), st.none() | st.integers(1, 12))
 def test_the_blocks_of_all_ranks_are_the_mask(lane: Any, window: int | None) -> None:
-    from mimo.engines.megatron.segments import zigzag_indices
-    from mimo.ops.item_attention import item_calls, joined
+    from mimo.ops.attention_plan import cat_rows, item_calls
+    from mimo.ops.segments import zigzag_indices
 
     lengths, items, cp = lane
     mask = visible(lengths, items, window)
     for rank in range(cp):
         mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
         *found, back = item_calls(lengths, items, window, cp, rank)
-        calls = [(call.blocks, joined(call.rows)) for call in found]
+        calls = [(call.blocks, cat_rows(call.rows)) for call in found]
         # What each query of both calls sees, by what blocks and windows mean.
         seen = []
         for blocks, rows in calls:

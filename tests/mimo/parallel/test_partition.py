@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mimo.engines.megatron.segments import zigzag_indices
-from mimo.ops.rows import place_rows
+from mimo.ops.segments import insert_embeddings, zigzag_indices
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.parallel.partition import PartitionAdapter
 from tests.conftest import RunRanks
@@ -74,7 +73,7 @@ def run_shard(rank: int, cp: int, tp: int, sp: bool, packed: bool, length: int =
     import torch.distributed as dist
 
     from mimo.engines.megatron.parallel import prepare_engine
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
     from mimo.parallel.groups import build_topology
 
     prepare_engine(seed=0)
@@ -166,7 +165,7 @@ def test_only_ranks_of_the_language_model_cut_sequences(
 def test_rows_of_a_batch_stand_sequence_after_sequence() -> None:
     text = torch.zeros(4, 2, 1, requires_grad=True)
     rows = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
-    placed = place_rows(text, rows, torch.tensor([1, 3, 6]))
+    placed = insert_embeddings(text, rows, torch.tensor([1, 3, 6]))
     assert placed[:, :, 0].t().tolist() == [[0, 1, 0, 2], [0, 0, 3, 0]]
     placed.backward(torch.arange(8.0).view(2, 4).t()[:, :, None])
     assert isinstance(text.grad, Tensor)
@@ -176,5 +175,5 @@ def test_rows_of_a_batch_stand_sequence_after_sequence() -> None:
 
 
 def test_rows_without_a_position_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 rows arrived for 1 positions"):
-        place_rows(torch.zeros(4, 1, 1), torch.zeros(2, 1), torch.tensor([0]))
+    with pytest.raises(ValueError, match="2 embeddings arrived for 1 positions"):
+        insert_embeddings(torch.zeros(4, 1, 1), torch.zeros(2, 1), torch.tensor([0]))

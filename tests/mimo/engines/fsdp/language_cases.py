@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.load import materialise
-from mimo.engines.megatron.segments import PackedSegments
-from mimo.ops.rows import place_rows
+from mimo.ops.segments import PackedSegments, insert_embeddings
 
 _TEXT = {
     "vocab_size": 96,
@@ -297,7 +296,9 @@ def run_lane(
         places = (sequence * part + token)[mine]
     rows = lane.rows[:, mine].requires_grad_()
     given = {
-        "place": partial(place_rows, rows=rows[0], positions=places) if lane.items else None,
+        "place": partial(insert_embeddings, embeddings=rows[0], positions=places)
+        if lane.items
+        else None,
         "levels": (rows[1:], places) if len(rows) > 1 else None,
         "labels": lane.labels,
         "loss_at": lane.sequence_first,

@@ -30,7 +30,7 @@ def step(rank: int, cases: Any) -> list[Any]:
     from mimo.engines.fsdp.load import load
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.sharding import shard
-    from mimo.ops.rows import place_rows
+    from mimo.ops.segments import insert_embeddings
     from tests.fsdp_job import OPTIMIZER
     from tests.fsdp_ranks import Asked, norm_of, same_names, sent
     from tests.mimo.engines.fsdp.language_cases import (
@@ -76,7 +76,7 @@ def step(rank: int, cases: Any) -> list[Any]:
             losses = chunk.run(
                 input_ids=lane.ids[None],
                 position_ids=lane.positions[:, None],
-                place=partial(place_rows, rows=rows[0], positions=places),
+                place=partial(insert_embeddings, embeddings=rows[0], positions=places),
                 levels=(rows[1:], places) if len(rows) > 1 else None,
                 labels=lane.labels,
                 loss_at=lane.sequence_first,

@@ -5,6 +5,7 @@ On a CPU the checks run inside a rank, where the engine is imported already.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import pytest
@@ -97,7 +98,7 @@ def check_packed(
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     attention = core_attention(causal, window)
     length = st.integers(1, 20)
@@ -138,7 +139,7 @@ def check_dense(
     rank: int, causal: bool, heads: int, kv_heads: int, window: int | None = None
 ) -> None:
     """(S, B, N, D) gives what B packed segments of S tokens give."""
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     attention = core_attention(causal, window)
     batch, length = 3, 11
@@ -161,7 +162,7 @@ def check_dense(
 
 
 def check_other_segments_are_unseen(rank: int, causal: bool) -> None:
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     attention = core_attention(causal)
     lengths = [5, 8, 5, 7]
@@ -181,7 +182,7 @@ def check_other_segments_are_unseen(rank: int, causal: bool) -> None:
 
 def check_softmax_scale(rank: int) -> None:
     from mimo.engines.megatron.attention import AttnMaskType
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     lengths = [4, 9]
     q, k, v, _ = draw(13, 2, 2)
@@ -196,7 +197,7 @@ def check_softmax_scale(rank: int) -> None:
 
 
 def check_refusals(rank: int) -> None:
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     attention = core_attention(causal=True)
     q, k, v, _ = draw(4, 2, 2)
@@ -209,9 +210,13 @@ def check_refusals(rank: int) -> None:
 
 
 def describe_segments(rank: int, lengths: list[int], real: list[int] | None = None) -> dict:
-    from mimo.engines.megatron.segments import PackedSegments
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from mimo.ops.segments import PackedSegments
 
     made = PackedSegments.from_lengths(lengths, torch.device("cpu"), real)
+    for field in fields(PackedSeqParams):  # layers of Megatron read them by name
+        assert hasattr(made, field.name)
     assert made.cu_seqlens_q is made.cu_seqlens_kv
     assert made.cu_seqlens_q_padded is made.cu_seqlens_kv_padded
     assert made.cu_seqlens_q.dtype == torch.int32

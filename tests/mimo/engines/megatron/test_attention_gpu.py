@@ -40,11 +40,11 @@ def gpu_inputs(num_queries: int) -> list[Tensor]:
 def by_kernel(kernel: str, cp: tuple[int, int], causal: bool, window: int | None, items: Any):
     """The attention of one rank by this kernel, of q, k and v; k and v are not contiguous."""
     from mimo.device import local_device, send
-    from mimo.engines.megatron.segments import brought
     from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import to_device
 
     form = LayerForm(kernel, causal, window, *cp)
-    plan = brought(form.plan(GPU_LENGTHS, items), lambda tensor: send(tensor, local_device()))
+    plan = to_device(form.plan(GPU_LENGTHS, items), lambda tensor: send(tensor, local_device()))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = torch.cat([k, v], 1).chunk(2, 1)  # as a layer cuts its linear's output
@@ -115,7 +115,7 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mimo.device import local_device
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     config = TransformerConfig(
         num_layers=1,
@@ -142,10 +142,10 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
 def test_layers_neither_wait_for_the_gpu_nor_copy_to_it() -> None:
     """Once plans are prepared; PyTorch itself raises at whatever makes the host wait."""
     from mimo.device import local_device
-    from mimo.engines.megatron.segments import PackedSegments
     from mimo.ops.acceleration import this_machine
     from mimo.ops.attention_plan import LayerForm
     from mimo.ops.kernel_choice import AttentionCase, choose_kernel
+    from mimo.ops.segments import PackedSegments
 
     case = AttentionCase(GPU_HEAD_SIZE, causal=True, window=50, whole_items=True)
     kernel = choose_kernel(case, torch.bfloat16, this_machine()).kernel

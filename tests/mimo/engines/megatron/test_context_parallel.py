@@ -49,7 +49,7 @@ def attend_packed(
     rank: int, lengths: list[int], causal: bool, window: int | None, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
     """Each number of heads: this rank's output and gradients, by its rows of the sequence."""
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     cp = dist.group.WORLD
     assert cp is not None
@@ -91,8 +91,9 @@ def check_blocks(rank: int) -> None:
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from mimo.engines.megatron.segments import attention_blocks, zigzag_order
     from mimo.ops.attention_kernels import dense_blocks, sdpa
+    from mimo.ops.attention_plan import attention_blocks
+    from mimo.ops.segments import zigzag_order
 
     units = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
@@ -117,7 +118,7 @@ def check_blocks(rank: int) -> None:
 
 
 def refused_lengths(rank: int) -> list[str]:
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     cp = dist.group.WORLD
     assert cp is not None

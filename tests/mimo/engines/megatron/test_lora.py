@@ -122,7 +122,7 @@ def adapted_and_merged(
 
 
 def _loss(model: nn.Module, sizes: Any, package: str) -> Tensor:
-    from mimo.engines.megatron.segments import PackedSegments
+    from mimo.ops.segments import PackedSegments
 
     if package == "encoders":
         side = sizes.image_size // sizes.patch_size if hasattr(sizes, "image_size") else None
