@@ -17,7 +17,7 @@ from data.index.reader import SampleReader
 from data.index.store import load_or_build_index
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 from mimo.checkpoint.hf.tiny import build_tokenizer
 
 FAMILY, PLACEHOLDER, BATCH = "qwen2_5_vl", "<|image_pad|>", 8  # samples that are packed together

@@ -18,8 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from data.mixing import Mixing
-from data.permutation import permutation
+from data.mixing import Mixing, permutation
 
 _EPOCH_STREAM = 2
 # A small source is shuffled sample by sample. Of a large one, a batch of 512 samples reads 16 runs

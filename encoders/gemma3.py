@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from data.modalities.square_images import PanAndScan, SquareImageProcessor
+from data.modalities.images import PanAndScan, SquareImageProcessor
 from encoders._patches import (
     PackedPatches,
     PatchSettings,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.positions import mrope_position_ids
+from data.batch import mrope_position_ids
 from tests.mimo import tiny
 
 SEED = 11

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from data.index.columns import STEPS, damaged, map_file, stored
-from data.index.shard_index import COLUMNS, NAMES, Catalog
+from data.index.shard_index import COLUMNS, NAMES, STEPS, Catalog, damaged, map_file, stored
 from data.index.shards import Shard
 from data.modalities.processor import Media, Part
 from data.text.chat import ChatTokenizer

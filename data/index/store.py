@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 
 from data.index.build import IndexTask, Progress, build_here
-from data.index.columns import DamagedFileError
 from data.index.remote import is_remote
 from data.index.samples import Index, Processors, settings_fingerprint
-from data.index.shard_index import ENTRY, Catalog, index_file, read_entry
+from data.index.shard_index import ENTRY, Catalog, DamagedFileError, index_file, read_entry
 from data.index.shards import find_shards, first_three, pattern_root
 from data.text.chat import ChatTokenizer
 

@@ -16,8 +16,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from data.text.item_text import ITEM_SLOT
-from data.text.messages import DEFAULT_FPS
+from data.text.messages import DEFAULT_FPS, ITEM_SLOT
 
 Grid = tuple[int, int, int]
 Size = tuple[int, int]  # of a file, in the media's own units, such as (width, height) in pixels

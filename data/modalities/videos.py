@@ -19,7 +19,7 @@ from PIL import Image
 from data.modalities.image_files import to_rgb
 from data.modalities.images import ImageProcessor, cut_patches
 from data.modalities.processor import Part, PartPlan, Size, WireForm
-from data.text.item_text import ITEM_SLOT
+from data.text.messages import ITEM_SLOT
 
 VIDEO = "video"
 """The media that Qwen's encoders take as videos; they take every other one as images."""

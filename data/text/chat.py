@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.text.chat_template import Template, find_chat_template, generation_ends
-from data.text.item_text import ITEM_SLOT, MediaText, write_items
 from data.text.messages import (
+    ITEM_SLOT,
+    MediaText,
     Mention,
     Message,
     MessagesError,
@@ -23,8 +23,9 @@ from data.text.messages import (
     is_answer,
     item_parts,
     mentions,
+    write_items,
 )
-from data.text.special_tokens import SpecialTokens
+from data.text.template import SpecialTokens, Template, find_chat_template, generation_ends
 
 IMAGES = {"image": MediaText("<|image_pad|>")}
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats

@@ -157,7 +157,7 @@ def _freeze(value: Any) -> bool | Literal["tower"]:
 
 
 def _item_text(value: str) -> str:
-    from data.text.item_text import item_text_problem  # here: the package loads numpy
+    from data.text.messages import item_text_problem  # here: the package loads numpy
 
     problem = item_text_problem(value)
     if problem:

@@ -12,16 +12,16 @@ from typing import Any
 from data.batch import GlobalMicrobatch
 from data.index.block_cache import BlockCache, default_cache_directory
 from data.index.build import Progress, build_here
-from data.index.columns import DamagedFileError
 from data.index.reader import SampleReader
 from data.index.samples import Index, Processors, check_sizes, check_skipped
+from data.index.shard_index import DamagedFileError
 from data.index.shards import ShardChangedError
 from data.index.store import Build, load_or_build_index
 from data.modalities.processor import Media
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 from mimo.config.data import Source
 from mimo.config.modules import MediaTokens
 from mimo.config.schema import Recipe

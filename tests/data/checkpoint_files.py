@@ -19,9 +19,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_processing_utils import BaseVideoProcessor
 
-from data.modalities.images import ImageProcessor
-from data.modalities.square_images import SquareImageProcessor
-from data.text.item_text import MediaText
+from data.modalities.images import ImageProcessor, SquareImageProcessor
+from data.text.messages import MediaText
 
 IMAGE_SIZE, ROWS = 56, 4  # of the tiny Gemma-3
 

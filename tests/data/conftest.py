@@ -16,7 +16,7 @@ from PIL import Image
 from data.index.samples import Processors
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 from examples.digits.scans import prepare_digits
 
 WriteShard = Callable[[Path, Mapping[str, bytes]], Path]

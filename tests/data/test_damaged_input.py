@@ -20,7 +20,7 @@ from data.modalities.audio import AudioClips
 from data.modalities.images import ImageProcessor
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 from tests.data.damaged import BAD, END, ODD, SHARDS, about, chat, member, saved
 
 IMAGE, AUDIO = ImageProcessor(min_pixels=28 * 28), AudioClips()

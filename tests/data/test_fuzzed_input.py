@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from data.index.build import parse_messages
-from data.index.columns import DamagedFileError
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Index, Processors
-from data.index.shard_index import NAMES, Catalog, read_entry
+from data.index.shard_index import NAMES, Catalog, DamagedFileError, read_entry
 from data.index.shards import describe_shard
 from data.index.store import build_index
 from data.index.tar_shards import TarError, TarMember, tar_members

@@ -9,7 +9,7 @@ from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from data.positions import mrope_position_ids
+from data.batch import mrope_position_ids
 
 MERGE = 2
 

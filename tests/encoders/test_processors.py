@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from data.modalities.images import ImageProcessor
+from data.modalities.images import ImageProcessor, PanAndScan, SquareImageProcessor
 from data.modalities.processor import Part
-from data.modalities.square_images import PanAndScan, SquareImageProcessor
 from data.modalities.videos import TimedVideoProcessor, VideoProcessor
 from encoders import gemma3, qwen3_vl, qwen_vl
 

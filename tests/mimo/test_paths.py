@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.index.columns import DamagedFileError
-from data.index.shard_index import Catalog
+from data.index.shard_index import Catalog, DamagedFileError
 from data.index.store import load_or_build_index
 from data.index.tar_shards import scan_shard
 from data.text.chat import ChatTokenizer

@@ -14,14 +14,20 @@ import numpy as np
 import pytest
 
 from data.index.build import IndexTask, build_here
-from data.index.columns import ColumnFile, DamagedFileError, write_columns
 from data.index.samples import Index, Processors, settings_fingerprint
-from data.index.shard_index import COLUMNS, ENTRY, read_entry
+from data.index.shard_index import (
+    COLUMNS,
+    ENTRY,
+    ColumnFile,
+    DamagedFileError,
+    read_entry,
+    write_columns,
+)
 from data.index.shards import describe_shard
 from data.index.store import build_index, load_or_build_index
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 
 
 def assert_equal(one: Index, other: Index):

@@ -16,7 +16,7 @@ from data.modalities.audio import AudioClips, log_mel, mel_filters, resample, wa
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.digits import write_tokenizer
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 from tests.data.conftest import Ask, WriteShard
 
 CLIPS = AudioClips(num_mel_bins=20, tokens_per_row=2, max_seconds=2.0)

@@ -14,9 +14,8 @@ from PIL import Image
 
 from data.index.reader import SampleReader
 from data.index.store import build_index
-from data.modalities.images import ImageProcessor
+from data.modalities.images import ImageProcessor, PanAndScan, SquareImageProcessor
 from data.modalities.processor import Part
-from data.modalities.square_images import PanAndScan, SquareImageProcessor
 from data.modalities.videos import VideoProcessor
 from data.text.chat import ChatTokenizer
 from tests.data.conftest import Ask, WriteShard

@@ -24,9 +24,8 @@ from data.index.reader import SampleReader
 from data.index.samples import Processors
 from data.index.store import build_index
 from data.modalities.image_files import image_size, open_image
-from data.modalities.images import ImageProcessor
+from data.modalities.images import ImageProcessor, SquareImageProcessor
 from data.modalities.processor import Part
-from data.modalities.square_images import SquareImageProcessor
 from data.text.chat import ChatTokenizer
 from tests.data.conftest import Ask, MakeImage, WriteShard
 

@@ -17,8 +17,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 
 from data.index.reader import SampleReader
 from data.index.store import build_index
+from data.modalities.images import PanAndScan, SquareImageProcessor
 from data.modalities.processor import Part
-from data.modalities.square_images import PanAndScan, SquareImageProcessor
 from data.text.chat import ChatTokenizer
 from tests.data.checkpoint_files import GEMMA_IMAGE, IMAGE_SIZE, hf_processor, write_folder
 from tests.data.conftest import WriteShard

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
+from data.modalities.images import SquareImageProcessor
 from data.modalities.processor import Part
-from data.modalities.square_images import SquareImageProcessor
 
 SMALL = SquareImageProcessor(image_size=56, patch_size=14, merge_size=2)
 PUBLISHED = SquareImageProcessor(image_size=896, patch_size=14, merge_size=4)

@@ -11,8 +11,7 @@ import pytest
 
 from data.text.chat import ChatTokenizer
 from data.text.digits import write_tokenizer
-from data.text.item_text import MediaText
-from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
+from data.text.messages import MediaText, MessagesError, PlaceholderError, UnknownMediaError
 
 
 def user(text: str, num_images: int = 0) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from transformers import Qwen2_5_VLProcessor
 
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText, item_text_problem
-from data.text.messages import MessagesError
+from data.text.digits import write_tokenizer
+from data.text.messages import MediaText, MessagesError, item_text_problem
 from tests.data.checkpoint_files import GEMMA_IMAGE, hf_processor, our_processor, write_folder
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -261,3 +261,29 @@ def test_the_fingerprint_follows_the_text_of_an_item(folders: dict[str, Path]):
     ]
     chats = [ChatTokenizer(folders["gemma3"], {"image": one}) for one in tokens]
     assert len({chat.fingerprint() for chat in chats}) == 3
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ raise_exception.__globals__['os'].system('touch PWNED') }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ messages.append('x') }}",
+        "{% import 'os' as os %}{{ os.system('touch PWNED') }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_runs_in_the_sandbox_of_transformers(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    chat = ChatTokenizer(tmp_path)
+    question = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "5"}]
+    with pytest.raises(MessagesError, match="sample 'k'"):
+        chat.encode(question, (), "k")
+    assert not (tmp_path / "PWNED").exists()

@@ -16,8 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText
-from data.text.messages import MessagesError
+from data.text.messages import MediaText, MessagesError
 from tests.data.checkpoint_files import GEMMA_IMAGE, write_folder
 
 # Words that are one token, and yet no special ones: a model writes them.

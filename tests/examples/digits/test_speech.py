@@ -15,7 +15,7 @@ from data.index.store import build_index
 from data.modalities.audio import AudioClips, wav_bytes
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 from examples.digits.scans import is_text_only
 from examples.digits.speech import PLACEHOLDERS, Voice, prepare_spoken_digits, speak
 from tests.examples.digits.test_scans import digests

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.modalities.audio import AudioClips, wav_bytes
-from data.modalities.images import ImageProcessor, normalisation_table
+from data.modalities.images import ImageProcessor, SquareImageProcessor, normalisation_table
 from data.modalities.processor import Part, WireForm
-from data.modalities.square_images import SquareImageProcessor
 from data.modalities.videos import (
     TimedVideoProcessor,
     VideoProcessor,

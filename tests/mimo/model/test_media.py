@@ -8,7 +8,7 @@ import pytest
 
 from data.modalities.images import ImageProcessor
 from data.modalities.videos import VideoProcessor
-from data.text.item_text import MediaText
+from data.text.messages import MediaText
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.model.dataset import check_media, item_processors, open_tokenizer

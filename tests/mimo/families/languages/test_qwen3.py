@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
-from data.positions import mrope_position_ids
+from data.batch import mrope_position_ids
 from tests import lone_module
 from tests.conftest import RunRanks
 from tests.lone_module import Weights, noise
