@@ -325,13 +325,13 @@ def save(trainer: Trainer, directory: Path) -> None:
 
 
 def load(trainer: Trainer, directory: Path, step: int) -> None:
-    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.load import pieces_to_resume
     from mimo.checkpoint.reading import read_shared
     from mimo.checkpoint.tensors import read_index
 
     index = read_index(directory)
     module = trainer.module()
-    pieces = resumed(module.pieces("load", with_optimizer=True), index, step)
+    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index, step)
     read_shared(directory, index, pieces, module.replicas)
 
 

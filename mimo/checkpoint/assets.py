@@ -1,4 +1,8 @@
-"""Assets."""
+"""What lies beside a checkpoint's tensors: recipe, configuration, tokenizer; and its overview.
+
+``assets/`` has copies of the small files of the model's and the tokenizer's folders. So a moved
+checkpoint answers questions and can be exported, even if those folders are gone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from rich.text import Text
 
 from mimo.checkpoint.folder import read_progress
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.resume import listed_files
+from mimo.checkpoint.manifest import listed_files
 from mimo.checkpoint.tensors import StoredTensor, read_index
 from mimo.config.schema import Recipe, read_recipe
 from mimo.engines.piece import EMA, MASTER, MOMENTS, kind_of
@@ -25,15 +29,15 @@ from mimo.families.lora import is_adapter
 from mimo.parallel.build import build_layout
 
 ASSETS = "assets"
+# In ``assets/``: the files of a tokenizer's folder that is not the model's. Its chat template may
+# be in a file that the model's folder has as well.
 _TOKENIZER = "tokenizer"
-"""In ``assets/``, all of a tokenizer's folder that is not the model's: its template may be in a
-file that the model's folder has as well."""
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _TOKENIZER_FILES = (
     *("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab", "merges.txt"),
     "chat_template",
 )
-_NOT_CARRIED = (".safetensors.index.json", "mimo_tiny.json")
+_NOT_COPIED = (".safetensors.index.json", "mimo_tiny.json")
 
 
 def copy_assets(source: Path, target: Path) -> None:
@@ -44,19 +48,19 @@ def copy_assets(source: Path, target: Path) -> None:
 
 
 def _small_files(folder: Path) -> dict[str, Path]:
-    """The small files of a folder, by name; none where there is no folder."""
+    """Return the small files of a folder by name; none if there is no folder."""
     return {
         path.name: path
         for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
-        if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_CARRIED)
+        if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_COPIED)
     }
 
 
 def collect_assets(recipe: Recipe, target: Path) -> None:
     """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    If the tokenizer is in another folder than the model, only the tokenizer's files are put beside
-    the model's, for exports: the folder may hold another model.
+    If the tokenizer is in another folder than the model, only the tokenizer's files go beside the
+    model's, for exports: the folder may hold another model.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:
@@ -75,71 +79,76 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
 
 
 def recipe_of(checkpoint: Path) -> Recipe:
-    """The recipe of a checkpoint; its tokenizer is the one in ``assets/`` if its folder is gone.
+    """Return the recipe of a checkpoint, with the tokenizer in ``assets/`` if its folder is gone.
 
     Raises RecipeError.
     """
     recipe = load_recipe(checkpoint / "recipe.yaml")
-    copy = tokenizer_copy(checkpoint)
+    copy = _tokenizer_copy(checkpoint)
     if Path(recipe.data.tokenizer).is_dir() or copy is None:
         return recipe
     data = recipe.data.model_copy(update={"tokenizer": str(copy)})
     return recipe.model_copy(update={"data": data})
 
 
-def own_recipe(checkpoint: Path) -> Recipe:
-    """The recipe of a checkpoint with its own copies for the folders of tokenizer and model.
+def portable_recipe(checkpoint: Path) -> Recipe:
+    """Return the recipe of a checkpoint with its copies as the folders of tokenizer and model.
 
-    A module of transformers is built by the configuration in the latter. Where the checkpoint of an
-    earlier version has no copy, the recipe's folder is used. Raises RecipeError.
+    A module of transformers is built by the configuration in the latter. The checkpoint of an
+    earlier version has no copy; then the recipe's folder is used. Raises RecipeError.
     """
-    recipe, carried = _recorded_recipe(checkpoint), checkpoint / ASSETS
-    copies = {"data.tokenizer": tokenizer_copy(checkpoint)}
-    if recipe.init_from is not None and (carried / "config.json").is_file():
-        copies["init_from"] = carried
-    overrides = [f"{key}={json.dumps(str(path))}" for key, path in copies.items() if path]
+    recipe, copies = _recorded_recipe(checkpoint), checkpoint / ASSETS
+    folders = {"data.tokenizer": _tokenizer_copy(checkpoint)}
+    if recipe.init_from is not None and (copies / "config.json").is_file():
+        folders["init_from"] = copies
+    overrides = [f"{key}={json.dumps(str(path))}" for key, path in folders.items() if path]
     return load_recipe(checkpoint / "recipe.yaml", overrides)
 
 
 def _recorded_recipe(checkpoint: Path) -> Recipe:
-    """The recipe as it is in the checkpoint: it is complete, so no folder is asked."""
+    """Return the recipe as recorded: it is complete, so no folder is read."""
     return read_recipe(checkpoint / "recipe.yaml", (), lambda data: ())
 
 
-def tokenizer_copy(checkpoint: Path) -> Path | None:
-    """The folder with the tokenizer that a checkpoint carries; None if it carries none."""
+def _tokenizer_copy(checkpoint: Path) -> Path | None:
+    """Return the folder in ``assets/`` with a tokenizer; None if there is none."""
     copies = (checkpoint / ASSETS / _TOKENIZER, checkpoint / ASSETS)
-    return next((one for one in copies if (one / "tokenizer.json").is_file()), None)
+    return next((copy for copy in copies if (copy / "tokenizer.json").is_file()), None)
 
 
 def changed_assets(checkpoint: Path) -> Iterator[Path]:
-    """Small files of the recipe's folders that are not as in the checkpoint, or new, or gone.
+    """Yield small files of the recipe's folders that differ from the copies, are new, or are gone.
 
-    A folder that is gone has changed nothing: the checkpoint may have been moved.
+    A folder that is gone counts as unchanged: the checkpoint may have been moved.
     """
-    recipe, carried = _recorded_recipe(checkpoint), checkpoint / ASSETS
+    recipe, model_copy = _recorded_recipe(checkpoint), checkpoint / ASSETS
     model, tokenizer = recipe.init_from, recipe.data.tokenizer
-    own = tokenizer_copy(checkpoint)
-    shared = own == carried and model != tokenizer  # an earlier version put both into one folder
-    copies = [(tokenizer, own, {True} if shared else {True, False})]
+    tokenizer_copy = _tokenizer_copy(checkpoint)
+    if tokenizer_copy is not None:
+        # An earlier version put the files of both folders into one.
+        is_shared = tokenizer_copy == model_copy and model != tokenizer
+        kinds = {True} if is_shared else {True, False}
+        yield from _changed_files(Path(tokenizer), tokenizer_copy, kinds)
     if model is not None and model != tokenizer:
-        copies.append((model, carried, {False}))
-    for folder, copy, kinds in copies:
-        now = _small_files(Path(folder))
-        then = {} if copy is None else _small_files(copy)
-        for name in sorted({*now, *then}) if now and then else ():
-            paths = now.get(name), then.get(name)
-            if name.startswith(_TOKENIZER_FILES) in kinds and not _are_equal(*paths):
-                yield Path(folder) / name
+        yield from _changed_files(Path(model), model_copy, {False})
 
 
-def _are_equal(one: Path | None, other: Path | None) -> bool:
-    return one is not None and other is not None and one.read_bytes() == other.read_bytes()
+def _changed_files(folder: Path, copy: Path, kinds: set[bool]) -> Iterator[Path]:
+    """Yield files that differ. kinds: whether to compare tokenizer files (True), others (False)."""
+    now, then = _small_files(folder), _small_files(copy)
+    for name in sorted({*now, *then}) if now and then else ():
+        if name.startswith(_TOKENIZER_FILES) in kinds and not (
+            name in now and name in then and now[name].read_bytes() == then[name].read_bytes()
+        ):
+            yield folder / name
+
+
+# ------------------------------------------------------------------------------ overview
 
 
 @dataclass
-class _Held:
-    """What a checkpoint holds of a module; numbers of elements, and bytes."""
+class _Contents:
+    """What a checkpoint holds of a module: numbers of elements, and bytes."""
 
     weights: int = 0
     adapters: int = 0
@@ -159,29 +168,35 @@ class _Held:
         else:
             self.weights += count
 
-    @property
     def optimizer(self) -> str:
-        """What it keeps, in words."""
-        words = ["Adam"] if self.kinds & set(MOMENTS) else []
-        words += ["fp32 weights"] if MASTER in self.kinds else []
-        words += ["moving average"] if EMA in self.kinds else []
-        size = f", {self.optimizer_bytes / 1e6:,.1f} MB" if words else ""
-        return " and ".join(words) + size or "none"
+        parts = ["Adam"] if self.kinds & set(MOMENTS) else []
+        parts += ["fp32 weights"] if MASTER in self.kinds else []
+        parts += ["moving average"] if EMA in self.kinds else []
+        size = f", {self.optimizer_bytes / 1e6:,.1f} MB" if parts else ""
+        return " and ".join(parts) + size or "none"
 
 
 def overview(checkpoint: Path) -> Group:
-    """For the console. Raises InputError for a checkpoint that cannot be read."""
+    """Return what `mimo checkpoint inspect` prints, from the small files alone.
+
+    Raises InputError for a checkpoint that cannot be read.
+    """
     progress, index = read_progress(checkpoint), read_index(checkpoint)
-    held: defaultdict[str, _Held] = defaultdict(_Held)
+    modules: defaultdict[str, _Contents] = defaultdict(_Contents)
     for key, tensor in index.items():
-        held[kind_of(key)[1].partition(".")[0]].add(key, tensor)
+        modules[kind_of(key)[1].partition(".")[0]].add(key, tensor)
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
-    grids = _grids(checkpoint, len({p.file for tensor in index.values() for p in tensor.pieces}))
+    num_ranks = len({piece.file for tensor in index.values() for piece in tensor.pieces})
+    try:
+        layout = build_layout(load_recipe(checkpoint / "recipe.yaml"), num_ranks)
+        grids = {name: str(grid) for name, grid in layout.grids.items()}
+    except (InputError, OSError):  # a recipe of another version
+        grids = {}
     table = Table("module", "parameters", "adapters", "dtype", "optimizer", "layout")
     # Names come from a file, so they are text without markup.
-    for module, own in held.items():
-        cells = [module, f"{own.weights:,}", f"{own.adapters:,}" if own.adapters else "-"]
-        cells += [", ".join(sorted(own.dtypes)), own.optimizer, grids.get(module, "unknown")]
+    for name, module in modules.items():
+        cells = [name, f"{module.weights:,}", f"{module.adapters:,}" if module.adapters else "-"]
+        cells += [", ".join(sorted(module.dtypes)), module.optimizer(), grids.get(name, "unknown")]
         table.add_row(*map(Text, cells))
     sums = "with checksums" if listed_files(checkpoint) is not None else "without checksums"
     size = sum(path.stat().st_size for path in files)
@@ -190,12 +205,3 @@ def overview(checkpoint: Path) -> Group:
         f"{size / 1e6:,.1f} MB in {len(files)} files, {sums}",
     ]
     return Group(*map(Text, lines), table)
-
-
-def _grids(checkpoint: Path, num_ranks: int) -> dict[str, str]:
-    """The grid of every module, as its recipe says; nothing if this version cannot read it."""
-    try:
-        layout = build_layout(load_recipe(checkpoint / "recipe.yaml"), num_ranks)
-    except (InputError, OSError):
-        return {}
-    return {name: str(grid) for name, grid in layout.grids.items()}

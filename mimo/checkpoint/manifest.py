@@ -1,38 +1,59 @@
-"""Files of a checkpoint and their manifest."""
+"""The files of a checkpoint: synced when written, checked when read, listed in a manifest.
+
+``manifest.json`` lists every other file with its size and CRC-32. For files of tensors it also has,
+by block of `BLOCK_BYTES`, the CRC-32 of the file up to the end of that block. CRC-32 can continue
+from any earlier value, so a block is checked alone, as it is read, from the value before it.
+
+Checkpoints of earlier versions have no such values, or no manifest at all.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 from zlib import crc32
 
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
+
+from mimo.config.bounds import STRICT
 from mimo.errors import InputError, StartError
 
-_MOST_BYTES = 1 << 32
-"""Of a JSON file; an index has some 50 for each piece of a tensor."""
-
-
-# What a checkpoint is damaged by: a file that is missing, or is a link or a folder.
-_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+MANIFEST = "manifest.json"
+FORMAT = "mimo checkpoint 1"
+BLOCK_BYTES = 1 << 18
+"""Bytes of a block: few beside what a rank reads at a time, and 8 digits in the manifest."""
+_CHECKSUM_BYTES = 4
+_CHUNK_BYTES = 1 << 22
+# A missing file, or a link or folder in its place, is damage; any other OSError is not.
+_DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 class Unreadable(StartError):
-    """A file cannot be read for a reason that is not in it: the disk, the network, or rights."""
+    """A file cannot be read because of the disk, the network or its permissions."""
+
+
+# -------------------------------------------------------------------------- single files
 
 
 @dataclass(frozen=True)
 class Sum:
     """Size and CRC-32 of a file, as in the manifest: 8 hexadecimal digits.
 
-    blocks: 8 more for each block, the CRC-32 up to its end; only files of tensors have them.
+    blocks: 8 more digits for each block, the CRC-32 up to its end; only for files of tensors.
     """
 
     bytes: int
@@ -42,7 +63,7 @@ class Sum:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError that does not: those of writing and syncing do not."""
+    """Add the file's name to an OSError that has none, such as those of writing and syncing."""
     try:
         yield
     except OSError as error:
@@ -52,11 +73,11 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises Unreadable in place of an OSError that says nothing of what was once written."""
+    """Turn an OSError that is no sign of damage into Unreadable."""
     try:
         yield
     except OSError as error:
-        if error.errno in _NOT_THERE:
+        if error.errno in _DAMAGE_ERRNOS:
             raise
         raise Unreadable(
             f"{path} cannot be read: {os.strerror(error.errno or errno.EIO)}; that need not be "
@@ -73,8 +94,8 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_names(folder: Path) -> None:
-    """Have the names in a folder on disk."""
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with naming(folder):
@@ -83,98 +104,92 @@ def sync_names(folder: Path) -> None:
         os.close(descriptor)
 
 
-def synced_sum(path: Path) -> Sum:
-    """Of a file that may not be on disk yet, and is on return."""
+def sync_and_sum(path: Path) -> Sum:
+    """Sync a file to disk and return its size and checksum."""
     crc = 0
     with naming(path), path.open("rb") as file:
-        while chunk := file.read(1 << 22):
+        while chunk := file.read(_CHUNK_BYTES):
             crc = crc32(chunk, crc)
         os.fsync(file.fileno())
         return Sum(file.tell(), f"{crc:08x}")
 
 
 def read_document(path: Path, checksum: int | None = None) -> Any:
-    """What a JSON file says, whoever wrote it. Raises ValueError or OSError, or Unreadable.
+    """Return the content of a JSON file. Raises ValueError, OSError or Unreadable.
 
-    checksum: its CRC-32, if it is known.
+    checksum: its CRC-32, if known.
     """
     with reading(path):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError("it is a link or not a regular file")
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
         content = path.read_bytes()
-    if checksum is not None and (found := crc32(content)) != checksum:
-        raise ValueError(f"it has checksum {found:08x}, not {checksum:08x}")
+    if checksum is not None and (actual := crc32(content)) != checksum:
+        raise ValueError(f"it has checksum {actual:08x}, not {checksum:08x}")
     try:
         return json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-MANIFEST = "manifest.json"
-FORMAT = "mimo checkpoint 1"
-BLOCK_BYTES = 1 << 18
-"""Bytes of a block: few beside what a rank reads at a time, and 8 digits in the manifest."""
-_MOST_BLOCK_BYTES = 1 << 26  # that a manifest may claim: a reader holds one block
-_DIGEST_BYTES = 4
-_KEYS = {"format", "files", "blocks", "crc32"}
-_NAME = re.compile(r"(?!\.{1,2}(/|$))[^/\x00]{1,255}(/(?!\.{1,2}(/|$))[^/\x00]{1,255}){0,3}")
-_SUM = re.compile(r"[0-9a-f]{8}")
-_CHUNK_BYTES = 1 << 22
+def reason_of(error: Exception) -> str:
+    """Return the message of an error, or that of the first field that pydantic refused."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
-# ------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------- writing the manifest
 
 
 class Summing:
-    """Size and checksums of a file, from its bytes as they are written."""
+    """Size and checksums of a file, computed from its bytes as they are written."""
 
     def __init__(self) -> None:
-        self.num_bytes, self._crc, self._ends = 0, 0, bytearray()
+        self.num_bytes, self._crc, self._block_ends = 0, 0, bytearray()
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """Go on with the next bytes of the file, however many."""
-        left = memoryview(chunk)
-        while left:
-            part = left[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
+        """Continue with the next bytes of the file, however many."""
+        rest = memoryview(chunk)
+        while rest:
+            part = rest[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
             self._crc = crc32(part, self._crc)
             self.num_bytes += len(part)
             if self.num_bytes % BLOCK_BYTES == 0:
-                self._ends += self._crc.to_bytes(_DIGEST_BYTES)
-            left = left[len(part) :]
+                self._block_ends += self._crc.to_bytes(_CHECKSUM_BYTES)
+            rest = rest[len(part) :]
 
     def sum(self) -> Sum:
-        """The sum of all bytes so far, as those of the whole file."""
-        last = self._crc.to_bytes(_DIGEST_BYTES) if self.num_bytes % BLOCK_BYTES else b""
-        return Sum(self.num_bytes, f"{self._crc:08x}", (self._ends + last).hex())
+        """Return the sum of the whole file, whose last byte has been added."""
+        last = self._crc.to_bytes(_CHECKSUM_BYTES) if self.num_bytes % BLOCK_BYTES else b""
+        return Sum(self.num_bytes, f"{self._crc:08x}", (self._block_ends + last).hex())
 
 
 def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
     """Write the manifest of files by name; it is on disk on return."""
     document = {
         "format": FORMAT,
-        "files": {name: {"bytes": one.bytes, "crc32": one.crc32} for name, one in files.items()},
+        "files": {name: {"bytes": sum.bytes, "crc32": sum.crc32} for name, sum in files.items()},
         "blocks": {
             "bytes": BLOCK_BYTES,
-            "files": {name: one.blocks for name, one in files.items() if one.blocks},
+            "files": {name: sum.blocks for name, sum in files.items() if sum.blocks},
         },
     }
-    document["crc32"] = _own_sum(document)
+    document["crc32"] = _manifest_sum(document)
     write_synced(folder / MANIFEST, json.dumps(document, indent=1))
 
 
-def _own_sum(document: object) -> str:
-    """The checksum of the manifest itself, whatever its spaces."""
+def _manifest_sum(document: object) -> str:
+    """Return the checksum of the manifest itself, independent of white space."""
     return f"{crc32(json.dumps(document).encode()):08x}"
 
 
-# ------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------- reading the manifest
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A file of a checkpoint as the manifest has it.
+    """A file of a checkpoint as the manifest lists it.
 
     name: relative to the checkpoint. crc32: None for a checkpoint without a manifest. blocks: 4
     bytes for each block of ``block_bytes``, the CRC-32 of the file up to its end; empty if unknown.
@@ -187,80 +202,91 @@ class Listed:
     block_bytes: int = BLOCK_BYTES
 
     def is_intact(self, block: int, content: memoryview) -> bool:
-        """Whether the bytes of a block are those that were written, as far as this is known."""
-        begin = block * _DIGEST_BYTES
-        before = self.blocks[max(begin - _DIGEST_BYTES, 0) : begin]
-        after = self.blocks[begin : begin + _DIGEST_BYTES]
+        """Return whether a block has the bytes that were written; True if that is unknown."""
+        begin = block * _CHECKSUM_BYTES
+        before = self.blocks[max(begin - _CHECKSUM_BYTES, 0) : begin]
+        after = self.blocks[begin : begin + _CHECKSUM_BYTES]
         return not after or crc32(content, int.from_bytes(before)) == int.from_bytes(after)
 
 
+def _inside_folder(name: str) -> str:
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name[:80]!r} is not a valid file name")
+    return name
+
+
+class _File(BaseModel):
+    model_config = STRICT
+    bytes: NonNegativeInt
+    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+
+class _Blocks(BaseModel):
+    model_config = STRICT
+    bytes: PositiveInt
+    files: dict[str, str]
+
+
+class _Manifest(BaseModel):
+    model_config = STRICT
+    format: Literal["mimo checkpoint 1"]
+    files: dict[Annotated[str, AfterValidator(_inside_folder)], _File]
+    blocks: _Blocks | None = None
+
+
 def listed_files(checkpoint: Path) -> list[Listed] | None:
-    """All files that the manifest lists; None without a manifest. Raises InputError."""
+    """Return all files that the manifest lists; None without a manifest. Raises InputError."""
     path = checkpoint / MANIFEST
     try:
         document = read_document(path)
-        if document["format"] != FORMAT:
-            raise ValueError(f"format {str(document['format'])[:80]!r}, known is {FORMAT!r}")
-        if unknown := document.keys() - _KEYS:
-            raise ValueError(f"unknown key {min(unknown)[:80]!r}")
-        if "blocks" not in document:  # of an earlier version
-            return [_listed(name, **entry) for name, entry in document["files"].items()]
-        if document.pop("crc32") != _own_sum(document):
+        # Manifests of earlier versions have neither blocks nor a checksum of their own.
+        if "blocks" in document and document.pop("crc32") != _manifest_sum(document):
             raise ValueError("its own checksum differs")
-        block_bytes, ends = document["blocks"]["bytes"], document["blocks"]["files"]
-        if type(block_bytes) is not int or not 0 < block_bytes <= _MOST_BLOCK_BYTES:
-            raise ValueError(f"blocks of {str(block_bytes)[:80]} bytes")
+        manifest = _Manifest.model_validate(document)
+        blocks = manifest.blocks or _Blocks(bytes=BLOCK_BYTES, files={})
         return [
-            _listed(name, **entry, ends=bytes.fromhex(ends.get(name, "")), block_bytes=block_bytes)
-            for name, entry in document["files"].items()
+            Listed(
+                *(name, file.bytes, int(file.crc32, 16)),
+                *(bytes.fromhex(blocks.files.get(name, "")), blocks.bytes),
+            )
+            for name, file in manifest.files.items()
         ]
     except FileNotFoundError:
         return None
     except Unreadable:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-
-
-def _listed(
-    name: str, bytes: int, crc32: str, ends: bytes = b"", block_bytes: int = BLOCK_BYTES
-) -> Listed:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is not a valid file name")
-    if type(bytes) is not int or bytes < 0 or not _SUM.fullmatch(crc32):
-        raise ValueError(f"{name[:80]!r} has no size and checksum")
-    if ends and len(ends) != -(-bytes // block_bytes) * _DIGEST_BYTES:
-        raise ValueError(f"{name[:80]!r} has {len(ends) // _DIGEST_BYTES} checksums of blocks")
-    return Listed(name, bytes, int(crc32, 16), ends, block_bytes)
+        raise InputError(f"{path} is damaged: {reason_of(error)}") from error
 
 
 def wrong_checksums(
     checkpoint: Path, files: Iterable[Listed], advance: Callable[[int], None]
 ) -> list[str]:
-    """Which of these files have other bytes than were written. All of their bytes are read.
+    """Read these files whole and return a problem for each whose bytes have changed.
 
-    advance: told of the bytes of each piece that was read. Raises Unreadable.
+    advance: called with the number of bytes of each piece read. Raises Unreadable.
     """
     problems: list[str] = []
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for listed in files:
-        found = 0
+        crc = 0
         try:
             path = checkpoint / listed.name
             with reading(path), path.open("rb", buffering=0) as file:
                 while count := file.readinto(buffer):
-                    found = crc32(buffer[:count], found)
+                    crc = crc32(buffer[:count], crc)
                     advance(count)
         except OSError as error:
             problems.append(f"{listed.name} cannot be read: {error}")
             continue
-        if found != listed.crc32:
-            problems.append(f"{listed.name} has checksum {found:08x}, not {listed.crc32:08x}")
+        if crc != listed.crc32:
+            problems.append(f"{listed.name} has checksum {crc:08x}, not {listed.crc32:08x}")
     return problems
 
 
-def refuse(checkpoint: Path, problems: Sequence[str]) -> None:
-    """Raise InputError if there are any."""
+def raise_damaged(checkpoint: Path, problems: Sequence[str]) -> None:
+    """Raise InputError if there are problems."""
     if problems:
         raise InputError(
             f"{checkpoint} is damaged: {'; '.join(problems)}; copy it again, or give another"

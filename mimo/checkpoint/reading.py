@@ -1,4 +1,9 @@
-"""Reading pieces."""
+"""Reading pieces of tensors in any layout, in blocks that are checked before they are used.
+
+Ranks with equal weights share the reading: they take turns in the order of the files, each reads
+one turn of a round, and an all-gather gives the round to all of them. Pieces that only one rank
+wants, such as its share of a distributed optimizer, it reads alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import itertools
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,130 +22,88 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.checkpoint.manifest import Listed, reading, refuse
+from mimo.checkpoint.manifest import Listed, raise_damaged, reading
 from mimo.checkpoint.tensors import Stored, StoredTensor, read_index, whole_piece
 from mimo.device import local_device
 from mimo.engines.piece import Piece
 from mimo.errors import InputError, StartError
 
 _CHUNK_BYTES = 1 << 22
-"""Bytes that are read at a time."""
+"""Bytes that are read at a time by a rank that reads alone."""
+_TURN_BYTES = 1 << 20
+"""Bytes of a turn: enough for a disk or a network, few beside the tensors."""
+_ROUND_BYTES = 1 << 26
+"""Bytes of a round, of which each rank has a copy; with many ranks their turns get smaller."""
+_ALIGNMENT = 8
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some rows of what a rectangle in a file and one that is wanted have in common.
+def shards_of[T](items: Iterable[tuple[T, int]], num_bytes: int) -> Iterator[list[T]]:
+    """Group consecutive items, each with its size, to ``num_bytes`` at most; a larger is alone."""
+    shard: list[T] = []
+    shard_bytes = 0
+    for item, size in items:
+        if shard and shard_bytes + size > num_bytes:
+            yield shard
+            shard, shard_bytes = [], 0
+        shard.append(item)
+        shard_bytes += size
+    yield shard
 
-    rows, columns: in the whole tensor. targets: all pieces here that want that rectangle.
+
+# ------------------------------------------------------------------------------ one file
+
+
+class CheckedFile:
+    """An open file of a checkpoint, read in whole blocks whose checksums are compared.
+
+    The last block of which only a part was wanted is kept, so that adjacent parts are read once.
     """
 
-    stored: Stored
-    dtype: torch.dtype
-    rows: range
-    columns: range
-    targets: Sequence[Piece]
+    def __init__(self, folder: Path, listed: Listed, descriptor: int) -> None:
+        self._folder, self.listed, self._descriptor = folder, listed, descriptor
+        self._cache, self._cached_block = memoryview(bytearray(listed.block_bytes)), -1
 
-    @property
-    def num_bytes(self) -> int:
-        """In the file."""
-        return len(self.rows) * len(self.columns) * self.dtype.itemsize
+    def read(self, begin: int, target: memoryview) -> None:
+        """Fill target (n,) uint8 from byte ``begin`` on.
 
-    def read(self, file: CheckedFile, raw: Tensor) -> None:
-        """Into raw (num_bytes,) uint8 on the host. As `read_pieces`."""
-        stored, size = self.stored, self.dtype.itemsize
-        skipped = (self.rows.start - stored.row) * stored.columns
-        begin = stored.begin + (skipped + self.columns.start - stored.column) * size
-        # Whole rows lie one after the other; of cut ones each is read alone.
-        cut = len(self.columns) < stored.columns
-        for number, run in enumerate(raw.split(len(self.columns) * size) if cut else [raw]):
-            file.read(begin + number * stored.columns * size, memoryview(run.numpy()))
+        Raises InputError if the file ends early or is damaged, Unreadable if the file system fails.
+        """
+        block_bytes = self.listed.block_bytes
+        while target:
+            block, skipped = divmod(begin, block_bytes)
+            length = min(block_bytes, self.listed.num_bytes - block * block_bytes)
+            assert skipped < length, "the index was compared with the size"
+            if skipped == 0 and len(target) >= length:
+                count = length
+                self._read_block(block, target[:count])
+            else:
+                if self._cached_block != block:
+                    self._cached_block = -1  # until the block is known to be intact
+                    self._read_block(block, self._cache[:length])
+                    self._cached_block = block
+                count = min(len(target), length - skipped)
+                target[:count] = self._cache[skipped : skipped + count]
+            target, begin = target[count:], begin + count
 
-    def hand_out(self, raw: Tensor) -> None:
-        """Copy raw (num_bytes,) uint8, on any device, to the targets."""
-        values = raw.view(self.dtype).view(len(self.rows), len(self.columns))
-        for piece in self.targets:
-            rows = piece.values[self.rows.start - piece.row :][: len(self.rows)]
-            left = self.columns.start - piece.column
-            rows[:, left : left + len(self.columns)].copy_(values)
-
-
-def parts_of(
-    folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece], most_bytes: int
-) -> list[Part]:
-    """What has to be read for the wanted pieces, in the order in which it lies in the files.
-
-    most_bytes: of a part, unless a row has more. What several pieces want is read once.
-    Raises InputError for a tensor that is missing or has another shape.
-    """
-    places: dict[Hashable, list[Piece]] = {}
-    for piece in wanted:
-        places.setdefault(place_of(piece), []).append(piece)
-    parts: list[Part] = []
-    for targets in places.values():
-        piece = targets[0]
-        tensor = index.get(piece.key)
-        if tensor is None:
-            raise InputError(
-                f"checkpoint {folder} has no tensor {piece.key}; resume with the recipe that "
-                f"it was trained with"
-            )
-        if tensor.matrix != piece.matrix:
-            raise InputError(f"checkpoint {folder}: {_difference(piece, tensor)}")
-        for stored in tensor.pieces:
-            rows, columns = _overlap(stored, piece)
-            if not rows or not columns:
-                continue
-            at_once = max(1, most_bytes // (len(columns) * tensor.dtype.itemsize))
-            for first in range(rows.start, rows.stop, at_once):
-                some = range(first, min(first + at_once, rows.stop))
-                parts.append(Part(stored, tensor.dtype, some, columns, targets))
-    parts.sort(key=lambda part: (part.stored.file.name, part.stored.begin, part.rows.start))
-    return parts
-
-
-def place_of(piece: Piece) -> tuple[str | int, ...]:
-    """Which rectangle of which tensor it is."""
-    return piece.key, piece.row, piece.column, *piece.values.shape
-
-
-def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
-    """Fill the values of every wanted piece, in whatever dtype they have; returns the bytes used.
-
-    Beside the tensors, about `_CHUNK_BYTES` of memory are used.
-    Raises InputError for a tensor that is missing or has another shape, and for a damaged file;
-    Unreadable where the file system is to blame.
-    """
-    parts = parts_of(folder, index, wanted, _CHUNK_BYTES)
-    buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
-    for listed, of_file in itertools.groupby(parts, key=lambda part: part.stored.file):
-        with opened(folder, listed) as file:
-            for part in of_file:
-                raw = buffer[: part.num_bytes]
-                part.read(file, raw)
-                part.hand_out(raw)
-    return sum(part.num_bytes for part in parts)
-
-
-def _difference(piece: Piece, tensor: StoredTensor) -> str:
-    """In words, for tensors that are not of the same size."""
-    (rows, columns), (own_rows, own_columns) = tensor.matrix, piece.matrix
-    if columns == own_columns:
-        return (
-            f"{piece.key} has {rows} rows, but the model has {own_rows}; give the sizes of its "
-            f"training (for a vocabulary: the tokenizer, language.model.vocab_size and "
-            f"language.model.vocab_multiple)"
-        )
-    return (
-        f"{piece.key} is {list(tensor.shape)}, but the model's is {list(piece.shape)}; give the "
-        f"sizes of its training"
-    )
+    def _read_block(self, block: int, target: memoryview) -> None:
+        """Fill target with a whole block; the file's last block may be shorter."""
+        path, begin, rest = self._folder / self.listed.name, block * len(self._cache), target
+        while rest:
+            with reading(path):
+                count = os.preadv(self._descriptor, [rest], begin)
+            if count <= 0:
+                raise InputError(f"checkpoint {path}: the file is cut off; copy it again")
+            rest, begin = rest[count:], begin + count
+        if not self.listed.is_intact(block, target):
+            problem = f"{self.listed.name} has another checksum in the block that ends at {begin}"
+            raise_damaged(self._folder, [problem])
 
 
 @contextmanager
-def opened(folder: Path, listed: Listed) -> Iterator[CheckedFile]:
-    """A file of the folder to read from; not one elsewhere, by a link.
+def _open(folder: Path, listed: Listed) -> Iterator[CheckedFile]:
+    """Open a file of the folder, following no link.
 
-    Raises Unreadable where the file system is to blame, else InputError.
+    Raises Unreadable if the file system fails, else InputError.
     """
     path = folder / listed.name
     try:
@@ -154,204 +117,123 @@ def opened(folder: Path, listed: Listed) -> Iterator[CheckedFile]:
         os.close(descriptor)
 
 
-class CheckedFile:
-    """An open file of a checkpoint. Whole blocks are read, and their checksums compared.
+# ---------------------------------------------------------------------------- one reader
 
-    The last block of which a part was wanted is kept: what lies side by side is read once.
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that a stored rectangle and a wanted one have in common.
+
+    rows, columns: in the whole tensor. targets: all pieces of this rank that want that rectangle.
     """
 
-    def __init__(self, folder: Path, listed: Listed, descriptor: int) -> None:
-        self._folder, self.listed, self._descriptor = folder, listed, descriptor
-        self._memory, self._block = memoryview(bytearray(listed.block_bytes)), -1
+    stored: Stored
+    dtype: torch.dtype
+    rows: range
+    columns: range
+    targets: Sequence[Piece]
 
-    def read(self, begin: int, target: memoryview) -> None:
-        """Fill target (n,) uint8 from byte ``begin`` on.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part in the file."""
+        return len(self.rows) * len(self.columns) * self.dtype.itemsize
 
-        Raises InputError where the file ends or is damaged, Unreadable where the file system is to
-        blame.
-        """
-        size = self.listed.block_bytes
-        while target:
-            block, skipped = divmod(begin, size)
-            length = min(size, self.listed.num_bytes - block * size)
-            assert skipped < length, "the index was compared with the size"
-            if skipped == 0 and len(target) >= length:
-                count = length
-                self._read_block(block, target[:count])
-            else:
-                if self._block != block:
-                    self._block = -1  # until it is known to be intact
-                    self._read_block(block, self._memory[:length])
-                    self._block = block
-                count = min(len(target), length - skipped)
-                target[:count] = self._memory[skipped : skipped + count]
-            target, begin = target[count:], begin + count
+    def read(self, file: CheckedFile, raw: Tensor) -> None:
+        """Fill raw (num_bytes,) uint8 on the host. Raises the errors of `CheckedFile.read`."""
+        stored, size = self.stored, self.dtype.itemsize
+        skipped = (self.rows.start - stored.row) * stored.columns
+        begin = stored.begin + (skipped + self.columns.start - stored.column) * size
+        # Whole rows lie one after the other; cut rows are read one by one.
+        is_cut = len(self.columns) < stored.columns
+        for number, run in enumerate(raw.split(len(self.columns) * size) if is_cut else [raw]):
+            file.read(begin + number * stored.columns * size, memoryview(run.numpy()))
 
-    def _read_block(self, block: int, target: memoryview) -> None:
-        """Fill target with a whole block; the file's last block may be shorter."""
-        path, begin, left = self._folder / self.listed.name, block * len(self._memory), target
-        while left:
-            with reading(path):
-                count = os.preadv(self._descriptor, [left], begin)
-            if count <= 0:
-                raise InputError(f"checkpoint {path}: the file is cut off; copy it again")
-            left, begin = left[count:], begin + count
-        if not self.listed.is_intact(block, target):
-            problem = f"{self.listed.name} has another checksum in the block that ends at {begin}"
-            refuse(self._folder, [problem])
+    def copy_to_targets(self, raw: Tensor) -> None:
+        """Copy raw (num_bytes,) uint8, on any device, to the targets."""
+        values = raw.view(self.dtype).view(len(self.rows), len(self.columns))
+        for piece in self.targets:
+            rows = piece.values[self.rows.start - piece.row :][: len(self.rows)]
+            first = self.columns.start - piece.column
+            rows[:, first : first + len(self.columns)].copy_(values)
 
 
-def _overlap(stored: Stored, piece: Piece) -> tuple[range, range]:
-    """The rows and columns of the whole tensor that both have, perhaps none."""
-    rows, columns = piece.values.shape
+def _rectangle(piece: Piece) -> tuple[str | int, ...]:
+    return piece.key, piece.row, piece.column, *piece.values.shape
+
+
+def _parts_of(
+    folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece], max_bytes: int
+) -> list[Part]:
+    """Return the parts to read for the wanted pieces, in the order in which they lie in the files.
+
+    max_bytes: of a part, unless a row is longer. What several pieces want is read once.
+    Raises InputError for a tensor that is missing or has another shape.
+    """
+    targets_of: dict[tuple[str | int, ...], list[Piece]] = {}
+    for piece in wanted:
+        targets_of.setdefault(_rectangle(piece), []).append(piece)
+    parts: list[Part] = []
+    for targets in targets_of.values():
+        piece = targets[0]
+        tensor = index.get(piece.key)
+        if tensor is None:
+            raise InputError(
+                f"checkpoint {folder} has no tensor {piece.key}; resume with the recipe that "
+                f"it was trained with"
+            )
+        if tensor.matrix != piece.matrix:
+            raise InputError(f"checkpoint {folder}: {_size_difference(piece, tensor)}")
+        height, width = piece.values.shape
+        for stored in tensor.pieces:
+            rows = _overlap(stored.row, stored.rows, piece.row, height)
+            columns = _overlap(stored.column, stored.columns, piece.column, width)
+            if not rows or not columns:
+                continue
+            max_rows = max(1, max_bytes // (len(columns) * tensor.dtype.itemsize))
+            for first in range(rows.start, rows.stop, max_rows):
+                some_rows = range(first, min(first + max_rows, rows.stop))
+                parts.append(Part(stored, tensor.dtype, some_rows, columns, targets))
+    parts.sort(key=lambda part: (part.stored.file.name, part.stored.begin, part.rows.start))
+    return parts
+
+
+def _overlap(first: int, count: int, other_first: int, other_count: int) -> range:
+    return range(max(first, other_first), min(first + count, other_first + other_count))
+
+
+def _size_difference(piece: Piece, tensor: StoredTensor) -> str:
+    (stored_rows, stored_columns), (rows, columns) = tensor.matrix, piece.matrix
+    if stored_columns == columns:
+        return (
+            f"{piece.key} has {stored_rows} rows, but the model has {rows}; give the sizes of its "
+            f"training (for a vocabulary: the tokenizer, language.model.vocab_size and "
+            f"language.model.vocab_multiple)"
+        )
     return (
-        range(max(stored.row, piece.row), min(stored.row + stored.rows, piece.row + rows)),
-        range(
-            max(stored.column, piece.column),
-            min(stored.column + stored.columns, piece.column + columns),
-        ),
+        f"{piece.key} is {list(tensor.shape)}, but the model's is {list(piece.shape)}; give the "
+        f"sizes of its training"
     )
 
 
-_TURN_BYTES = 1 << 20
-"""That a rank reads at a time: enough for a disk or a network, few beside the tensors."""
-_ROUND_BYTES = 1 << 26
-"""That all ranks together read at a time, of which each has a copy; fewer in a turn if many."""
-_ALIGNMENT = 8
+def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
+    """Fill the values of every wanted piece, in whatever dtype they have; return the bytes used.
 
-
-def from_rank_0[T](do: Callable[[], T]) -> T:
-    """What ``do`` returns on rank 0, which alone calls it; every rank of the world calls this.
-
-    What it raises is raised on all ranks; where that cannot be sent, a RuntimeError that says it.
+    Needs about `_CHUNK_BYTES` of memory beside the tensors. Raises InputError for a tensor that is
+    missing or has another shape and for a damaged file, Unreadable if the file system fails.
     """
-    if dist.get_world_size() == 1:
-        return do()  # a world of one, as for generation, need not start NCCL
-    found: list[bytes] = [b""]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = pickle.dumps((do(), None))
-        except Exception as error:  # also of what cannot be pickled: the others wait for a word
-            found[0] = _packed(error)
-    dist.broadcast_object_list(found, device=local_device())
-    value, error = pickle.loads(found[0])
-    if error is not None:
-        raise error
-    return value
-
-
-def _packed(error: Exception) -> bytes:
-    """An error as `from_rank_0` sends it. Some can be pickled, but not read again."""
-    try:
-        packed = pickle.dumps((None, error))
-        pickle.loads(packed)
-    except Exception:
-        words = "".join(traceback.format_exception(error))
-        return pickle.dumps((None, RuntimeError(f"rank 0 failed:\n{words}")))
-    return packed
-
-
-def read_shared(
-    folder: Path,
-    index: Mapping[str, StoredTensor],
-    wanted: Iterable[Piece],
-    replicas: dist.ProcessGroup | None,
-    gets_on: Callable[[], None] = lambda: None,
-) -> int:
-    """As `read_pieces`, but ranks of ``replicas`` share the reading; the bytes that this rank used.
-
-    Every rank of that group calls it, each with its own wanted pieces. Beside the tensors,
-    `_ROUND_BYTES` and a turn are used at most, unless rows are longer. gets_on: called after each
-    exchange.
-    Raises InputError, on all of them, for what one of them cannot read.
-    """
-    if replicas is None or replicas.size() == 1:
-        return read_pieces(folder, index, wanted)
-    named = [(_name(piece), piece) for piece in wanted]
-    all_names: list[Any] = [None] * replicas.size()
-    dist.all_gather_object(all_names, {name for name, _ in named}, group=replicas)
-    common = set.intersection(*all_names)
-    alone = [piece for name, piece in named if name not in common]
-    together = [piece for name, piece in named if name in common]
-    turn_bytes = min(_TURN_BYTES, _ROUND_BYTES // replicas.size())
-    parts = parts_of(folder, index, together, turn_bytes)
-    num_bytes = _in_turns(folder, parts, turn_bytes, replicas, gets_on)
-    return num_bytes + read_pieces(folder, index, alone)
-
-
-def _name(piece: Piece) -> bytes:
-    """A short name of the rectangle that is wanted, the same on every rank."""
-    return blake2b(repr(place_of(piece)).encode(), digest_size=8).digest()
-
-
-def _room(part: Part) -> int:
-    return -(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _in_turns(
-    folder: Path,
-    parts: Sequence[Part],
-    turn_bytes: int,
-    group: dist.ProcessGroup,
-    gets_on: Callable[[], None],
-) -> int:
-    """Read and exchange parts that all ranks of the group list alike; the bytes read here."""
-    turns = list(shards_of(((part, _room(part)) for part in parts), turn_bytes))
-    most = max((sum(map(_room, turn)) for turn in turns), default=0)
-    host = torch.empty(most, dtype=torch.uint8)
-    arrived = torch.empty(most * group.size(), dtype=torch.uint8, device=local_device())
-    num_bytes, problem = 0, None
-    with ExitStack() as files:
-        file: CheckedFile | None = None
-        for round_ in itertools.batched(turns, group.size()):
-            room = max(sum(map(_room, turn)) for turn in round_)
-            own = round_[group.rank()] if group.rank() < len(round_) else ()
-            try:
-                for part, raw in _places(own, host) if problem is None else ():
-                    if file is None or file.listed != part.stored.file:
-                        files.close()
-                        file = files.enter_context(opened(folder, part.stored.file))
-                    part.read(file, raw)
-                    num_bytes += part.num_bytes
-            except InputError as error:
-                problem = error  # the others wait in all rounds that follow
-            every = arrived[: room * group.size()]
-            dist.all_gather_into_tensor(every, host[:room].to(every.device), group=group)
-            gets_on()
-            for turn, of_rank in zip(round_, every.split(room), strict=False):
-                for part, raw in _places(turn, of_rank):
-                    part.hand_out(raw)
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, problem, group=group)
-    if problems := [one for one in found if one is not None]:
-        may_go_away = all(isinstance(one, StartError) for one in problems)
-        raise (StartError if may_go_away else InputError)("\n".join(sorted({*map(str, problems)})))
-    return num_bytes
-
-
-def _places(turn: Sequence[Part], memory: Tensor) -> Iterable[tuple[Part, Tensor]]:
-    """Where each part of a turn lies in memory (n,) uint8."""
-    begin = 0
-    for part in turn:
-        yield part, memory[begin : begin + part.num_bytes]
-        begin += _room(part)
-
-
-def shards_of[T](items: Iterable[tuple[T, int]], num_bytes: int) -> Iterator[list[T]]:
-    """Consecutive items, each with its size, of so many bytes at most, or a larger one alone."""
-    shard: list[T] = []
-    size = 0
-    for item, own in items:
-        if shard and size + own > num_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(item)
-        size += own
-    yield shard
+    parts = _parts_of(folder, index, wanted, _CHUNK_BYTES)
+    buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
+    for listed, parts_of_file in itertools.groupby(parts, key=lambda part: part.stored.file):
+        with _open(folder, listed) as file:
+            for part in parts_of_file:
+                raw = buffer[: part.num_bytes]
+                part.read(file, raw)
+                part.copy_to_targets(raw)
+    return sum(part.num_bytes for part in parts)
 
 
 def describe(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor of a checkpoint, by key. Raises InputError."""
+    """Return shape and dtype of every tensor of a checkpoint, by key. Raises InputError."""
     index = read_index(checkpoint)
     return {key: (torch.Size(tensor.shape), tensor.dtype) for key, tensor in index.items()}
 
@@ -359,7 +241,126 @@ def describe(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def read(
     checkpoint: Path, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Whole tensors by key, as `describe` describes them; no others are read."""
-    found = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in wanted.items()}
-    read_pieces(checkpoint, read_index(checkpoint), [whole_piece(*one) for one in found.items()])
-    return found
+    """Return whole tensors by key; wanted: their shapes and dtypes, as from `describe`."""
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in wanted.items()}
+    pieces = [whole_piece(key, tensor) for key, tensor in tensors.items()]
+    read_pieces(checkpoint, read_index(checkpoint), pieces)
+    return tensors
+
+
+# ------------------------------------------------------------------------- several ranks
+
+
+def from_rank_0[T](call: Callable[[], T]) -> T:
+    """Return what ``call`` returns on rank 0, which alone calls it; every rank calls this.
+
+    Its exception is raised on all ranks, as a RuntimeError with the traceback if it cannot be sent.
+    """
+    if dist.get_world_size() == 1:
+        return call()  # a world of one, as for generation, need not start NCCL
+    message: list[bytes] = [b""]
+    if dist.get_rank() == 0:
+        try:
+            message[0] = pickle.dumps((call(), None))
+        except Exception as error:  # of pickling, too: the other ranks wait for a message
+            message[0] = _pickled_error(error)
+    dist.broadcast_object_list(message, device=local_device())
+    value, error = pickle.loads(message[0])
+    if error is not None:
+        raise error
+    return value
+
+
+def _pickled_error(error: Exception) -> bytes:
+    try:
+        pickled = pickle.dumps((None, error))
+        pickle.loads(pickled)  # some errors can be pickled, but not unpickled
+    except Exception:
+        text = "".join(traceback.format_exception(error))
+        return pickle.dumps((None, RuntimeError(f"rank 0 failed:\n{text}")))
+    return pickled
+
+
+def read_shared(
+    folder: Path,
+    index: Mapping[str, StoredTensor],
+    wanted: Iterable[Piece],
+    replicas: dist.ProcessGroup | None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> int:
+    """Like `read_pieces`, with the reading shared by the ranks of ``replicas``, which all call it.
+
+    Each passes its own wanted pieces. Returns the bytes that this rank used. Needs `_ROUND_BYTES`
+    and a turn of memory beside the tensors, more if rows are longer. on_progress: called after
+    each exchange. Raises InputError, on all of them, for what one of them cannot read.
+    """
+    if replicas is None or replicas.size() == 1:
+        return read_pieces(folder, index, wanted)
+    named = [(_digest(piece), piece) for piece in wanted]
+    names_of_ranks: list[Any] = [None] * replicas.size()
+    dist.all_gather_object(names_of_ranks, {name for name, _ in named}, group=replicas)
+    common = set.intersection(*names_of_ranks)
+    turn_bytes = min(_TURN_BYTES, _ROUND_BYTES // replicas.size())
+    shared = [piece for name, piece in named if name in common]
+    parts = _parts_of(folder, index, shared, turn_bytes)
+    num_bytes = _read_in_turns(folder, parts, turn_bytes, replicas, on_progress)
+    alone = [piece for name, piece in named if name not in common]
+    return num_bytes + read_pieces(folder, index, alone)
+
+
+def _digest(piece: Piece) -> bytes:
+    """Return a short name of the wanted rectangle, the same on every rank."""
+    return blake2b(repr(_rectangle(piece)).encode(), digest_size=8).digest()
+
+
+def _aligned_bytes(part: Part) -> int:
+    return -(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _read_in_turns(
+    folder: Path,
+    parts: Sequence[Part],
+    turn_bytes: int,
+    group: dist.ProcessGroup,
+    on_progress: Callable[[], None],
+) -> int:
+    """Read and exchange parts that all ranks of the group list alike; return the bytes read."""
+    turns = list(shards_of(((part, _aligned_bytes(part)) for part in parts), turn_bytes))
+    max_bytes = max((sum(map(_aligned_bytes, turn)) for turn in turns), default=0)
+    host = torch.empty(max_bytes, dtype=torch.uint8)
+    received = torch.empty(max_bytes * group.size(), dtype=torch.uint8, device=local_device())
+    num_bytes, problem = 0, None
+    with ExitStack() as files:
+        file: CheckedFile | None = None
+        for round_ in itertools.batched(turns, group.size()):
+            size = max(sum(map(_aligned_bytes, turn)) for turn in round_)
+            turn = round_[group.rank()] if group.rank() < len(round_) else ()
+            try:
+                for part, raw in _places(turn, host) if problem is None else ():
+                    if file is None or file.listed != part.stored.file:
+                        files.close()
+                        file = files.enter_context(_open(folder, part.stored.file))
+                    part.read(file, raw)
+                    num_bytes += part.num_bytes
+            except InputError as error:
+                problem = error  # the others wait in all rounds that follow
+            gathered = received[: size * group.size()]
+            dist.all_gather_into_tensor(gathered, host[:size].to(gathered.device), group=group)
+            on_progress()
+            for turn, memory in zip(round_, gathered.split(size), strict=False):
+                for part, raw in _places(turn, memory):
+                    part.copy_to_targets(raw)
+    problems: list[Any] = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=group)
+    if problems := [error for error in problems if error is not None]:
+        can_retry = all(isinstance(error, StartError) for error in problems)
+        raise (StartError if can_retry else InputError)("\n".join(sorted({*map(str, problems)})))
+    return num_bytes
+
+
+def _places(turn: Sequence[Part], memory: Tensor) -> Iterable[tuple[Part, Tensor]]:
+    """Yield each part of a turn with its place in memory (n,) uint8."""
+    begin = 0
+    for part in turn:
+        yield part, memory[begin : begin + part.num_bytes]
+        begin += _aligned_bytes(part)

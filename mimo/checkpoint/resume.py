@@ -1,4 +1,8 @@
-"""Where a job continues."""
+"""Where a job starts: the checkpoints it may resume from, which of them is intact, what is left.
+
+Needs no engine, so that a launcher can hand a start to its ranks. Checkpoints of earlier versions
+may have no manifest; of them only the sizes that the index needs are checked.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ from mimo.checkpoint.manifest import (
     Listed,
     Unreadable,
     listed_files,
+    raise_damaged,
     reading,
-    refuse,
     wrong_checksums,
 )
 from mimo.checkpoint.tensors import StoredTensor, read_index
@@ -31,22 +35,24 @@ from mimo.config.schema import Recipe
 from mimo.errors import InputError
 from mimo.parallel.grids import Layout
 
+# -------------------------------------------------------------------------------- starts
+
 
 @dataclass(frozen=True)
 class FromScratch:
-    """Freshly drawn weights, step 0."""
+    """Start with random weights at step 0."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where the run that wrote ``checkpoint`` stood: weights, optimizers, step and data."""
+    """Continue the run that wrote ``checkpoint``: weights, optimizers, step and data."""
 
     checkpoint: Path
 
 
 @dataclass(frozen=True)
 class FromWeights:
-    """The weights of ``checkpoint``, in whatever layout; fresh optimizers, step 0."""
+    """Start with the weights of ``checkpoint``, in whatever layout; fresh optimizers, step 0."""
 
     checkpoint: Path
 
@@ -54,10 +60,49 @@ class FromWeights:
 Start = FromScratch | Resume | FromWeights
 
 
-def wrong_sizes(checkpoint: Path) -> list[str]:
-    """What is wrong as far as names, sizes and small files tell: nothing large is read.
+@dataclass(frozen=True)
+class Run:
+    """One phase to train, its layout, and where it starts."""
 
-    Raises Unreadable where that cannot be found out.
+    phase: Phase
+    layout: Layout
+    start: Start
+
+    @property
+    def recipe(self) -> Recipe:
+        """The phase's complete recipe."""
+        return self.phase.recipe
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it continues in its run folder; otherwise an older folder must move aside."""
+        start = self.start
+        return isinstance(start, Resume) and belongs_to(start.checkpoint, self.recipe.run_dir)
+
+    def __str__(self) -> str:
+        """Return a line for the console: the phase, its layout, and where it starts."""
+        grids = ", ".join(f"{name} {grid}" for name, grid in self.layout.grids.items())
+        return f"{self.phase.title}: {grids}; {self.begins}"
+
+    @property
+    def begins(self) -> str:
+        """Where it starts, as a predicate for the console."""
+        match self.start:
+            case Resume(checkpoint):
+                return f"continues from {checkpoint}"
+            case FromWeights(checkpoint):
+                return f"begins with the weights of {checkpoint} and fresh optimizers"
+            case FromScratch():
+                return "begins from scratch"
+
+
+# ------------------------------------------------------------------------ what is intact
+
+
+def wrong_sizes(checkpoint: Path) -> list[str]:
+    """Return the problems that names, sizes and small files show, without reading large files.
+
+    Raises Unreadable if the file system fails.
     """
     with reading(checkpoint):
         if not checkpoint.is_dir():
@@ -75,10 +120,10 @@ def wrong_sizes(checkpoint: Path) -> list[str]:
 
 
 def _wrong_files(checkpoint: Path, files: Iterable[Listed]) -> list[str]:
-    """Which of the listed files are missing or have another size."""
+    """Return a problem for each listed file that is missing or has another size."""
     problems: list[str] = []
     for listed in files:
-        size = _size(checkpoint, listed.name)
+        size = _size_without_links(checkpoint, listed.name)
         if size is None:
             problems.append(f"{listed.name} is missing, or is a link")
         elif size != listed.num_bytes:
@@ -86,40 +131,41 @@ def _wrong_files(checkpoint: Path, files: Iterable[Listed]) -> list[str]:
     return problems
 
 
-def _size(checkpoint: Path, name: str) -> int | None:
-    """Of a plain file; None if it is anything else, or reached by a link."""
-    path = checkpoint
+def _size_without_links(checkpoint: Path, name: str) -> int | None:
+    """Return the size of a regular file; None for anything else, or a path through a link."""
+    path, mode, size = checkpoint, 0, 0
     for part in name.split("/"):
         path /= part
         try:
             with reading(path):
-                found = path.lstat()
+                status = path.lstat()
         except OSError:
             return None
-        if stat.S_ISLNK(found.st_mode):
+        mode, size = status.st_mode, status.st_size
+        if stat.S_ISLNK(mode):
             return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return size if stat.S_ISREG(mode) else None
 
 
-def dealt(files: Sequence[Listed], count: int) -> list[list[Listed]]:
-    """The files dealt to so many readers, about as many bytes to each."""
-    found: list[list[Listed]] = [[] for _ in range(count)]
+def split_by_bytes(files: Sequence[Listed], count: int) -> list[list[Listed]]:
+    """Split the files among ``count`` readers, with about equally many bytes each."""
+    shares: list[list[Listed]] = [[] for _ in range(count)]
     loads = [0] * count
-    for listed in sorted(files, key=lambda one: (-one.num_bytes, one.name)):
+    for listed in sorted(files, key=lambda file: (-file.num_bytes, file.name)):
         least = loads.index(min(loads))
-        found[least].append(listed)
+        shares[least].append(listed)
         loads[least] += listed.num_bytes
-    return found
+    return shares
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Tell nobody."""
+    pass
 
 
 def problems_of(checkpoint: Path, progress: Callable[[int, int], None] = _no_progress) -> list[str]:
-    """All that is wrong with a checkpoint; this machine's cores read all of it.
+    """Read a whole checkpoint with all cores of this machine and return all of its problems.
 
-    progress: told of the bytes that are done, and of how many there are.
+    progress: called with the bytes done and the total.
     """
     return wrong_sizes(checkpoint) or _compare(checkpoint, listed_files(checkpoint) or [], progress)
 
@@ -127,7 +173,7 @@ def problems_of(checkpoint: Path, progress: Callable[[int, int], None] = _no_pro
 def _compare(
     checkpoint: Path, files: Sequence[Listed], progress: Callable[[int, int], None]
 ) -> list[str]:
-    """`wrong_checksums` of these files, by all cores of this machine."""
+    """Return `wrong_checksums` of these files, computed by all cores of this machine."""
     done, total = 0, sum(listed.num_bytes for listed in files)
 
     def advance(count: int) -> None:
@@ -138,30 +184,33 @@ def _compare(
     def check(listed: Listed) -> list[str]:
         return wrong_checksums(checkpoint, [listed], advance)
 
-    largest_first = sorted(files, key=lambda one: -one.num_bytes)
+    largest_first = sorted(files, key=lambda file: -file.num_bytes)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        return [one for found in threads.map(check, largest_first) for one in found]
+        return [line for problems in threads.map(check, largest_first) for line in problems]
 
 
 def open_checkpoint(
     checkpoint: Path, progress: Callable[[int, int], None] = _no_progress
 ) -> dict[str, StoredTensor]:
-    """Return the index of a checkpoint that is about to be used, if it is as it was written.
+    """Return the index of a checkpoint that is about to be read, after checking its files.
 
-    Sizes of all files are compared, and the checksums of those without sums of their blocks: of the
-    small files, and in checkpoints of earlier versions of all. Blocks of tensors are compared while
-    they are read. progress: see `problems_of`. Raises InputError for what is damaged.
+    Sizes of all files are compared, and the checksums of files without block checksums: the small
+    files, and all files of earlier versions. Blocks of tensors are compared while they are read.
+    progress: see `problems_of`. Raises InputError for damage.
     """
     files = listed_files(checkpoint) or []
-    whole = [listed for listed in files if not listed.blocks]
-    problems = _wrong_files(checkpoint, files) or _compare(checkpoint, whole, progress)
-    refuse(checkpoint, problems)
+    without_blocks = [listed for listed in files if not listed.blocks]
+    problems = _wrong_files(checkpoint, files) or _compare(checkpoint, without_blocks, progress)
+    raise_damaged(checkpoint, problems)
     return read_index(checkpoint)
+
+
+# -------------------------------------------------------------------------- what is left
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint that a job goes on from, if any, and what is wrong with better ones."""
+    """The checkpoint that a job resumes from, if any, and the problems of better ones."""
 
     checkpoint: Path | None = None
     damaged: Mapping[Path, Sequence[str]] = field(default_factory=dict)
@@ -170,66 +219,30 @@ class Choice:
 def choose(
     candidates: Iterable[Path], problems: Callable[[Path], Sequence[str]] = problems_of
 ) -> Choice:
-    """The first candidate without problems. Raises InputError if there is none but bad ones."""
+    """Return the first candidate without problems. Raises InputError if all have some."""
     damaged: dict[Path, Sequence[str]] = {}
     for checkpoint in candidates:
-        found = problems(checkpoint)
-        if not found:
+        if not (reasons := problems(checkpoint)):
             return Choice(checkpoint, damaged)
-        damaged[checkpoint] = found
+        damaged[checkpoint] = reasons
     if damaged:
+        lines = (f"{path} is damaged: {'; '.join(reasons)}" for path, reasons in damaged.items())
         raise InputError(
-            "\n".join(f"{path} is damaged: {'; '.join(why)}" for path, why in damaged.items())
-            + "\nno checkpoint is left to go on from: copy one again, or start another run"
+            "\n".join(lines)
+            + "\nno checkpoint is left to resume from: copy one again, or start another run"
         )
     return Choice()
 
 
-@dataclass(frozen=True)
-class Run:
-    """One phase to train, its layout, and where it begins."""
-
-    phase: Phase
-    layout: Layout
-    start: Start
-
-    @property
-    def recipe(self) -> Recipe:
-        """The phase's complete recipe."""
-        return self.phase.recipe
-
-    @property
-    def resumes(self) -> bool:
-        """Whether it continues in its run folder; if not, an older folder must move aside."""
-        start = self.start
-        return isinstance(start, Resume) and belongs_to(start.checkpoint, self.recipe.run_dir)
-
-    def __str__(self) -> str:
-        """For the console: the phase, its layout, and where it begins."""
-        grids = ", ".join(f"{name} {grid}" for name, grid in self.layout.grids.items())
-        return f"{self.phase.title}: {grids}; {self.begins}"
-
-    @property
-    def begins(self) -> str:
-        """Where it begins, in words."""
-        match self.start:
-            case Resume(checkpoint):
-                return f"continues from {checkpoint}"
-            case FromWeights(checkpoint):
-                return f"begins with the weights of {checkpoint} and fresh optimizers"
-            case FromScratch():
-                return "begins from scratch"
-
-
 def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> list[Path]:
-    """The checkpoints from which a job may go on, the best first; found from the folders alone.
+    """Return the checkpoints from which a job may resume, best first, from the folders alone.
 
-    resume: those of the last phase that has any, then of phases before. resume_from: this one and
-    no other. Raises InputError if that does not exist, or is in the run's folder by another name.
+    resume: those of the last phase that has any, then of phases before. resume_from: only this
+    one. Raises InputError if that does not exist, or is in the run's folder by another name.
     """
     if not resume and resume_from is None:
         return []
-    _check_folders(phased)
+    _check_phase_names(phased)
     if resume_from is not None:
         checkpoint = find_checkpoint(resume_from)
         folders = (phased.run_dir, *(phase.recipe.run_dir for phase in phased.phases))
@@ -247,13 +260,13 @@ def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> 
 def runs_to_do(
     phased: PhasedRecipe, layouts: Sequence[Layout], checkpoint: Path | None
 ) -> list[Run]:
-    """The phases that are left, in order.
+    """Return the phases that are left, in order.
 
-    layouts: of all phases. checkpoint: continue its phase, or begin the next one if that phase is
-    done; later phases run anew. None begins the first.
+    layouts: of all phases. checkpoint: continue its phase, or start the next one if that phase is
+    done; later phases run anew. None starts the first phase.
     Raises InputError if the checkpoint is damaged or belongs to no phase.
     """
-    first, start = _first(phased, checkpoint)
+    first, start = _first_phase(phased, checkpoint)
     runs: list[Run] = []
     for phase, layout in list(zip(phased.phases, layouts, strict=True))[first:]:
         runs.append(Run(phase, layout, start))
@@ -261,37 +274,33 @@ def runs_to_do(
     return runs
 
 
-def _first(phased: PhasedRecipe, checkpoint: Path | None) -> tuple[int, Start]:
-    """The index of the phase to begin with, and where it begins."""
+def _first_phase(phased: PhasedRecipe, checkpoint: Path | None) -> tuple[int, Start]:
+    """Return the index of the first phase to run, and where it starts."""
     if checkpoint is None:
         return 0, FromScratch()
     progress = read_progress(checkpoint)
     if not phased.has_phases:
         return 0, Resume(checkpoint)
-    index = _phase_of(phased, checkpoint)
-    done = progress.step >= phased.phases[index].recipe.train.steps
-    if done and index + 1 < len(phased.phases):
+    run_dirs = [phase.recipe.run_dir for phase in phased.phases]
+    inside = [checkpoint.resolve().is_relative_to(folder.resolve()) for folder in run_dirs]
+    if not any(inside):
+        raise InputError(
+            f"{checkpoint}: belongs to no phase of this recipe; give a checkpoint in "
+            f"{', '.join(map(str, run_dirs))}"
+        )
+    index = inside.index(True)
+    is_done = progress.step >= phased.phases[index].recipe.train.steps
+    if is_done and index + 1 < len(phased.phases):
         return index + 1, FromWeights(checkpoint)
     return index, Resume(checkpoint)
 
 
-def _phase_of(phased: PhasedRecipe, checkpoint: Path) -> int:
-    """The index of the phase whose run folder holds `checkpoint`."""
-    for index, phase in enumerate(phased.phases):
-        if checkpoint.resolve().is_relative_to(phase.recipe.run_dir.resolve()):
-            return index
-    folders = ", ".join(str(phase.recipe.run_dir) for phase in phased.phases)
-    raise InputError(
-        f"{checkpoint}: belongs to no phase of this recipe; give a checkpoint in {folders}"
-    )
-
-
-def _check_folders(phased: PhasedRecipe) -> None:
+def _check_phase_names(phased: PhasedRecipe) -> None:
     """Raise InputError if the folder of a phase has another name than the phase in the recipe."""
-    own = {phase.recipe.run_dir.name for phase in phased.phases}
+    names = {phase.recipe.run_dir.name for phase in phased.phases}
     for number, folder in phase_folders(phased.run_dir).items() if phased.has_phases else ():
-        if folder.name not in own:
+        if folder.name not in names:
             raise InputError(
                 f"{folder}: phase {number} of the run to resume has this name, but the recipe's "
-                f"phases are {', '.join(sorted(own))}; name them as before, or start another run"
+                f"phases are {', '.join(sorted(names))}; name them as before, or start another run"
             )

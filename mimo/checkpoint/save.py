@@ -1,4 +1,16 @@
-"""Saving."""
+"""Saving: every rank writes what it owns, before training continues or beside it.
+
+Nothing is gathered. A rank reports how its file ended in a small file beside it; rank 0 waits for
+all of these, adds index and manifest, and gives the folder its name.
+
+A thread writes, not a process. Copying, writing, summing and syncing release Python's lock, so
+training waits for it some microseconds per chunk. A thread needs neither shared memory nor a fork
+of a process that has a device, and it ends with its rank: no killed run publishes afterwards.
+
+With `train.async_save` the thread first copies the state beside the next step's forward and
+backward passes: only an update changes it, and waits for the copy (CheckFreq, Mohan et al., FAST
+2021).
+"""
 
 from __future__ import annotations
 
@@ -33,28 +45,28 @@ from mimo.device import (
 from mimo.engines.contract import Module
 from mimo.engines.piece import Piece
 
-_ALIGNED_BYTES = 64  # where a piece begins in staging memory
-_TURN_SECONDS = 0.5  # between two exchanges of ranks that wait for a save
-_LOOK_SECONDS = 0.01  # between two looks for another rank's file
-_LAST_SECONDS = 10.0  # that a run which ends by an error waits for other ranks' files
+_ALIGNED_BYTES = 64  # of a piece's place in staging memory
+_EXCHANGE_SECONDS = 0.5  # between two exchanges of ranks that wait for a save
+_POLL_SECONDS = 0.01  # between two looks for another rank's file
+_EXIT_SECONDS = 10.0  # that a run which ends by an error waits for other ranks' files
 
 
 class CheckpointFailed(Exception):
-    """A checkpoint was not written. Says where, why, and which one is the last good one."""
+    """A checkpoint was not written; names place, reason and the last good checkpoint."""
 
 
-class _OthersFailed(Exception):
-    """This rank gives up because of another, which says why."""
+class _OtherRankFailed(Exception):
+    """This rank gives up because of another rank, which reports the reason."""
 
 
 @dataclass(eq=False)
 class _Save:
-    """One save on its way. The thread sets ``copied``, ``complete``, ``done``, maybe ``failure``.
+    """A save in flight. The thread sets ``copied``, ``complete``, ``done``, maybe ``failure``.
 
-    since: when the pieces were what is to be saved. begun: on the first rank, the folder is there.
-    copied: all pieces are, of which num_copied were so far, and may change. complete: all is on
-    disk and only the right name is missing. done: it is over. failure: why it is over, if it
-    failed. given_up: other ranks failed.
+    since: time on the device at which the pieces had the values to save.
+    begun: rank 0 has made the folder. copied: the modules may change; num_copied pieces have been
+    copied so far. complete: all is on disk and only the final name is missing.
+    done: the save is over, with ``failure`` if it failed. given_up: other ranks failed.
     """
 
     progress: Progress
@@ -73,46 +85,48 @@ class _Save:
 
 
 class Saver:
-    """The checkpoints of a run, on one rank of it; as a context, it ends with the run.
+    """Writes the checkpoints of a run, on one of its ranks; as a context, it ends with the run.
 
     Every rank of the world calls the same methods in the same order: `begin` and `publish` for each
     save, `wait` at the end. At most one save is in flight.
 
-    gets_on: called on every rank while one waits for a save and a file of it grows on any.
+    on_progress: called on every rank during a wait for a save whenever a file of any rank grows.
     """
 
     def __init__(self, modules: Mapping[str, Module], checkpoints: Path, recipe: Recipe) -> None:
         self._modules, self._checkpoints, self._recipe = modules, checkpoints, recipe
-        self._patience_seconds = recipe.bridge.timeout_seconds
+        self._is_async = recipe.train.async_save
+        self._timeout_seconds = recipe.bridge.timeout_seconds
         self._save: _Save | None = None
-        self.gets_on: Callable[[], None] = lambda: None
+        self.on_progress: Callable[[], None] = lambda: None
         self._memory, self._stream = host_memory(0), copy_stream("host")
-        self._late_seconds = 0.0  # that training stood still for a save after `begin`
-        self._indexed, self._index = "", ""  # headers of all files, and the index made of them
+        self._blocked_seconds = 0.0  # for which training was blocked by a save after `begin`
+        # The index is a function of the headers of all files; usually they stay the same.
+        self._headers, self._index = "", ""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """After an error of this rank, let a save in flight come to its end if others are there."""
+        """After an error of this rank, let a save in flight end if the other ranks are there."""
         if self._save is not None and self._save.thread is not None:
-            patience, self._patience_seconds = self._patience_seconds, _LAST_SECONDS
+            timeout, self._timeout_seconds = self._timeout_seconds, _EXIT_SECONDS
             self._save.may_publish.set()
-            self._save.thread.join(patience)
+            self._save.thread.join(timeout)
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's part of the save in flight has; all ranks are then to `wait`."""
+        """Whether this rank's part of the save in flight has failed; then all ranks must `wait`."""
         return self._save is not None and self._save.failure is not None
 
     def begin(self, progress: Progress) -> float:
-        """Save the modules as they are now; returns the seconds that this took.
+        """Save the modules as they are now; return the seconds for which training was blocked.
 
-        Those that `wait_for_copy` and `publish` took for the save before are among them: its line
-        of metrics was written by then.
+        They include those of `wait_for_copy` and `publish` for the save before, whose line of
+        metrics was written by then.
 
-        With `train.async_save` they may be trained on at once, but updated only after
-        `wait_for_copy`; else all is written on return. Nothing is a checkpoint before `publish`.
+        With `train.async_save` the modules may be trained at once, but updated only after
+        `wait_for_copy`; otherwise all is on disk on return. `publish` makes it a checkpoint.
         Raises CheckpointFailed, on all ranks, if this save or the one before fails.
         """
         started = time.perf_counter()
@@ -120,76 +134,78 @@ class Saver:
         folder = self._checkpoints / f".step_{progress.step}.partial"
         save = self._save = _Save(progress, folder)
         if dist.get_rank() == 0:
-            _make_anew(save)
+            _make_folder(save)
         save.begun.set()
-        self._all_reach(save, save.begun)
+        self._wait_for_all(save, save.begun)
         for module in self._modules.values():
             module.settle()
-        save.pieces = [p for one in self._modules.values() for p in one.pieces("save", True)]
+        save.pieces = [
+            piece for module in self._modules.values() for piece in module.pieces("save", True)
+        ]
         save.since = moment()
-        if not self._recipe.train.async_save:
-            synchronize()  # the thread has no part in the device's queue
+        if not self._is_async:
+            synchronize()  # the thread does not wait for the device's queue
         save.thread = threading.Thread(target=self._run, args=(save,), name="save", daemon=True)
         save.thread.start()
-        if not self._recipe.train.async_save:
-            self._all_reach(save, save.complete)
-        seconds, self._late_seconds = self._late_seconds, 0.0
+        if not self._is_async:
+            self._wait_for_all(save, save.complete)
+        seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds + time.perf_counter() - started
 
-    def wait_for_copy(self, gets_on: Callable[[], None] = lambda: None) -> float:
-        """Return once the modules may be updated; before every update. No collective.
+    def wait_for_copy(self, on_progress: Callable[[], None] = lambda: None) -> float:
+        """Wait until the modules may be updated; before every update. No collective.
 
-        gets_on: called while one waits and more has been copied. Returns the seconds.
-        Where the copy fails, `has_failed` says so and `wait` why.
+        on_progress: called during the wait whenever more has been copied. Returns the seconds.
+        If the copy fails, `has_failed` turns true and `wait` raises the reason.
         """
         save, started = self._save, time.perf_counter()
         if save is None or save.copied.is_set():
             return 0.0
         before = save.num_copied
-        while not save.copied.wait(_TURN_SECONDS):
+        while not save.copied.wait(_EXCHANGE_SECONDS):
             if save.num_copied != before:
                 before = save.num_copied
-                gets_on()
+                on_progress()
         seconds = time.perf_counter() - started
-        self._late_seconds += seconds
+        self._blocked_seconds += seconds
         return seconds
 
     def publish(self) -> None:
-        """Let what was begun become a checkpoint; without `train.async_save`, it is on return."""
+        """Let the save become a checkpoint; without `train.async_save`, it is one on return."""
         if self._save is not None:
             started = time.perf_counter()
             self._save.may_publish.set()
-            if not self._recipe.train.async_save:
+            if not self._is_async:
                 self.wait()
-            self._late_seconds += time.perf_counter() - started
+            self._blocked_seconds += time.perf_counter() - started
 
     def wait(self) -> None:
-        """Return once the save in flight, if any, is over.
+        """Wait until the save in flight, if any, is over.
 
         Raises CheckpointFailed, on all ranks, if it failed on any of them.
         """
         if self._save is not None:
-            self._all_reach(self._save, self._save.done)
+            self._wait_for_all(self._save, self._save.done)
             self._save = None
 
     # ------------------------------------------------------------- in the training's thread
 
-    def _all_reach(self, save: _Save, event: threading.Event) -> None:
-        """Wait until the save has come so far on every rank; raises CheckpointFailed on all.
+    def _wait_for_all(self, save: _Save, event: threading.Event) -> None:
+        """Wait until the event is set on every rank; raises CheckpointFailed on all.
 
-        However long it takes, no rank waits for another in a collective call for long.
+        However long it takes, no rank waits for another in a collective for long.
         """
         some_are_behind, done = True, (-1, -1)
         while some_are_behind:
-            event.wait(_TURN_SECONDS)
+            event.wait(_EXCHANGE_SECONDS)
             size = _size_of(save.folder / file_of(dist.get_rank()))
             before, done = done, (save.num_copied, size)
-            own = [not event.is_set(), done != before, save.failure is not None]
-            told = torch.tensor(own, dtype=torch.int32, device=local_device())
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            some_are_behind, some_grow, some_failed = map(bool, told.tolist())
+            state = [not event.is_set(), done != before, save.failure is not None]
+            of_any = torch.tensor(state, dtype=torch.int32, device=local_device())
+            dist.all_reduce(of_any, dist.ReduceOp.MAX)
+            some_are_behind, some_grow, some_failed = map(bool, of_any.tolist())
             if some_grow:
-                self.gets_on()
+                self.on_progress()
             if some_failed:
                 self._fail(save)
 
@@ -199,49 +215,46 @@ class Saver:
         save.given_up.set()
         save.may_publish.set()
         if save.thread is not None:
-            save.thread.join(self._patience_seconds)
-        own = "" if isinstance(save.failure, _OthersFailed | None) else _told(save.failure)
+            save.thread.join(self._timeout_seconds)
+        is_reason = save.failure is not None and not isinstance(save.failure, _OtherRankFailed)
         reasons: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, own)
+        dist.all_gather_object(reasons, _message_of(save.failure) if is_reason else "")
         if dist.get_rank() == 0:
             shutil.rmtree(save.folder, ignore_errors=True)  # it may have filled the disk
-        told = "; ".join(f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason)
-        raise self._failed(save.progress, told) from save.failure
-
-    def _failed(self, progress: Progress, reason: str) -> CheckpointFailed:
+        reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
         good = None
         with suppress(OSError, ValueError):
             good = latest_checkpoint(self._checkpoints)
-        left = f"the last good checkpoint is {good}" if good else "there is no good one before it"
-        return CheckpointFailed(
-            f"the checkpoint of step {progress.step} in {self._checkpoints} was not written: "
-            f"{reason}; {left}"
-        )
+        last = f"the last good checkpoint is {good}" if good else "there is no good one before it"
+        raise CheckpointFailed(
+            f"the checkpoint of step {save.progress.step} in {self._checkpoints} was not written: "
+            f"{reason}; {last}"
+        ) from save.failure
 
     # ------------------------------------------------------------------ in the save's thread
 
     def _run(self, save: _Save) -> None:
         rank = dist.get_rank()
         try:
-            if self._recipe.train.async_save:
+            if self._is_async:
                 with copying_to_host(self._stream, save.since):
-                    copies = self._staged(save)
+                    copies = self._copy_to_host(save)
                 save.pieces = copies
             save.copied.set()
-            self._tell(save, rank, asdict(write_pieces(save.folder, rank, save.pieces)))
+            _report(save, rank, asdict(write_pieces(save.folder, rank, save.pieces)))
             if rank == 0:
                 self._finish(save)
         except BaseException as error:
             save.failure = error
             with suppress(OSError):
-                self._tell(save, rank, {"failure": _told(error)})
+                _report(save, rank, {"failure": _message_of(error)})
         save.pieces = ()
         save.copied.set()
         save.complete.set()
         save.done.set()
 
-    def _staged(self, save: _Save) -> list[Piece]:
-        """Copies of the pieces in memory that is kept from save to save."""
+    def _copy_to_host(self, save: _Save) -> list[Piece]:
+        """Return copies of the pieces in memory that is reused from save to save."""
         sizes = [p.values.numel() * p.values.element_size() for p in save.pieces]
         begins, end = list[int](), 0
         for size in sizes:
@@ -249,27 +262,26 @@ class Saver:
             end += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
         if len(self._memory) < end:
             self._memory = host_memory(end)
-        staged = []
+        copies = []
         for piece, begin, size in zip(save.pieces, begins, sizes, strict=True):
             values = self._memory[begin : begin + size].view(piece.values.dtype)
             values = values.view(piece.values.shape)
             values.copy_(piece.values, non_blocking=True)
-            staged.append(replace(piece, values=values))
+            copies.append(replace(piece, values=values))
             save.num_copied += 1
-        return staged
+        return copies
 
     def _finish(self, save: _Save) -> None:
-        """On the first rank: make a checkpoint of the files of all."""
+        """Make a checkpoint of the files of all ranks, on rank 0."""
         folder, train = save.folder, self._recipe.train
         ranks = range(dist.get_world_size())
-        files = [self._file_of(save, rank) for rank in ranks]
+        files = [self._wait_for_file(save, rank) for rank in ranks]
         for rank in ranks:
-            _word_of(folder, rank).unlink()
+            _report_path(folder, rank).unlink()
         headers = hashlib.sha256("".join(file.header for file in files).encode()).hexdigest()
-        known = self._index if self._indexed == headers else None
-        self._index = write_index(folder, len(files), known)
-        self._indexed = headers
-        # First those of the last checkpoint, in case their folder has since been moved away.
+        known = self._index if self._headers == headers else None
+        self._index, self._headers = write_index(folder, len(files), known), headers
+        # First those of the last checkpoint, in case the recipe's folders have since moved.
         before = latest_checkpoint(self._checkpoints)
         if before is not None and (before / ASSETS).is_dir():
             shutil.copytree(before / ASSETS, folder / ASSETS)
@@ -279,43 +291,43 @@ class Saver:
             save.complete.set()
             save.may_publish.wait()
             if save.given_up.is_set():
-                raise _OthersFailed
+                raise _OtherRankFailed
 
-        sums = {file_of(rank): file.sum for rank, file in enumerate(files)}
-        given = (train.keep_checkpoints, train.keep_every, sums, when_complete)
-        publish(folder, save.progress, self._recipe.to_yaml(), *given)
+        publish(
+            folder,
+            save.progress,
+            self._recipe.to_yaml(),
+            keep=train.keep_checkpoints,
+            keep_every=train.keep_every,
+            sums={file_of(rank): file.sum for rank, file in enumerate(files)},
+            when_complete=when_complete,
+        )
 
-    def _tell(self, save: _Save, rank: int, word: Mapping[str, Any]) -> None:
-        """Say how this rank's file ended, at once or not at all."""
-        path = _word_of(save.folder, rank)
-        write_synced(path.with_suffix(".partial"), json.dumps(word))
-        path.with_suffix(".partial").replace(path)
-
-    def _file_of(self, save: _Save, rank: int) -> Written:
-        """Wait for the file of a rank as long as it grows. Raises if that rank fails or is gone."""
-        path, seen, since = save.folder / file_of(rank), -1, time.monotonic()
+    def _wait_for_file(self, save: _Save, rank: int) -> Written:
+        """Wait for the file of a rank while it grows. Raises if that rank fails or is gone."""
+        path, last_size, since = save.folder / file_of(rank), -1, time.monotonic()
         while True:
             with suppress(FileNotFoundError):
-                word = json.loads(_word_of(save.folder, rank).read_text())
-                if "failure" in word:
-                    raise _OthersFailed
-                written = Written(Sum(**word["sum"]), word["header"])
+                report = json.loads(_report_path(save.folder, rank).read_text())
+                if "failure" in report:
+                    raise _OtherRankFailed
+                written = Written(Sum(**report["sum"]), report["header"])
                 if path.stat().st_size == written.sum.bytes:  # as this machine sees it
                     return written
             size = _size_of(path)
-            if size != seen:
-                seen, since = size, time.monotonic()
-            if time.monotonic() - since > self._patience_seconds:
+            if size != last_size:
+                last_size, since = size, time.monotonic()
+            if time.monotonic() - since > self._timeout_seconds:
                 raise TimeoutError(
-                    f"{path}: rank {rank} has not added to it for {self._patience_seconds:g} "
+                    f"{path}: rank {rank} has not added to it for {self._timeout_seconds:g} "
                     f"seconds; raise bridge.timeout_seconds or check that rank's disk"
                 )
-            if save.given_up.wait(_LOOK_SECONDS):
-                raise _OthersFailed
+            if save.given_up.wait(_POLL_SECONDS):
+                raise _OtherRankFailed
 
 
-def _make_anew(save: _Save) -> None:
-    """Make the folder, without what an earlier try has left there; or say why that failed."""
+def _make_folder(save: _Save) -> None:
+    """Make the folder, without the rest of an earlier attempt; record why that failed."""
     try:
         shutil.rmtree(save.folder, ignore_errors=True)
         save.folder.mkdir(parents=True)
@@ -324,7 +336,7 @@ def _make_anew(save: _Save) -> None:
 
 
 def _size_of(path: Path) -> int:
-    """0 where it can't be seen: not yet, no longer (once it is published), or not at all.
+    """Return a file's size; 0 if it is not there yet, or no longer.
 
     It must not raise: the other ranks wait for this one.
     """
@@ -334,9 +346,16 @@ def _size_of(path: Path) -> int:
         return 0
 
 
-def _word_of(folder: Path, rank: int) -> Path:
+def _report_path(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.json"
 
 
-def _told(error: BaseException) -> str:
+def _report(save: _Save, rank: int, result: Mapping[str, Any]) -> None:
+    """Write atomically how this rank's file ended."""
+    path = _report_path(save.folder, rank)
+    write_synced(path.with_suffix(".partial"), json.dumps(result))
+    path.with_suffix(".partial").replace(path)
+
+
+def _message_of(error: BaseException | None) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,8 @@
 """The tensors of a checkpoint: one safetensors file per rank, and an index of all pieces.
 
-Every rank writes rectangles of tensors (`Piece`), those that it owns, straight from the memory
-where they are; nothing is gathered. The index, `tensors.json`, says where each piece is. A reader
-takes the rectangles that it wants from the pieces that overlap them, and reads nothing else. So any
-layout reads what another wrote.
+Every rank writes the rectangles of tensors (`Piece`) that it owns, straight from their memory;
+nothing is gathered. The index, `tensors.json`, says where each piece is. A reader takes the
+rectangles that it wants from the pieces that overlap them, so any layout reads what another wrote.
 
 Nothing is pickled: a file is a header in JSON and plain numbers, as safetensors defines it.
 
@@ -22,9 +21,10 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, TypeAdapter
 from torch import Tensor
 
 from mimo.checkpoint.manifest import (
@@ -35,6 +35,7 @@ from mimo.checkpoint.manifest import (
     naming,
     read_document,
     reading,
+    reason_of,
     write_synced,
 )
 from mimo.engines.piece import EMA, Piece, key_of
@@ -83,13 +84,13 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def file_of(rank: int) -> str:
-    """The name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"tensors_{rank}.safetensors"
 
 
 @dataclass(frozen=True)
 class Written:
-    """A rank's file that is on disk. header: a digest of what it says of the pieces in it."""
+    """A rank's file that is on disk. header: a digest of the header, which lists its pieces."""
 
     sum: Sum
     header: str
@@ -101,10 +102,10 @@ def write_pieces(
     pieces: Sequence[Piece],
     values_of: Callable[[Piece], Tensor] = lambda piece: piece.values,
 ) -> Written:
-    """Write this rank's pieces into its file; without any, an empty one. It is on disk on return.
+    """Write this rank's pieces into its file, which may have none; it is on disk on return.
 
-    values_of: asked for a piece's values when its turn comes; of ``piece.values`` only shape and
-    dtype are needed before. Beside the tensors, `_CHUNK_BYTES` of memory are used.
+    values_of: called for a piece's values when it is written; before, only shape and dtype of
+    ``piece.values`` are used. Needs `_CHUNK_BYTES` of memory beside the tensors.
     Raises OSError, which names the file.
     """
     entries: dict[str, Any] = {}
@@ -122,24 +123,24 @@ def write_pieces(
     shapes = {piece.key: json.dumps(piece.shape) for piece in pieces}
     header = json.dumps({"__metadata__": shapes, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    path, begun, summing = folder / file_of(rank), 0, Summing()
+    path, flushed, summing = folder / file_of(rank), 0, Summing()
     with naming(path), path.open("wb") as file:
         bodies = (chunk for piece in pieces for chunk in _chunks(values_of(piece)))
         for chunk in itertools.chain([len(header).to_bytes(8, "little") + header], bodies):
             file.write(chunk)
             summing.add(chunk)
-            if (grown := summing.num_bytes - begun) >= _CHUNK_BYTES:
+            if (pending := summing.num_bytes - flushed) >= _CHUNK_BYTES:
                 file.flush()
                 # Lets the disk begin with these bytes while others are copied and summed.
-                os.posix_fadvise(file.fileno(), begun, grown, os.POSIX_FADV_DONTNEED)
-                begun += grown
+                os.posix_fadvise(file.fileno(), flushed, pending, os.POSIX_FADV_DONTNEED)
+                flushed += pending
         file.flush()
         os.fsync(file.fileno())
     return Written(summing.sum(), hashlib.sha256(header).hexdigest())
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in order, in place if it is on the CPU."""
+    """Yield the bytes of a tensor in order, in place if it is on the CPU."""
     flat = values.detach().reshape(-1)
     for part in flat.split(_CHUNK_BYTES // flat.element_size()):
         yield memoryview(part.cpu().view(torch.uint8).numpy())
@@ -148,7 +149,7 @@ def _chunks(values: Tensor) -> Iterator[memoryview]:
 def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
     """Write the index of the ranks' files, once they are complete; one rank calls it.
 
-    text: what this returned for files with the same headers, which are not looked at again.
+    text: what an earlier call returned for files with the same headers; skips reading them.
     """
     text = text or _index_of(folder, num_ranks)
     write_synced(folder / _INDEX, text)
@@ -156,27 +157,26 @@ def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
 
 
 def _index_of(folder: Path, num_ranks: int) -> str:
-    """The index of the ranks' files, which is a function of their headers alone.
+    """Return the index of the ranks' files, a function of their headers alone.
 
-    It asserts that the pieces cover every tensor, each element once. Files are opened by name, as
-    a listing of a folder on a shared file system may lack those of other machines.
+    Asserts that the pieces cover every tensor, each element once. Files are opened by name, as a
+    listing of a folder on a shared file system may lack those of other machines.
     Raises FileNotFoundError if the file of a rank is missing.
     """
     tensors: dict[str, StoredTensor] = {}
-    for name_of_file in map(file_of, range(num_ranks)):
-        with (folder / name_of_file).open("rb") as file:
+    for file_name in map(file_of, range(num_ranks)):
+        with (folder / file_name).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         shapes = header.pop("__metadata__")
         for name, entry in header.items():
             key, _, place = name.rpartition("[")
             row, column = map(int, place.removesuffix("]").split(","))
-            whole = StoredTensor(tuple(json.loads(shapes[key])), _DTYPES[entry["dtype"]])
-            known = tensors.setdefault(key, whole)
-            assert (known.shape, known.dtype) == (whole.shape, whole.dtype), f"{key} differs"
-            begin = 8 + length + entry["data_offsets"][0]
-            file_known = Listed(name_of_file, 0, None)
-            known.pieces.append(Stored(file_known, begin, row, column, *entry["shape"]))
+            shape, dtype = tuple(json.loads(shapes[key])), _DTYPES[entry["dtype"]]
+            tensor = tensors.setdefault(key, StoredTensor(shape, dtype))
+            assert (tensor.shape, tensor.dtype) == (shape, dtype), f"{key} differs between ranks"
+            position = (8 + length + entry["data_offsets"][0], row, column, *entry["shape"])
+            tensor.pieces.append(Stored(Listed(file_name, 0, None), *position))
     for key, tensor in tensors.items():
         gap = _gap(tensor)
         assert gap is None, f"{key}: {gap}"
@@ -197,127 +197,114 @@ def _index_of(folder: Path, num_ranks: int) -> str:
 
 
 def _gap(tensor: StoredTensor) -> str | None:
-    """Where the pieces have a gap or an overlap; None if they are the whole tensor."""
+    """Return where the pieces leave a gap or overlap; None if they are the whole tensor."""
     rows, columns = tensor.matrix
     ends = {p.row for p in tensor.pieces} | {p.row + p.rows for p in tensor.pieces} | {0, rows}
-    waiting = sorted(tensor.pieces, key=lambda piece: piece.row, reverse=True)
+    pending = sorted(tensor.pieces, key=lambda piece: piece.row, reverse=True)
     open_pieces: list[Stored] = []
     # Between two of these rows the same pieces lie side by side.
     for top, bottom in itertools.pairwise(sorted(ends)):
         open_pieces = [piece for piece in open_pieces if piece.row + piece.rows > top]
-        while waiting and waiting[-1].row <= top:
-            open_pieces.append(waiting.pop())
+        while pending and pending[-1].row <= top:
+            open_pieces.append(pending.pop())
         beside = sorted(open_pieces, key=lambda piece: piece.column)
         ends_of_columns = itertools.accumulate((piece.columns for piece in beside), initial=0)
         if bottom > rows or list(ends_of_columns) != [*(piece.column for piece in beside), columns]:
-            return f"rows {top}..{bottom} are not there exactly once"
+            return f"rows {top}..{bottom} are not covered exactly once"
     return None
 
 
 # ------------------------------------------------------------------------------- reading
 
 
-def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint by key.
+class _Entry(BaseModel):
+    """A tensor in the index. pieces: file, then the numbers of `Stored`."""
 
-    Raises InputError for one without an index, with an index of another version or with another
-    checksum, or with one whose pieces are not whole tensors in files of this folder.
+    shape: Annotated[list[PositiveInt], Field(min_length=1)]
+    dtype: Literal["F64", "F32", "BF16", "F16"]
+    pieces: list[tuple[str, NonNegativeInt, NonNegativeInt, NonNegativeInt, int, int]]
+
+
+_ENTRIES = TypeAdapter(dict[str, _Entry])
+
+
+def read_index(folder: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of a checkpoint by key.
+
+    Raises InputError if the index is missing, has another version or checksum, or if its pieces
+    are not whole tensors in files of this folder.
     """
-    with reading(folder / _INDEX):
-        is_there = (folder / _INDEX).exists()
-    if not is_there:
-        if (folder / ".metadata").exists():
-            raise InputError(
-                f"checkpoint {folder}: it was written by a former version, in Megatron's format, "
-                f"which is not read any more; export it with `mimo convert to-hf` of the version "
-                f"that wrote it and start from that folder (init_from)"
-            )
+    path = folder / _INDEX
+    with reading(path):
+        exists = path.exists()
+    if not exists:
         raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again")
     try:
         manifest = listed_files(folder)
-        listed = {one.name: one for one in manifest or ()}
-        own = listed.get(_INDEX)
-        document = read_document(folder / _INDEX, own and own.crc32)
-        if document.get("format") != _FORMAT:
+        listed = {file.name: file for file in manifest or ()}
+        document = read_document(path, listed[_INDEX].crc32 if _INDEX in listed else None)
+        if (version := document.get("format")) != _FORMAT:
             raise InputError(
-                f"checkpoint {folder}: {_INDEX} has format {document.get('format')!r}, this "
-                f"version reads {_FORMAT!r}; use the version that wrote it"
+                f"checkpoint {folder}: {_INDEX} has format {version!r}, this version reads "
+                f"{_FORMAT!r}; use the version that wrote it"
             )
+        entries = _ENTRIES.validate_python(document["tensors"])
         files = dict[str, Listed]()
-
-        def file_named(name: str) -> Listed:
-            if name not in files:
-                size = _size_of(folder, name)
-                files[name] = listed[name] if manifest is not None else Listed(name, size, None)
-                if files[name].num_bytes != size:
-                    raise ValueError(f"{name} has {size} bytes, not {files[name].num_bytes}")
-            return files[name]
-
+        for name in {name for entry in entries.values() for name, *_ in entry.pieces}:
+            size = _size_of(folder, name)
+            files[name] = listed[name] if manifest is not None else Listed(name, size, None)
+            if files[name].num_bytes != size:
+                raise ValueError(f"{name} has {size} bytes, not {files[name].num_bytes}")
         index = {
             key: StoredTensor(
-                tuple(entry["shape"]),
-                _DTYPES[entry["dtype"]],
-                [Stored(file_named(name), *place) for name, *place in entry["pieces"]],
+                tuple(entry.shape),
+                _DTYPES[entry.dtype],
+                [Stored(files[name], *place) for name, *place in entry.pieces],
             )
-            for key, entry in document["tensors"].items()
+            for key, entry in entries.items()
         }
-        _check(index)
+        for key, tensor in index.items():
+            for piece in tensor.pieces:
+                end = piece.begin + piece.rows * piece.columns * tensor.dtype.itemsize
+                if end > piece.file.num_bytes:
+                    name, size = piece.file.name, piece.file.num_bytes
+                    raise ValueError(f"{name} has {size} bytes, not {end}")
+            if gap := _gap(tensor):
+                raise ValueError(f"{key}: {gap}")
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputError(
-            f"checkpoint {folder}: {_INDEX} or a file of it is damaged ({error}); copy it again"
+            f"checkpoint {folder}: {_INDEX} or a file of it is damaged ({reason_of(error)}); copy "
+            f"it again"
         ) from error
     return index
 
 
 def _size_of(folder: Path, name: str) -> int:
-    """The bytes of a file of tensors. Raises ValueError, TypeError or OSError if it is none."""
+    """Return the size of a file of tensors. Raises ValueError or OSError if it is none."""
     if not _FILE.fullmatch(name):
         raise ValueError(f"{name!r} is no file of tensors")
     with reading(folder / name):
-        found = (folder / name).lstat()
-    if not stat.S_ISREG(found.st_mode):
+        status = (folder / name).lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{name} is a link or not a regular file")
-    return found.st_size
-
-
-def _check(index: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError or TypeError if the index is not one of these files."""
-    used: dict[str, list[tuple[int, int]]] = {}
-    for key, tensor in index.items():
-        if not tensor.shape or any(type(size) is not int or size < 1 for size in tensor.shape):
-            raise ValueError(f"{key} has shape {tensor.shape}")
-        for piece in tensor.pieces:
-            file, *numbers = vars(piece).values()
-            if any(type(n) is not int or n < 0 for n in numbers):
-                raise ValueError(f"{key} has a piece {file.name!r}, {numbers}")
-            end = piece.begin + piece.rows * piece.columns * tensor.dtype.itemsize
-            if end > file.num_bytes:
-                raise ValueError(f"{file.name} has {file.num_bytes} bytes, not {end}")
-            if end > piece.begin:
-                used.setdefault(file.name, []).append((piece.begin, end))
-        if gap := _gap(tensor):
-            raise ValueError(f"{key}: {gap}")
-    for name, stretches in used.items():
-        # Else a small file could claim to be tensors that fill any memory.
-        if any(one[1] > other[0] for one, other in itertools.pairwise(sorted(stretches))):
-            raise ValueError(f"{name} has bytes that belong to several tensors")
+    return status.st_size
 
 
 def averages(stored: Collection[str]) -> dict[str, str]:
-    """By the key of each weight that has one, the key of its moving average.
+    """Return the keys of the weights' moving averages, by the key of the weight.
 
     Raises InputError if there is none.
     """
-    beginning = key_of(EMA, "")
-    found = {key.removeprefix(beginning): key for key in stored if key.startswith(beginning)}
-    if not found:
+    prefix = key_of(EMA, "")
+    keys = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix)}
+    if not keys:
         raise InputError(
             "--ema: the checkpoint has no moving average of the weights; train with "
             "train.ema_decay, or leave --ema out"
         )
-    return found
+    return keys
 
 
 # --------------------------------------------------------------------------- whole tensors
@@ -329,12 +316,14 @@ def write(
     dtype: torch.dtype,
     tensor_of: Callable[[str], Tensor],
 ) -> dict[str, Sum]:
-    """Write a checkpoint's tensors; each is asked for when its turn comes, in order.
+    """Write whole tensors as a checkpoint's only file, calling ``tensor_of`` for each in order.
 
     Returns the sums of the files with tensors, by name.
     """
-    described = {k: torch.empty(shape, dtype=dtype, device="meta") for k, shape in shapes.items()}
-    pieces = [whole_piece(*one) for one in described.items()]
+    pieces = [
+        whole_piece(key, torch.empty(shape, dtype=dtype, device="meta"))
+        for key, shape in shapes.items()
+    ]
     written = write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))
     write_index(folder, 1)
     return {file_of(0): written.sum}

@@ -22,7 +22,7 @@ from data.index.samples import Processors
 from data.modalities.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample
 from data.text.messages import Mention, PlaceholderError
-from mimo.checkpoint.assets import changed_assets, own_recipe
+from mimo.checkpoint.assets import changed_assets, portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.errors import InputError
@@ -91,7 +91,7 @@ class Generator:
         """
         checkpoint = find_checkpoint(path)
         stored = open_checkpoint(checkpoint)
-        recipe = own_recipe(checkpoint)
+        recipe = portable_recipe(checkpoint)
         if changed := ", ".join(map(str, changed_assets(checkpoint))):
             print(f"{changed}: changed since training; {checkpoint} uses its own", file=sys.stderr)
         self.chat: ChatTokenizer = open_tokenizer(recipe)
@@ -216,7 +216,7 @@ def main(
 
     items: placed before the prompt, in this order. average: as of `Generator`.
     """
-    processors = item_processors(own_recipe(find_checkpoint(path)))
+    processors = item_processors(portable_recipe(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]
     generator = Generator(path, average)
     for media, text in generator.chat.media_text.items():

@@ -17,7 +17,7 @@ import numpy as np
 from data.index.reader import SampleReader, UnreadableSample
 from data.text.chat import EncodedSample
 from data.text.messages import is_answer, item_parts
-from mimo.checkpoint.assets import own_recipe
+from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import InputError, RecipeError, suggestion
 from mimo.generate import scores
@@ -112,7 +112,7 @@ def evaluate(
     metrics: in place of the recipe's. Beside the picture, a file with a line of JSON for each
     sample has all answers, and a JSON file has the score and the first samples.
     """
-    recipe, left_out = own_recipe(find_checkpoint(run)), Counter[str]()
+    recipe, left_out = portable_recipe(find_checkpoint(run)), Counter[str]()
     scoring = Scoring(metrics or recipe.data.metrics)
     shown: list[Answered] = []
     of_text: list[Answered] = []
@@ -184,7 +184,10 @@ def answer_split(
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")
-    recipe, left_out = own_recipe(find_checkpoint(run)), Counter() if left_out is None else left_out
+    recipe, left_out = (
+        portable_recipe(find_checkpoint(run)),
+        Counter() if left_out is None else left_out,
+    )
     if not getattr(recipe.data, split):
         raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
     generator = Generator(run, average)

@@ -102,7 +102,7 @@ class LocalModel:
     ) -> LocalModel:
         """Load a checkpoint's weights, or their moving average, whatever layout wrote them.
 
-        recipe: `own_recipe`. stored: of `open_checkpoint`. Joins a world of one rank. Raises
+        recipe: `portable_recipe`. stored: of `open_checkpoint`. Joins a world of one rank. Raises
         InputError if what is read is damaged or there is too little memory, ValueError if the
         checkpoint does not fit its recipe.
         """

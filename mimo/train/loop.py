@@ -106,8 +106,8 @@ class Trainer:
                 soon = bool(self.ending.reasons) and done < train.steps
                 saves = done == train.steps or _is_due(train.save_interval, done) or soon
                 if saves:
-                    self.saver.gets_on = partial(observer.at, step, "checkpoint")
-                    self.saver.gets_on()
+                    self.saver.on_progress = partial(observer.at, step, "checkpoint")
+                    self.saver.on_progress()
                     with naming(self.run_dir / "checkpoints"):
                         self.run_dir.stat()  # raises if it is gone; a save would make another
                         metrics["save_seconds"] = self.saver.begin(self.progress)
@@ -117,11 +117,11 @@ class Trainer:
                     observer.at(step, "validation")
                     yield {"step": done, **self.validate(validation, decoding)}
                 if saves:  # only now, so that no line of a step before a checkpoint is missing
-                    self.saver.gets_on()
+                    self.saver.on_progress()
                     self.saver.publish()
                 if soon:
                     break
-            self.saver.gets_on()
+            self.saver.on_progress()
             self.saver.wait()
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:

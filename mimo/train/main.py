@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data.index.build import IndexTask, build_here
-from mimo.checkpoint.folder import final_checkpoint, go_back, latest_checkpoint, named_by_latest
+from mimo.checkpoint.folder import final_checkpoint, latest_checkpoint, named_by_latest, return_to
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.checkpoint.manifest import Unreadable, naming
 from mimo.checkpoint.resume import (
@@ -23,9 +23,9 @@ from mimo.checkpoint.resume import (
     Run,
     candidates,
     choose,
-    dealt,
     listed_files,
     runs_to_do,
+    split_by_bytes,
     wrong_checksums,
     wrong_sizes,
 )
@@ -160,9 +160,9 @@ class Job:
             if self.resume_from is None and choice.checkpoint is not None:
                 if not choice.damaged and not named_by_latest(choice.checkpoint):
                     print(f"`latest` names no checkpoint; using {choice.checkpoint}, the newest")
-                go_back(choice.checkpoint, choice.damaged)
+                return_to(choice.checkpoint, choice.damaged)
             elif choice.checkpoint is not None and first.resumes:
-                go_back(choice.checkpoint.resolve(), ())  # `latest` of another run stays as it is
+                return_to(choice.checkpoint.resolve(), ())  # `latest` of another run stays as it is
             make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
         tell_choice(choice, first.recipe.run_dir)
         for line in changes:
@@ -304,7 +304,7 @@ def _choose_together(candidates: Sequence[Path], meeting: Meeting, environment: 
     def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
         problems = wrong_sizes(checkpoint)
         files = [] if problems else listed_files(checkpoint) or []
-        return [(problems, own) for own in dealt(files, environment.world_size)]
+        return [(problems, own) for own in split_by_bytes(files, environment.world_size)]
 
     def problems(checkpoint: Path) -> list[str]:
         known, own = meeting.deal(partial(deal, checkpoint))

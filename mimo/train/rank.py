@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from data.index.samples import Index
 from mimo.checkpoint.hf.initial import initial_weights
-from mimo.checkpoint.load import begin, stored_at
+from mimo.checkpoint.load import load_start, read_start_index
 from mimo.checkpoint.reading import from_rank_0
 from mimo.checkpoint.resume import FromScratch, Start
 from mimo.config.schema import Recipe
@@ -151,7 +151,7 @@ def _train(
     # If the weights come from one of our checkpoints, the initial ones need not be read.
     scratch = isinstance(start, FromScratch)
     initial = from_rank_0(lambda: initial_weights(recipe)) if scratch else None
-    stored = stored_at(start)
+    stored = read_start_index(start)
     trainer = Trainer(recipe, topology, run_dir, initial, stored)
     presence.model = trainer.model
     presence.at(0, "setup")  # still, but it gets on
@@ -161,7 +161,7 @@ def _train(
     assert dataset is not None, "the recipe schema asks for at least one source"
     presence.at(0, "setup")
     STARTING.ends("data")
-    progress = begin(trainer.model.modules, start, stored, lambda: presence.at(0, "setup"))
+    progress = load_start(trainer.model.modules, start, stored, lambda: presence.at(0, "setup"))
     del stored  # of a large model it takes much memory
     presence.at(0, "setup")
     STARTING.ends("checkpoint")

@@ -120,7 +120,7 @@ def _save(own: Mapping[str, Any]) -> Waits | None:
         return Waits("the save of all ranks", tuple(range(dist.get_world_size())))
     frame = sys._current_frames().get(own["save"].thread.ident)
     while frame is not None:
-        if frame.f_code.co_qualname == "Saver._file_of":
+        if frame.f_code.co_qualname == "Saver._wait_for_file":
             rank = frame.f_locals["rank"]
             return Waits("its part of the checkpoint", (rank,))
         frame = frame.f_back
@@ -135,6 +135,6 @@ _TELL: dict[str, Callable[[Mapping[str, Any]], Waits | None]] = {
     "wait_for": _transfer,
     "PlannedCommunicator._communicate": _pipeline,
     "StepLoader.next": _loader,
-    "Saver._all_reach": _save,
+    "Saver._wait_for_all": _save,
     "sum_over_world": _world,
 }

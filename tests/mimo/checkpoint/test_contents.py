@@ -63,12 +63,12 @@ def save_and_begin(rank: int, path: Path) -> None:
 def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | None = None) -> Any:
     """A run that begins with the weights of the recipe's folder, then with ``start``."""
     from mimo.checkpoint.hf.initial import initial_weights
-    from mimo.checkpoint.load import begin, stored_at
+    from mimo.checkpoint.load import load_start, read_start_index
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, topology, recipe.run_dir / name, initial_weights(recipe))
     if start is not None:
-        trainer.progress = begin(trainer.model.modules, start, stored_at(start))
+        trainer.progress = load_start(trainer.model.modules, start, read_start_index(start))
     return trainer
 
 

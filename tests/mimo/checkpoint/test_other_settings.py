@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.load import resumed
+from mimo.checkpoint.load import pieces_to_resume
 from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
@@ -60,16 +60,16 @@ def steps_of(found: dict[str, Tensor], module: str) -> set[float]:
 
 def begun(rank: int, recipe: Recipe, start: Start) -> str:
     """Save what a run begins with, and return what it says about it."""
-    from mimo.checkpoint.load import begin, stored_at
+    from mimo.checkpoint.load import load_start, read_start_index
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 
     topology = build_topology(build_layout(recipe))
-    stored = stored_at(start)
+    stored = read_start_index(start)
     trainer = Trainer(recipe, topology, recipe.run_dir, None, stored)
     with redirect_stdout(io.StringIO()) as printed:
-        trainer.progress = begin(trainer.model.modules, start, stored)
+        trainer.progress = load_start(trainer.model.modules, start, stored)
     save(trainer.saver, trainer.progress)
     topology.close()
     return printed.getvalue()
@@ -187,7 +187,7 @@ def test_an_older_checkpoint_has_done_as_many_updates_as_its_run() -> None:
     kinds = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "optimizer.step.")
     wanted = [piece(f"{kind}language.{name}") for name in ("old", "thawed") for kind in kinds]
     stored = {"language.old", "language.thawed", *(f"{kind}language.old" for kind in kinds[1:3])}
-    read = resumed(wanted, stored, 70)
+    read = pieces_to_resume(wanted, stored, 70)
     assert {one.key for one in read} == stored
     counted = {one.key: float(one.values) for one in wanted if ".step." in one.key}
     assert counted == {"optimizer.step.language.old": 70, "optimizer.step.language.thawed": 0}

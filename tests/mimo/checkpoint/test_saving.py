@@ -92,13 +92,13 @@ def assert_intact(checkpoint: Path, value: float | None = None) -> None:
 
 def copy_slowly(seconds: float) -> None:
     """Let copies of what is saved beside training begin late."""
-    staged = Saver._staged
+    staged = Saver._copy_to_host
 
     def late(self: Saver, save: Any) -> list[Piece]:
         time.sleep(seconds)
         return staged(self, save)
 
-    Saver._staged = late
+    Saver._copy_to_host = late
 
 
 def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:

@@ -78,14 +78,14 @@ def wait_for_a_copy_in_parts(rank: int, folder: Path, recipe: Recipe) -> tuple[i
             save.num_copied += 1
         return save.pieces
 
-    saving._TURN_SECONDS = 0.1
-    Saver._staged = in_parts
+    saving._EXCHANGE_SECONDS = 0.1
+    Saver._copy_to_host = in_parts
     saver = saver_of(Half(rank), folder, recipe)
     saver.begin(Progress(1, 1))
     seconds = saver.wait_for_copy(lambda: told.append("on"))
     saver.publish()
     saver.wait()
-    return len(told), seconds, saver._late_seconds
+    return len(told), seconds, saver._blocked_seconds
 
 
 def test_a_wait_for_a_copy_gets_on_with_it_and_is_counted_for_the_save(
@@ -100,14 +100,14 @@ def test_a_wait_for_a_copy_gets_on_with_it_and_is_counted_for_the_save(
 
 def save_where_a_copy_fails(rank: int, folder: Path, recipe: Recipe) -> str:
     """What is told at the save after one whose copy failed on rank 1."""
-    staged = Saver._staged
+    staged = Saver._copy_to_host
 
     def failing(self: Saver, save: Any) -> list[Piece]:
         if rank == 1 and save.progress.step == 2:
             raise MemoryError("no pages")
         return staged(self, save)
 
-    Saver._staged = failing
+    Saver._copy_to_host = failing
     module = Half(rank)
     module.set(1)
     saver = saver_of(module, folder, recipe)

@@ -47,14 +47,14 @@ READERS = {
 def read_both_ways(rank: int, job: Job, folder: Path) -> tuple[int, int]:
     """Bytes that this rank read of what it shares, and those that it would read alone."""
     from mimo.checkpoint import reading
-    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.load import pieces_to_resume
     from mimo.checkpoint.reading import read_pieces
     from mimo.checkpoint.tensors import read_index
 
     reading._TURN_BYTES = 1 << 14  # many rounds
     module = language_steps.Trainer(job).module()
     index = read_index(folder)
-    pieces = resumed(module.pieces("load", with_optimizer=True), index, 1)
+    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index, 1)
     alone = read_pieces(folder, index, pieces)
     expected = [piece.values.clone() for piece in pieces]
     for piece in pieces:
@@ -84,14 +84,14 @@ def fails_in_the_middle(rank: int, folder: Path, lost: str) -> tuple[int, str]:
 
     lost: the function of os at which rank 0's disk fails instead, if it does.
     """
-    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.load import pieces_to_resume
     from mimo.checkpoint.reading import read_shared
     from mimo.checkpoint.tensors import read_index
     from mimo.errors import InputError
 
     module = language_steps.Trainer(replace(SAVED, grid={"dp": 2})).module()
     index = read_index(folder)
-    pieces = resumed(module.pieces("load", with_optimizer=True), index, 1)
+    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index, 1)
     torch.distributed.barrier()
     if rank == 0 and not lost:
         (file,) = folder.glob("tensors_0.safetensors")

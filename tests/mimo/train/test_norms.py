@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.load import with_masters
+from mimo.checkpoint.load import with_fallbacks
 from mimo.checkpoint.resume import Resume
 from mimo.checkpoint.tensors import averages
 from mimo.engines.piece import Piece
@@ -193,7 +193,7 @@ def test_an_average_that_a_checkpoint_lacks_begins_with_its_most_exact_weights()
     wanted = ["language.a", "ema.language.a", "ema.language.b", "optimizer.fp32_param.language.b"]
     pieces = [Piece(key, (1,), 0, 0, torch.zeros(1, 1)) for key in wanted]
     stored = ["language.a", "language.b", "optimizer.fp32_param.language.a"]
-    found = [piece.key for piece in with_masters(pieces, stored)]
+    found = [piece.key for piece in with_fallbacks(pieces, stored)]
     assert found == ["language.a", "optimizer.fp32_param.language.a", "language.b", "language.b"]
-    kept = [piece.key for piece in with_masters(pieces, [*stored, *wanted])]
+    kept = [piece.key for piece in with_fallbacks(pieces, [*stored, *wanted])]
     assert kept == wanted

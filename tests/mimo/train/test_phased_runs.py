@@ -86,13 +86,13 @@ def metrics(path: Path, name: str, phase: str) -> list[dict[str, float]]:
 
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     """Write the checkpoint of a run before its first step."""
-    from mimo.checkpoint.load import begin, stored_at
+    from mimo.checkpoint.load import load_start, read_start_index
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 
     trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
-    trainer.progress = begin(trainer.model.modules, start, stored_at(start))
+    trainer.progress = load_start(trainer.model.modules, start, read_start_index(start))
     save(trainer.saver, trainer.progress)
 
 

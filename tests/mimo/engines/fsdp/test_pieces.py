@@ -128,14 +128,14 @@ def passes_on(
     rank: int, job: Job, source: Path, target: Path, plain: bool, steps: int
 ) -> dict[str, Any]:
     """Load, do more steps, save; how much of each weight was read when it was built."""
-    from mimo.checkpoint.load import resumed
+    from mimo.checkpoint.load import pieces_to_resume
     from mimo.checkpoint.reading import read_shared
     from mimo.checkpoint.tensors import read_index, write_index, write_pieces
 
     topology = make_topology(job)
     module = build(job, topology, names(), plain)
     index = read_index(source)
-    wanted = resumed(module.pieces("load", with_optimizer=True), index, 0)
+    wanted = pieces_to_resume(module.pieces("load", with_optimizer=True), index, 0)
     read_shared(source, index, wanted, module.replicas)
     for step in range(1, 1 + steps):
         # On fewer lanes, each has the microbatches of several.
