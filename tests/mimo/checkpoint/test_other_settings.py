@@ -75,8 +75,8 @@ def begun(rank: int, recipe: Recipe, start: Start) -> str:
     return printed.getvalue()
 
 
-AFRESH = "weights that the checkpoint has no optimizer state of"
-LEFT_OUT = "its optimizer state in the checkpoint is left out"
+AFRESH = "weights whose optimizer state is not in the checkpoint"
+LEFT_OUT = "its optimizer state in the checkpoint is not loaded"
 # Settings before and after; what is said of which module; steps of language and vision.
 CHANGES = {
     "unfrozen": ([FROZEN], [], {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
