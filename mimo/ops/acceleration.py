@@ -1,7 +1,9 @@
-"""What a machine has to make layers fast, and what a module's layers use of it.
+"""What a machine has to make layers fast, and what layers and their attention use of it.
 
-Pure but for `this_machine`, and light: recipes are checked with it before anything imports the
-engine. Nothing is fused in fp32 or fp64, or on a CPU, where results are checked.
+Every choice is a pure function of what is asked, the dtype and a `Machine`, so all tables are
+tested without a GPU; only `this_machine` looks. Light to import: recipes are checked with it
+before anything imports an engine. Nothing is fused in fp32 or fp64, or on a CPU, where results are
+checked.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import functools
 import importlib
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,29 +22,27 @@ from mimo.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-
 TRANSFORMER_ENGINE = "transformer_engine"
-WEIGHT_GRADIENT = "weight_gradient"
-"""Apex's kernel that adds a weight gradient to a sum in fp32."""
+SDPA = "sdpa"
 
 LOADS, NOT_INSTALLED = "loads", "is not installed"
 
-# By kernel, a module, a function of it and, where older versions lack it, a parameter of that. A
+# By kernel: a module, a function in it and, where older versions lack it, a parameter of that. A
 # package's name says too little: another flash-attn installs the same one without this function.
 _FUNCTIONS = {
     TRANSFORMER_ENGINE: ("transformer_engine.pytorch", "DotProductAttention"),
     "flash_attn_3": ("flash_attn_interface", "flash_attn_varlen_func"),
     "flash_attn_2": ("flash_attn", "flash_attn_varlen_func"),
     "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn", "enable_gqa"),
-    WEIGHT_GRADIENT: ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
 }
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to build layers from.
+    """What layers can be built from.
 
-    capability: of the GPU, such as (9, 0); None without. installed: kernels that are there.
+    capability: compute capability of the GPU, such as (9, 0); None without a GPU.
+    installed: names of the installed kernels.
     """
 
     capability: tuple[int, int] | None
@@ -52,8 +52,7 @@ class Machine:
 def has_function(module: str, name: str, parameter: str | None = None) -> bool:
     """Whether ``module`` is installed and has a function ``name`` that takes ``parameter``.
 
-    Raises InputError if it is installed but cannot be imported: to go on with slower kernels
-    would hide that.
+    Raises InputError if it is installed but cannot be imported: slower kernels would hide that.
     """
     try:
         function = getattr(importlib.import_module(module), name, None)
@@ -75,9 +74,9 @@ def has_function(module: str, name: str, parameter: str | None = None) -> bool:
 
 
 def kernel_states() -> dict[str, str]:
-    """Whether each package of kernels loads in this process: `LOADS`, `NOT_INSTALLED`, or why not.
+    """Return for each package of kernels `LOADS`, `NOT_INSTALLED`, or why it does not load.
 
-    It imports them, which may initialise the GPU.
+    Imports them, which may initialise the GPU.
     """
     states = {}
     for kernel, function in _FUNCTIONS.items():
@@ -90,51 +89,149 @@ def kernel_states() -> dict[str, str]:
 
 @functools.cache
 def this_machine() -> Machine:
-    """What this process may use. On a GPU it imports the packages, so only ranks call it.
+    """Return what this process may use. On a GPU it imports the packages, so only ranks call it.
 
     Raises InputError for a package that is installed but cannot be imported.
     """
     capability = gpu_capability()
     if capability is None:
         return Machine(None)
-    found = {name for name, function in _FUNCTIONS.items() if has_function(*function)}
-    return Machine(capability, frozenset(found))
+    installed = {name for name, function in _FUNCTIONS.items() if has_function(*function)}
+    return Machine(capability, frozenset(installed))
+
+
+# ---------------------------------------------------------------------------- layers
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """transformer_engine: its linears and norms, whose weight gradients are added to the sums of
-    DDP as they are made. weight_gradient: Megatron's own linears add theirs so, too.
+    """Which implementation of a layer's parts is used.
+
+    transformer_engine: its linears and norms; the linears add weight gradients to DDP's sums.
     fused_activation: Megatron's compiled gated activations.
     """
 
     transformer_engine: bool
-    weight_gradient: bool
     fused_activation: bool
     reason: str
 
 
 def choose_layers(machine: Machine, dtype: torch.dtype) -> LayerChoice:
-    """The best layers for a dtype on a machine."""
+    """Return the best layers for a dtype on a machine."""
     if machine.capability is None:
-        return LayerChoice(False, False, False, "no GPU")
+        return LayerChoice(False, False, "no GPU")
     if dtype not in (torch.bfloat16, torch.float16):
-        return LayerChoice(False, False, False, f"fused kernels are for 16 bits, not {dtype}")
+        return LayerChoice(False, False, f"fused kernels are for 16 bits, not {dtype}")
     te = TRANSFORMER_ENGINE in machine.installed
-    reason = f"Transformer Engine is {'' if te else 'not '}installed"
-    return LayerChoice(te, WEIGHT_GRADIENT in machine.installed, True, reason)
+    return LayerChoice(te, True, f"Transformer Engine is {'' if te else 'not '}installed")
 
 
 @functools.cache
-def layers_of(dtype: torch.dtype) -> LayerChoice:
-    """The choice for this machine, logged once."""
+def layer_choice(dtype: torch.dtype) -> LayerChoice:
+    """Return the choice for this machine, and log it the first time."""
     choice = choose_layers(this_machine(), dtype)
     kind = "Transformer Engine" if choice.transformer_engine else "Megatron"
     logger.info("linears and norms: %s (%s)", kind, choice.reason)
     return choice
 
 
-_NOT_INSTALLED = "Transformer Engine, but it is not installed; install transformer-engine[pytorch]"
+# ---------------------------------------------------------------------------- core attention
+
+_BEST_FIRST = (TRANSFORMER_ENGINE, "flash_attn_3", "flash_attn_2", "torch_varlen")
+_LARGEST_HEAD = 256
+_HOPPER = 9
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """What a layer needs of its core attention; segments are always laid end to end.
+
+    causal: False if all tokens of a segment see each other. cp_size: ranks that share each segment.
+    window: keys that a query sees, its own included; None for all.
+    whole_items: whether tokens of an item may see each other in both directions.
+    """
+
+    head_size: int
+    causal: bool
+    cp_size: int = 1
+    window: int | None = None
+    whole_items: bool = False
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """kernel: its name in `attention_kernels.KERNELS`, or `TRANSFORMER_ENGINE`.
+
+    dense_mask: whether it needs a mask of queries times keys, and so work and memory for pairs
+    that do not see each other. reason: why no better kernel was chosen, or why this one.
+    """
+
+    kernel: str
+    dense_mask: bool
+    reason: str
+
+
+def choose_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> KernelChoice:
+    """Return the best kernel for a layer.
+
+    All but SDPA take segments of any lengths and grouped heads as they are, and know windows and
+    causal blocks with more keys than queries, which context-parallel ranks and text beside items
+    have. SDPA runs everywhere and in every dtype, but for those two it needs masks.
+    """
+    plain = case.cp_size == 1 and case.window is None and not case.whole_items
+    needs_mask = case.causal and not plain
+    if machine.capability is None:
+        return KernelChoice(SDPA, needs_mask, "no GPU")
+    refusals = []
+    for kernel in _BEST_FIRST:
+        reason = "not installed"
+        if kernel in machine.installed:
+            reason = _refusal(kernel, case, dtype, machine.capability)
+        if reason is None:
+            return KernelChoice(kernel, False, "; ".join(refusals) or "first choice")
+        refusals.append(f"{kernel}: {reason}")
+    return KernelChoice(SDPA, needs_mask, "; ".join(refusals))
+
+
+def _refusal(
+    kernel: str, case: AttentionCase, dtype: torch.dtype, capability: tuple[int, int]
+) -> str | None:
+    """Return why a kernel cannot take a case on such a GPU; None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes 16-bit inputs, not {dtype}"
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    if case.head_size > _LARGEST_HEAD or case.head_size % 8:
+        return f"takes heads of 8, 16, ... {_LARGEST_HEAD}, not {case.head_size}"
+    if kernel == "flash_attn_3" and capability[0] != _HOPPER:
+        return "runs on capability 9 (Hopper) only"
+    if kernel == TRANSFORMER_ENGINE and case.whole_items:
+        return "cannot let the tokens of an item see each other"
+    if kernel == TRANSFORMER_ENGINE and case.window is not None and case.cp_size > 1:
+        # Its other forms of context parallelism refuse packed sequences or few heads.
+        return "its ring exchange of keys refuses sliding windows"
+    return None
+
+
+@functools.cache
+def best_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> str:
+    """Return the best of `attention_kernels.KERNELS` for a layer, and log it the first time.
+
+    Transformer Engine's attention is a module of its own. Where that does not serve all layers,
+    ours take the next best kernel.
+    """
+    choice = choose_kernel(
+        case, dtype, replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
+    )
+    logger.info("core attention, %s: %s", case, choice)
+    if machine.capability is not None and choice.dense_mask:
+        logger.warning(
+            "core attention, %s: no kernel here takes it without dense masks, which is slow (%s); "
+            "train in bf16 and install flash-attn",
+            case,
+            choice.reason,
+        )
+    return choice.kernel
 
 
 # ---------------------------------------------------------------------------- FP8
@@ -144,8 +241,9 @@ _NOT_INSTALLED = "Transformer Engine, but it is not installed; install transform
 class FP8:
     """A recipe of Transformer Engine for linears in 8 bits.
 
-    megatron: its name there. format: of the numbers; "hybrid" has wider exponents in gradients.
-    multiple: of tokens on a rank and of a linear's sizes. lowest, below: compute capabilities.
+    megatron: Megatron's name of it. format: number format; "hybrid" has wider exponents in
+    gradients. multiple: divides the tokens on a rank and the sizes of a linear. lowest, below:
+    bounds of the compute capability.
     """
 
     megatron: str
@@ -161,36 +259,43 @@ FP8_RECIPES = {
     "block": FP8("blockwise", "e4m3", 128, (9, 0), (10, 0), "Hopper"),
     "mxfp8": FP8("mxfp8", "e4m3", 32, (10, 0), (12, 0), "data-centre Blackwell"),
 }
-"""By the name that a recipe gives."""
+"""By the value of ``train.fp8``."""
 
 
 def fp8_multiple(fp8: str) -> int:
-    """What the tokens on a rank, and the sizes of a linear on it, must be a multiple of."""
+    """Return what must divide the tokens on a rank, and the sizes of a linear on it."""
     return 1 if fp8 == "none" else FP8_RECIPES[fp8].multiple
 
 
 def fp8_flags(fp8: str) -> dict[str, Any]:
-    """Megatron's flags for ``train.fp8``."""
+    """Return Megatron's flags for ``train.fp8``."""
     if fp8 == "none":
         return {}
     return {"fp8": FP8_RECIPES[fp8].format, "fp8_recipe": FP8_RECIPES[fp8].megatron}
 
 
 def fp8_problem(fp8: str, machine: Machine) -> str | None:
-    """Why a machine cannot do ``train.fp8``, and what to do; None if it can."""
+    """Return why a machine cannot do ``train.fp8``, and what to do; None if it can."""
     if fp8 == "none":
         return None
     wanted = FP8_RECIPES[fp8]
     if machine.capability is None:
         return f"got {fp8}, which needs a GPU, but this machine has none; set it to none"
     if TRANSFORMER_ENGINE not in machine.installed:
-        return f"got {fp8}, which needs {_NOT_INSTALLED}, or set it to none"
-    work = [n for n, one in FP8_RECIPES.items() if one.lowest <= machine.capability < one.below]
-    if fp8 not in work:
-        has = ".".join(map(str, machine.capability))
         return (
-            f"got {fp8}, which needs {wanted.devices}, but this GPU has compute capability {has}; "
-            f"set it to {' or '.join([*work, 'none'])}"
+            f"got {fp8}, which needs Transformer Engine, but it is not installed; install "
+            f"transformer-engine[pytorch], or set it to none"
+        )
+    possible = [
+        name
+        for name, recipe in FP8_RECIPES.items()
+        if recipe.lowest <= machine.capability < recipe.below
+    ]
+    if fp8 not in possible:
+        capability = ".".join(map(str, machine.capability))
+        return (
+            f"got {fp8}, which needs {wanted.devices}, but this GPU has compute capability "
+            f"{capability}; set it to {' or '.join([*possible, 'none'])}"
         )
     return None
 

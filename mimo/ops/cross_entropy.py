@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.ops.products import product
+from mimo.ops.layers import product
 
 LOGITS_AT_ONCE = 2**25
 """Logits of a block, of all tokens together: 128 MiB in fp32, and enough to fill a GPU."""

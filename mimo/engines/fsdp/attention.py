@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from mimo.ops.acceleration import this_machine
+from mimo.ops.acceleration import AttentionCase, best_kernel, this_machine
 from mimo.ops.attention_plan import LayerForm, batch_plan
-from mimo.ops.kernel_choice import AttentionCase, own_kernel
 from mimo.ops.segments import PackedSegments
 
 NAME = "mimo_segments"
@@ -59,7 +58,7 @@ def layer_form(
 ) -> LayerForm:
     """How layers attend that compute in ``dtype``. window: keys that a query sees, its own too."""
     case = AttentionCase(head_size, causal, window=window)
-    return LayerForm(own_kernel(case, dtype, this_machine()), causal, window)
+    return LayerForm(best_kernel(case, dtype, this_machine()), causal, window)
 
 
 def attend(

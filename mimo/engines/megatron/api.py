@@ -19,6 +19,5 @@ from mimo.engines.megatron.stack import (
     layer_spec,
     layers_here,
 )
-from mimo.ops.norms import LayerNorm, ZeroCenteredRMSNorm
-from mimo.ops.rope import MRope, contiguous_axes, interleaved_axes
+from mimo.ops.layers import LayerNorm, MRope, ZeroCenteredRMSNorm, contiguous_axes, interleaved_axes
 from mimo.ops.segments import PackedSegments, to_device

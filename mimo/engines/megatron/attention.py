@@ -22,9 +22,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.ops.acceleration import TRANSFORMER_ENGINE, this_machine
+from mimo.ops.acceleration import (
+    TRANSFORMER_ENGINE,
+    AttentionCase,
+    best_kernel,
+    choose_kernel,
+    this_machine,
+)
 from mimo.ops.attention_plan import AttentionPlan, LayerForm, batch_plan
-from mimo.ops.kernel_choice import AttentionCase, choose_kernel, own_kernel
 from mimo.ops.segments import PackedSegments, gather_lane
 
 
@@ -97,7 +102,7 @@ class CoreAttention(nn.Module):
             assert pg_collection is not None, "context parallelism needs its group"
             self.cp = pg_collection.cp
             cp_rank = self.cp.rank()
-        kernel = own_kernel(case, config.params_dtype, this_machine())
+        kernel = best_kernel(case, config.params_dtype, this_machine())
         self.form = LayerForm(kernel, case.causal, case.window, case.cp_size, cp_rank)
 
     def forward(

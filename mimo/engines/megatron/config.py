@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mimo.engines.megatron.cpu import adapt_to_machine
-from mimo.ops.acceleration import fp8_flags, layers_of
+from mimo.ops.acceleration import fp8_flags, layer_choice
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         },
     }[ctx.recompute]
     pipeline = ctx.groups.pp.size()
-    kernels = layers_of(ctx.dtype)
+    kernels = layer_choice(ctx.dtype)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -154,7 +154,6 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         # Weights are drawn by `initialize_parameters`, the same in every layout.
         perform_initialization=False,
         use_cpu_initialization=False,
-        gradient_accumulation_fusion=kernels.weight_gradient,
         # Transformer Engine's packed kernel counts positions from the start of each segment, which
         # are not those of images; without a device's bounds `SelfAttention` needs no packed one.
         apply_rope_fusion=False,

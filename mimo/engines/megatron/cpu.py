@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mimo.ops.products import linear
+from mimo.ops.layers import linear
 
 _TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.transformer import attention
 from torch import Tensor
 
-from mimo.ops.rope import rotate
+from mimo.ops.layers import rotate
 
 
 class SelfAttention(attention.SelfAttention):

@@ -43,9 +43,8 @@ from mimo.engines.megatron.lora import (
     let_backward_into_layers,
 )
 from mimo.engines.megatron.self_attention import SelfAttention
-from mimo.ops.acceleration import layers_of
-from mimo.ops.gate import gate
-from mimo.ops.norms import norm_class
+from mimo.ops.acceleration import layer_choice
+from mimo.ops.layers import gate, norm_class
 
 
 def _transformer_engine() -> Any:
@@ -57,7 +56,7 @@ def _transformer_engine() -> Any:
 
 def norm_of(config: TransformerConfig) -> Any:
     """The class of a layer's norms."""
-    if layers_of(config.params_dtype).transformer_engine:
+    if layer_choice(config.params_dtype).transformer_engine:
         return _transformer_engine().TENorm
     return norm_class(config)
 
@@ -65,7 +64,7 @@ def norm_of(config: TransformerConfig) -> Any:
 def _linears(config: TransformerConfig, lora: LoRA | None) -> dict[str, Any]:
     """The class of each linear of a layer, by its name in `LoRA.targets`."""
     column, row = ColumnParallelLinear, RowParallelLinear
-    if layers_of(config.params_dtype).transformer_engine:
+    if layer_choice(config.params_dtype).transformer_engine:
         te = _transformer_engine()
         column = partial(_adding_to_main_grad, te.TEColumnParallelLinear)
         row = partial(_adding_to_main_grad, te.TERowParallelLinear)

@@ -20,7 +20,6 @@ from mimo.ops import acceleration
 from mimo.ops.acceleration import (
     FP8_RECIPES,
     TRANSFORMER_ENGINE,
-    WEIGHT_GRADIENT,
     LayerChoice,
     Machine,
     choose_layers,
@@ -34,7 +33,7 @@ from tests.lone_module import noise
 from tests.mimo import tiny
 
 ADA, HOPPER, BLACKWELL = ((8, 9), (9, 0), (10, 0))
-TE, APEX = frozenset({TRANSFORMER_ENGINE}), frozenset({WEIGHT_GRADIENT})
+TE = frozenset({TRANSFORMER_ENGINE})
 
 # ------------------------------------------------------------------------------ the choice
 
@@ -42,34 +41,32 @@ TE, APEX = frozenset({TRANSFORMER_ENGINE}), frozenset({WEIGHT_GRADIENT})
 @pytest.mark.parametrize(
     ("machine", "dtype", "fused"),
     [
-        (Machine(None), torch.bfloat16, (False, False, False)),
-        (Machine(None, TE | APEX), torch.bfloat16, (False, False, False)),
-        (Machine(HOPPER), torch.bfloat16, (False, False, True)),
-        (Machine(HOPPER, APEX), torch.bfloat16, (False, True, True)),
-        (Machine(HOPPER, TE), torch.bfloat16, (True, False, True)),
-        (Machine(HOPPER, TE | APEX), torch.float16, (True, True, True)),
-        (Machine(HOPPER, TE | APEX), torch.float32, (False, False, False)),
-        (Machine(HOPPER, TE | APEX), torch.float64, (False, False, False)),
+        (Machine(None, TE), torch.bfloat16, (False, False)),
+        (Machine(HOPPER), torch.bfloat16, (False, True)),
+        (Machine(HOPPER, TE), torch.bfloat16, (True, True)),
+        (Machine(HOPPER, TE), torch.float16, (True, True)),
+        (Machine(HOPPER, TE), torch.float32, (False, False)),
+        (Machine(HOPPER, TE), torch.float64, (False, False)),
     ],
 )
 def test_layers_are_fused_in_16_bits_on_a_gpu_only(
-    machine: Machine, dtype: torch.dtype, fused: tuple[bool, bool, bool]
+    machine: Machine, dtype: torch.dtype, fused: tuple[bool, bool]
 ) -> None:
     choice = choose_layers(machine, dtype)
-    assert (choice.transformer_engine, choice.weight_gradient, choice.fused_activation) == fused
+    assert (choice.transformer_engine, choice.fused_activation) == fused
 
 
 def test_a_package_that_is_not_installed_is_not_used_and_a_broken_one_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    apex = ModuleType("fused_weight_gradient_mlp_cuda")
-    monkeypatch.setitem(sys.modules, apex.__name__, apex)
-    apex.wgrad_gemm_accum_fp32 = print  # type: ignore[attr-defined]
+    flash = ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, flash.__name__, flash)
+    flash.flash_attn_varlen_func = print  # type: ignore[attr-defined]
     monkeypatch.setattr(acceleration, "gpu_capability", lambda: HOPPER)
     look = acceleration.this_machine.__wrapped__
     machine = look()
-    choice = choose_layers(machine, torch.bfloat16)
-    assert (choice.transformer_engine, choice.weight_gradient) == (False, True)
+    assert "flash_attn_2" in machine.installed
+    assert not choose_layers(machine, torch.bfloat16).transformer_engine
     assert "install transformer-engine" in str(fp8_problem("current", machine))
     (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -132,7 +129,7 @@ def test_rms_norms_are_those_of_transformers_bit_by_bit(
 ) -> None:
     from types import SimpleNamespace
 
-    from mimo.ops.norms import norm_class
+    from mimo.ops.layers import norm_class
 
     config: Any = SimpleNamespace(
         normalization="RMSNorm",
@@ -172,7 +169,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
     from mimo.engines.megatron import stack
     from mimo.engines.megatron.config import LoRA, ModuleContext
     from mimo.engines.megatron.parallel import prepare_engine
-    from mimo.ops.norms import norm_class
+    from mimo.ops.layers import norm_class
     from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
     from mimo.parallel.groups import build_topology
 
@@ -180,7 +177,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
 
     def noted(options: dict[str, Any]) -> dict[str, Any]:
         fused.append(options["config"].gradient_accumulation_fusion)
-        options["config"].gradient_accumulation_fusion = False  # Megatron's own need Apex for it
+        options["config"].gradient_accumulation_fusion = False  # Megatron's need a GPU for it
         return options
 
     class Column(ColumnParallelLinear):
@@ -225,8 +222,8 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
     plain = build()
     stand_in = SimpleNamespace(TEColumnParallelLinear=Column, TERowParallelLinear=Row, TENorm=Norm)
     stack._transformer_engine = lambda: stand_in
-    choice = LayerChoice(True, False, False, "a stand-in")
-    stack.layers_of = lambda dtype: choice
+    choice = LayerChoice(True, False, "a stand-in")
+    stack.layer_choice = lambda dtype: choice
     stood_in = build()
     fused_linears, norms = [*fused], Norm.made
     adapted = build(LoRA(2, 1.0, frozenset({"qkv", "fc2"})))
@@ -296,9 +293,9 @@ def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
     from mimo.ops import acceleration
 
     if not fused:
-        plain = LayerChoice(False, False, False, "for comparison")
+        plain = LayerChoice(False, False, "for comparison")
         for module in (acceleration, config, stack):
-            module.layers_of = lambda dtype: plain  # type: ignore[attr-defined]
+            module.layer_choice = lambda dtype: plain  # type: ignore[attr-defined]
     job = language_steps.Job(dtype=torch.bfloat16, steps=3, optimizer="adam", learning_rate=0.01)
     return torch.tensor([one["loss"] for one in language_steps.train(rank, job)["metrics"]])
 
@@ -319,13 +316,13 @@ def test_8_bits_work_where_the_device_has_them(fp8: str, works: list[Any]) -> No
     devices = [None, (8, 0), ADA, HOPPER, BLACKWELL, (10, 3), (12, 0)]
     found = [one for one in devices if fp8_problem(fp8, Machine(one, TE)) is None]
     assert found == works
-    without = fp8_problem(fp8, Machine(HOPPER, APEX))
+    without = fp8_problem(fp8, Machine(HOPPER))
     assert (without is None) == (fp8 == "none")
     assert without is None or "install transformer-engine[pytorch]" in without
 
 
 def test_the_message_about_a_device_names_what_works_there() -> None:
-    message = fp8_problem("mxfp8", Machine(HOPPER, TE | APEX))
+    message = fp8_problem("mxfp8", Machine(HOPPER, TE))
     assert message is not None
     assert "compute capability 9.0" in message
     assert "set it to current or block or none" in message

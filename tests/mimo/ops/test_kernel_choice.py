@@ -14,11 +14,12 @@ import torch
 
 from mimo.errors import InputError
 from mimo.ops import acceleration
-from mimo.ops.acceleration import Machine, has_function
-from mimo.ops.kernel_choice import (
+from mimo.ops.acceleration import (
     AttentionCase,
+    Machine,
+    best_kernel,
     choose_kernel,
-    own_kernel,
+    has_function,
 )
 
 CASES = {
@@ -173,7 +174,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch):
     from mimo.engines.megatron.attention import AttnMaskType
     from mimo.engines.megatron.config import TransformerConfig
 
-    own_kernel.cache_clear()
+    best_kernel.cache_clear()
 
     def build(machine: Machine, window: int | None, **options):
         monkeypatch.setattr(attention, "this_machine", lambda: machine)

@@ -84,8 +84,13 @@ def test_gpu_kernel_equals_sdpa_in_bf16(
     cp: tuple[int, int],
 ) -> None:
     """Forward and backward."""
-    from mimo.ops.acceleration import Machine, has_function, this_machine
-    from mimo.ops.kernel_choice import AttentionCase, choose_kernel
+    from mimo.ops.acceleration import (
+        AttentionCase,
+        Machine,
+        choose_kernel,
+        has_function,
+        this_machine,
+    )
 
     if not has_function(package, *function):
         pytest.skip(f"{package} has no {function[0]} or is not installed")
@@ -142,9 +147,8 @@ def test_transformer_engine_equals_sdpa_in_bf16(causal: bool) -> None:
 def test_layers_neither_wait_for_the_gpu_nor_copy_to_it() -> None:
     """Once plans are prepared; PyTorch itself raises at whatever makes the host wait."""
     from mimo.device import local_device
-    from mimo.ops.acceleration import this_machine
+    from mimo.ops.acceleration import AttentionCase, choose_kernel, this_machine
     from mimo.ops.attention_plan import LayerForm
-    from mimo.ops.kernel_choice import AttentionCase, choose_kernel
     from mimo.ops.segments import PackedSegments
 
     case = AttentionCase(GPU_HEAD_SIZE, causal=True, window=50, whole_items=True)

@@ -1,0 +1,306 @@
+"""Parts of layers in plain PyTorch: matrix products, gates, rotary positions and norms.
+
+They compute the same bits as the forms that autograd would follow step by step, in fewer passes.
+
+Letters: S tokens that this rank holds, B batch (1 when packed), H hidden, F inner size of an MLP;
+I inputs and O outputs of a linear; N heads, D head size, K = D/2 rotary channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# ---------------------------------------------------------------------------- products
+
+_ONEDNN = torch.backends.mkldnn.is_available()
+_SMALLEST = 2**21
+"""M·K·N below which a call of oneDNN costs more than it saves."""
+
+
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """left (M, K), right (N, K), of any strides -> left · rightᵀ (M, N), written to ``out`` if any.
+
+    In fp32 on a CPU by oneDNN, which on an AMD EPYC of the Zen 5 kind is twice as fast as PyTorch's
+    MKL. Which of the two computes it, and so the last bits, depends on the sizes alone.
+    """
+    (m, k), n = left.shape, right.shape[0]
+    is_single = left.dtype == right.dtype == torch.float32
+    if not (_ONEDNN and left.is_cpu and is_single and m * k * n >= _SMALLEST):
+        return torch.mm(left, right.T, out=out)
+    result = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+    return result if out is None else out.copy_(result)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., I), weight (O, I) -> (..., O), by `product` in both directions."""
+    y = _Linear.apply(x, weight)
+    assert isinstance(y, Tensor)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return product(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(rows, weight.T).view(*gradient.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            grad_weight = product(rows.T, x.flatten(0, -2).T)
+        return grad_x, grad_weight
+
+
+# ---------------------------------------------------------------------------- gates
+
+_ACTIVATION_BACKWARD: dict[Any, Callable[..., Tensor]] = {
+    functional.silu: torch.ops.aten.silu_backward.grad_input,
+    functional.gelu: torch.ops.aten.gelu_backward.grad_input,
+}
+
+
+def gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """both (..., 2F) -> activation(first half) * second half, (..., F), such as SwiGLU.
+
+    activation: SiLU or GELU, or a partial of these. Its output is kept for the backward, which
+    writes both halves of the gradient in place instead of joining them.
+    """
+    gated = _Gate.apply(both, activation)
+    assert isinstance(gated, Tensor)
+    return gated
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        inputs, values = both.chunk(2, dim=-1)
+        active = activation(inputs)
+        ctx.save_for_backward(both, active)
+        ctx.activation = activation
+        return active * values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), (both, active) = gradients, ctx.saved_tensors
+        inputs, values = both.chunk(2, dim=-1)
+        total = both.new_empty(both.shape)
+        grad_inputs, grad_values = total.chunk(2, dim=-1)
+        torch.mul(gradient, active, out=grad_values)
+        torch.mul(gradient, values, out=grad_inputs)
+        function, options = ctx.activation, {}
+        if isinstance(function, partial):
+            function, options = function.func, function.keywords
+        backward = _ACTIVATION_BACKWARD[function]
+        backward(grad_inputs, inputs, **options, grad_input=grad_inputs)
+        return total, None
+
+
+# ---------------------------------------------------------------------------- rotary positions
+
+
+class MRope(nn.Module):
+    """Multimodal rotary embedding: each of the K rotary channels follows one axis of the position.
+
+    Takes the place of `GPTModel.rotary_pos_emb`. axes: (K,) int64, 0, 1 or 2 for channels that
+    follow time, height or width.
+    """
+
+    def __init__(self, axes: Tensor, base: float) -> None:
+        super().__init__()
+        channel = torch.arange(len(axes), dtype=torch.float32)
+        self.inv_freq: Tensor
+        self.axes: Tensor
+        self.register_buffer("inv_freq", base ** -(channel / len(axes)), persistent=False)
+        self.register_buffer("axes", axes, persistent=False)
+
+    def forward(
+        self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None
+    ) -> Tensor:
+        """position_ids (3, B, S) int64 -> frequencies (S, B, 1, D) fp32."""
+        positions = position_ids.permute(2, 1, 0).to(self.inv_freq.dtype)  # (S, B, 3)
+        freqs = positions[..., self.axes] * self.inv_freq  # (S, B, K)
+        return torch.cat((freqs, freqs), dim=-1)[:, :, None, :]
+
+
+def interleaved_axes(section: Sequence[int]) -> Tensor:
+    """Axes of alternating channels, as in Qwen3-VL: (K,) int64.
+
+    Channel ``c`` of the K rotary channels rotates with the height position when ``c % 3 == 1``
+    and ``c < 3·section[1]``, with the width position when ``c % 3 == 2`` and
+    ``c < 3·section[2]``, else with the temporal one. Source: transformers
+    `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`.
+    """
+    axes = torch.zeros(sum(section), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * section[axis] : 3] = axis
+    return axes
+
+
+def contiguous_axes(section: Sequence[int]) -> Tensor:
+    """Axes in blocks of channels, time first, then height and width, as in Qwen2-VL: (K,) int64.
+
+    Source: transformers `Qwen2_5_VLRotaryEmbedding.recomposition_frequencies`. Megatron's class
+    computes this too, but cuts the frequencies of packed sequences wrongly under context
+    parallelism.
+    """
+    return torch.arange(3).repeat_interleave(torch.tensor(section))
+
+
+def rotate(frequencies: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    """Rotate every pair of channels (c, c + K) of states (S, B, N, D), as many as there are.
+
+    frequencies: angles (S, B, 1, D) fp32, the second half of the channels like the first. The bits
+    are those of Megatron's unfused rotary embedding, which needs twice as many passes.
+    """
+    dtype, channels = states[0].dtype, {state.shape[-1] for state in states}
+    assert channels == {frequencies.shape[-1]}, (
+        f"frequencies of {frequencies.shape[-1]} channels for heads of {channels}"
+    )
+    cos, sin = frequencies.cos().to(dtype), frequencies.sin().to(dtype)
+    return tuple(_Rotate.apply(state, cos, sin) for state in states)  # type: ignore[misc]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (first, second), half_sin = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)[0]
+    rotated = x.new_empty(x.shape)
+    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    torch.mul(second, -half_sin, out=rotated_first)
+    torch.mul(first, half_sin, out=rotated_second)
+    return rotated.add_(x * cos)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient rotates back: by the same angles, with the sine's sign changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradients[0], cos, -sin), None, None
+
+
+# ---------------------------------------------------------------------------- norms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., H) of two dimensions or more, weight (H,), both fp32 or fp64 -> (..., H).
+
+    On a GPU it is torch's fused norm. On a CPU torch composes the norm of operators that autograd
+    follows step by step; this function computes the same bits in half the time.
+    """
+    if not x.is_cpu:
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    y = _RMSNorm.apply(x, weight, eps)
+    assert isinstance(y, Tensor)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Operators in the order of torch's composite norm and its gradient, in place where possible.
+
+    r is 1 / root mean square, so y = w * (x * r).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = x.square()
+        r = y.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return torch.mul(x, r, out=y).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, weight, r) = gradients, ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (x * r).mul_(g).flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            grad_x = g * weight
+            # The gradient of r, (..., 1), then of the mean square, times 2.
+            slope = (grad_x * x).sum(-1, keepdim=True).mul_(-0.5).mul_(r * r * r)
+            grad_x.mul_(r).add_(x * slope.div_(x.shape[-1]).mul_(2))
+        return grad_x, grad_weight, None
+
+
+def _parameter(config, hidden_size: int, value: float) -> nn.Parameter:
+    """(H,), marked so that Megatron sums its gradient under sequence parallelism.
+
+    Each rank has seen only its slice of the sequence. Megatron's local norms refuse that.
+    """
+    parameter = nn.Parameter(torch.full((hidden_size,), value, dtype=config.params_dtype))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+class _Norm(nn.Module):
+    initial = 1.0  # value of the weight
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _parameter(config, hidden_size, self.initial)
+
+
+class RMSNorm(_Norm):
+    """Root-mean-square norm, computed in fp32: (..., H) -> (..., H), same dtype as its input.
+
+    In 16 bits it is rounded before the factor is applied, as in transformers, so the factor is no
+    argument of torch's fused norm, which would round once.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        if x.dtype == torch.float32 or x.dtype == torch.float64:
+            return rms_norm(x, self.weight, self.eps)
+        return self.weight * functional.rms_norm(x, (x.shape[-1],), None, self.eps)
+
+
+class ZeroCenteredRMSNorm(_Norm):
+    """`RMSNorm` whose factor is 1 + weight, so that weights start at 0, as in Gemma.
+
+    The factor is applied in fp32, before the result is cast back. Source: transformers
+    `Gemma3RMSNorm`.
+    """
+
+    initial = 0.0
+    zero_centered_gamma = True  # the name of Transformer Engine's norms for it
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        factor = 1 + self.weight.to(wide.dtype)
+        return rms_norm(wide, factor, self.eps).to(x.dtype)
+
+
+class LayerNorm(_Norm):
+    """Mean and variance norm with a bias: (..., H) -> (..., H), same dtype as its input."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = _parameter(config, hidden_size, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        return functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+def norm_class(config) -> type[_Norm]:
+    """Return the class of norms for a stack with this `TransformerConfig`."""
+    if config.normalization == "LayerNorm":
+        return LayerNorm
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
