@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.bridge_planning import (
-    BALANCE_ITEMS,
     PLAN_RANKS,
-    Balance,
     StepTime,
-    measure_balance,
     time_step,
 )
 from benchmarks.bridge_workload import Case
@@ -52,7 +49,6 @@ _BYTES_OVER_BOUND = 1.01
 _FEWER_BYTES = 3.9
 _TIMES_FASTER = {"forward": 5.0, "forward + backward": 3.0}
 _PLAN_MS = 50.0  # 1 % of a step of 5 seconds
-_IMBALANCE_OVER_BOUND = 1.05
 _NOTES = (
     "Megatron's bridge hard-codes nccl for its groups, which was mapped to the backend of ours. It "
     "sums what it receives for its debug log, also when that is off; this is part of its time.",
@@ -75,9 +71,7 @@ def check_rows(rows: int) -> None:
         raise InputError(f"--rows: got {rows}, needs a multiple of {step} from {4 * step} on")
 
 
-def bounds(
-    passages: Sequence[Passage], plans: Sequence[StepTime], balances: Sequence[Balance]
-) -> list[Bound]:
+def bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> list[Bound]:
     """Every promise, kept or not.
 
     All layouts into tp 4 with SP are judged: bytes in both sizes, speed in the larger one, where
@@ -88,9 +82,6 @@ def bounds(
         if plan.num_ranks == PLAN_RANKS[0] and not plan.packed:
             name = f"a step's plan for {plan.num_ranks} ranks, ms"
             found.append(Bound(name, plan.ms, _PLAN_MS, True))
-    for balance in balances:
-        name = f"imbalance of {balance.num_items} items / its lower bound, worst draw"
-        found.append(Bound(name, balance.worst, _IMBALANCE_OVER_BOUND, True))
     return found
 
 
@@ -135,7 +126,6 @@ def main(
         return 1
     # After the ranks have ended, so that nothing else runs.
     plans = [time_step(ranks, packed) for ranks in PLAN_RANKS for packed in (False, True)]
-    balances = [measure_balance(num_items) for num_items in BALANCE_ITEMS]
     traffic = {str(one): one for one in passages}
 
     def received(contest: Contest, contestant: str) -> str:
@@ -150,13 +140,10 @@ def main(
             "ms": lambda contest, contestant: f"{1e3 * contest.median(contestant):.1f}",
             "bytes / bound": received,
         },
-        bounds=bounds(passages, plans, balances),
+        bounds=bounds(passages, plans),
         tables={
             "a core plans a step of 32 microbatches from the index: median ms": [
                 asdict(plan) for plan in plans
-            ],
-            "imbalance of 64 encoder lanes, largest / mean: median (worst) over draws": [
-                asdict(balance) for balance in balances
             ],
         },
         others={

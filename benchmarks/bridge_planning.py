@@ -1,4 +1,4 @@
-"""How long a rank takes to plan a step, and how well items balance over encoder lanes.
+"""Time how long a rank takes to plan a step.
 
 All from an index that is drawn: chats of up to five images, without files or texts.
 """
@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge import assign_items, imbalance
 from data.index.reader import SampleReader
 from data.modalities.images import ImageProcessor
-from data.modalities.processor import Part
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import EncodedSample
@@ -31,12 +29,6 @@ _BUDGET = TokenBudget(8192)
 _SAMPLES, _BLOCK, _IMAGES = 200_000, 64, 5
 _MEDIA, _PLACEHOLDER, _TEXT = "image", 1, 2
 _REPEATS = 5
-
-_BALANCE_LANES = 64
-BALANCE_ITEMS = (512, 4096)
-_BALANCE_DRAWS = 20
-_SIDES = (224, 1792)
-_IMAGES_PER_SAMPLE = 8
 
 
 @dataclass(frozen=True)
@@ -153,45 +145,3 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
             items = sum(len(part.item) for part in parts)
         medians.append(1e3 * statistics.median(times[1:]))
     return StepTime(num_ranks, packed, samples, items, *medians)
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Largest lane load over the mean, for each draw of the images.
-
-    bound: max(mean load, largest item) / mean; no assignment of whole items can be below it.
-    items: items assigned one by one, largest first (`assign_items`). samples: the same, but all
-    images of a sample stay together.
-    """
-
-    num_items: int
-    bound: list[float]
-    items: list[float]
-    samples: list[float]
-
-    @property
-    def worst(self) -> float:
-        """The largest ratio of item-level imbalance to its bound over all draws."""
-        return max(got / bound for got, bound in zip(self.items, self.bound, strict=True))
-
-
-def measure_balance(
-    num_items: int, lanes: int = _BALANCE_LANES, draws: int = _BALANCE_DRAWS
-) -> Balance:
-    """The balance for images with sides log-uniform in 224-1,792 pixels, 1 to 8 per sample."""
-    found = Balance(num_items, [], [], [])
-    # No image is shrunk, so the sides are those drawn: the hardest case.
-    processor = ImageProcessor(patch_size=14, max_pixels=_SIDES[1] ** 2)
-    for seed in range(draws):
-        draw = np.random.default_rng(seed)
-        sides = np.exp(draw.uniform(np.log(_SIDES[0]), np.log(_SIDES[1]), (num_items, 2)))
-        drawn = np.rint(sides).astype(int).tolist()
-        costs = np.array([processor.plan(Part((w, h))).cost for w, h in drawn])
-        sizes = draw.integers(1, _IMAGES_PER_SAMPLE + 1, num_items)
-        sample = np.repeat(np.arange(num_items), sizes)[:num_items]
-        sample_costs = np.bincount(sample, weights=costs).astype(np.int64)
-        mean = costs.sum() / lanes
-        found.bound.append(float(max(mean, costs.max()) / mean))
-        for kind, work in ((found.items, costs), (found.samples, sample_costs)):
-            kind.append(imbalance(np.bincount(assign_items(work, lanes), work, lanes)))
-    return found

@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from benchmarks.harness import (
-    Apart,
     Bound,
     Contest,
     Figures,
     Quick,
     Report,
     Run,
+    Worker,
     command,
     take_turns,
 )
@@ -140,7 +140,7 @@ class Savers:
     def __call__(self, name: str) -> Run:
         """Save in one way: once with nothing beside it, and once before what a step computes."""
         found = {**self._turn(name, works=False), **self._turn(name, works=True)}
-        return Run(found["stands"], found=found)
+        return Run(found["stands"], result=found)
 
     def _turn(self, name: str, works: bool) -> dict[str, Any]:
         """Of a save: the seconds in all, peak of memory and bytes of files; or what a step loses.
@@ -228,14 +228,14 @@ def together(ranks: Sequence[Callable[[], Run]]) -> Run:
     with ThreadPoolExecutor(len(ranks)) as pool:
         runs = [future.result() for future in [pool.submit(rank) for rank in ranks]]
     found = {
-        "longer": max(run.found["longer"] for run in runs),
-        "total": max(run.found["total"] for run in runs),
-        "growth": max(run.found["growth"] for run in runs),
-        "share": max(run.found["growth"] / run.found["state"] for run in runs),
-        "state": sum(run.found["state"] for run in runs),
-        "files": runs[0].found["files"],
+        "longer": max(run.result["longer"] for run in runs),
+        "total": max(run.result["total"] for run in runs),
+        "growth": max(run.result["growth"] for run in runs),
+        "share": max(run.result["growth"] / run.result["state"] for run in runs),
+        "state": sum(run.result["state"] for run in runs),
+        "files": runs[0].result["files"],
     }
-    return Run(max(run.seconds for run in runs), found=found)
+    return Run(max(run.seconds for run in runs), result=found)
 
 
 def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> list[Bound]:
@@ -245,18 +245,18 @@ def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> lis
         pairs = zip(runs[ours][1:], runs[SAVE][1:], strict=True)
         return statistics.median(figure(a) / figure(b) for a, b in pairs)
 
-    state = runs[SAVE][0].found["state"]
-    more = max(abs(run.found["files"] / state - 1) for own in runs.values() for run in own)
+    state = runs[SAVE][0].result["state"]
+    more = max(abs(run.result["files"] / state - 1) for own in runs.values() for run in own)
     found = [Bound(f"{optimizer}: bytes of files beside the state, as a share", more, 0.05, True)]
     if not speed:
         return found
-    share = max(run.found["share"] for run in runs["async"])
+    share = max(run.result["share"] for run in runs["async"])
     found.append(Bound(f"{optimizer}, async: memory, times what a rank saves", share, 1.2, True))
     name = f"{optimizer}, async: blocked, times torch.save"
     found.append(Bound(name, ratio("async", lambda run: run.seconds), 0.3, True))
     for own in OURS:
         name = f"{optimizer}, {own}: total, times torch.save"
-        found.append(Bound(name, ratio(own, lambda run: run.found["total"]), 2.0, True))
+        found.append(Bound(name, ratio(own, lambda run: run.result["total"]), 2.0, True))
     return found
 
 
@@ -279,18 +279,17 @@ def main(
         with tempfile.TemporaryDirectory(prefix="mimo-bench-") as folder, ExitStack() as stack:
             write_tokenizer(Path(folder) / "tokenizer")
             sides = [partial(Savers, Path(folder), optimizer, sizes, rank) for rank in range(RANKS)]
-            # What this one looks at is its own growth; looks would fall into the time of a copy.
-            ranks = [stack.enter_context(Apart(side, watched=False)) for side in sides]
+            ranks = [stack.enter_context(Worker(side)) for side in sides]
             turns = {
                 name: partial(together, [partial(rank, name) for rank in ranks])
                 for name in CONTESTANTS
             }
             runs = take_turns(turns, 1 + rounds, tell=True)
         for name, own in runs.items():  # in the first round too, as `async` keeps its memory
-            memory[optimizer, name] = max(run.found["growth"] for run in own)
+            memory[optimizer, name] = max(run.result["growth"] for run in own)
         contests.append(Contest(optimizer, {name: runs[name][1:] for name in CONTESTANTS}))
         bounds += judge(optimizer, runs, speed=not quick)
-    state = contests[0].runs[SAVE][0].found["state"]
+    state = contests[0].runs[SAVE][0].result["state"]
     report = Report(
         title=f"Saving {state / 2**20:.0f} MiB of weights and Adam's moments, fp32, {RANKS} ranks",
         notes=[
@@ -316,7 +315,7 @@ def main(
 
 
 def _median(contest: Contest, contestant: str, figure: str) -> float:
-    return statistics.median(run.found[figure] for run in contest.runs[contestant])
+    return statistics.median(run.result[figure] for run in contest.runs[contestant])
 
 
 if __name__ == "__main__":

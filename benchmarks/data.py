@@ -1,9 +1,8 @@
-"""Compare our input path with other loaders on the same photos, and time a late resume."""
+"""Compare our input path with other loaders on the same photos."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.data_ours import our_batches, resume, write_index
+from benchmarks.data_ours import our_batches
 from benchmarks.data_theirs import ENERGON, INSTALL, RIVALS, is_installed, prepare_energon
 from benchmarks.data_workload import BATCH, Batch, Workload
 from benchmarks.harness import (
@@ -25,8 +24,8 @@ from benchmarks.harness import (
     Quick,
     Report,
     Run,
-    apart,
     command,
+    in_subprocess,
     take_turns,
     timed,
 )
@@ -34,13 +33,11 @@ from data.modalities.images import ImageProcessor
 
 _PHOTO, _LARGE = (1024, 768), (4000, 3000)
 _TINY, _TINIER = (200, 150), (90, 120)
-_INDEX_SHARDS = 20  # of a million samples each
 _GOALS = {"webdataset": 1.5, "energon": 1.2}  # how many times our CPU seconds theirs are
-_RESUME_SECONDS = 1.0
 _NOTES = (
     "A pass reads, decodes, prepares, tokenizes and packs all samples, up to what is given to the "
     "device. It runs in a process of its own, after one that is not timed; loaders take turns. "
-    "Figures are medians; CPU and memory are of all processes of a loader.",
+    "Figures are medians; CPU time is of all processes of a loader.",
     f"Batches of {BATCH} samples, one thread in each process; nothing is done with a batch. With 0 "
     "workers, ours decodes in a thread beside the one that packs.",
     "Ours gives the device bytes, once for both frames of a patch, and positions; theirs fp32 "
@@ -98,11 +95,10 @@ def judge(
     contests: Sequence[Contest],
     num_samples: int,
     differences: Mapping[str, tuple[float, int]],
-    resumes: Sequence[float],
 ) -> list[Bound]:
     """Every promise, kept or not: that it was the same work, and how much faster."""
     passes = [run for contest in contests for runs in contest.runs.values() for run in runs]
-    left_out = num_samples - min(run.found["samples"] for run in passes)
+    left_out = num_samples - min(run.result["samples"] for run in passes)
     found = [Bound("samples that a pass left out", left_out, 0, True)]
     for rival, (pixels, tokens) in differences.items():
         found.append(Bound(f"{rival}: samples with other tokens", tokens, 0, True))
@@ -113,8 +109,7 @@ def judge(
             name = f"CPU time of {rival}: {contest.name}, by ours"
             goal = _GOALS[rival.split(",")[0]]
             found.append(Bound(name, contest.ratio(rival, "processor_seconds"), goal, False))
-    seconds = statistics.median(resumes)
-    return [*found, Bound("resume at sample 100,000,000, s", seconds, _RESUME_SECONDS, True)]
+    return found
 
 
 def main(
@@ -148,9 +143,9 @@ def main(
         for workload in workloads:
             notes.append(f"{workload}: {workload.write() / 1e6:.2f} MB a JPEG")
             if ENERGON not in missing:
-                apart(partial(prepare_energon, workload))
+                in_subprocess(partial(prepare_energon, workload))
         differences = {
-            name: apart(partial(difference, loader, workloads[-1]))
+            name: in_subprocess(partial(difference, loader, workloads[-1]))
             for name, loader in loaders.items()
             if name != "ours"
         }
@@ -160,14 +155,11 @@ def main(
             for number in (0, workers)
         }
         turns = {
-            f"{name}: {where}": partial(apart, partial(one_pass, loader, *cell))
+            f"{name}: {where}": partial(in_subprocess, partial(one_pass, loader, *cell))
             for where, cell in cells.items()
             for name, loader in loaders.items()
         }
         passes = take_turns(turns, rounds, tell=True)
-        shards = Path(directory) / "large"
-        write_index(shards, 1 if quick else _INDEX_SHARDS)
-        resumes = [apart(partial(resume, shards)).seconds for _ in range(rounds)]
     contests = [
         Contest(where, {name: passes[f"{name}: {where}"] for name in loaders}) for where in cells
     ]
@@ -182,11 +174,10 @@ def main(
                 f"{1e3 * contest.median(name, 'processor_seconds') / samples:.1f}"
             ),
             "MB / sample": lambda contest, name: (
-                f"{contest.runs[name][0].found['bytes'] / samples / 1e6:.2f}"
+                f"{contest.runs[name][0].result['bytes'] / samples / 1e6:.2f}"
             ),
-            "peak MiB": lambda contest, name: f"{contest.median(name, 'peak_bytes') / 2**20:.0f}",
         },
-        bounds=judge(contests, samples, differences, resumes),
+        bounds=judge(contests, samples, differences),
         figure="processor_seconds",
         tables={
             "differences to ours": [
@@ -194,7 +185,6 @@ def main(
                 for name, (pixels, tokens) in differences.items()
             ]
         },
-        others={"resume_seconds": resumes},
         software=("torch", "transformers", "webdataset", *installed),
     )
     return report.conclude(picture, json_path, judge_speed=not quick)

@@ -10,15 +10,13 @@ import json
 import multiprocessing
 import os
 import platform
-import re
-import shutil
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -33,7 +31,6 @@ from rich.table import Table
 
 from mimo.device import backend
 from mimo.errors import InputError
-from mimo.parallel.hosts import SHARED_MEMORY
 
 Figures = Annotated[Path | None, typer.Option("--json", help="Write all figures there.")]
 Quick = Annotated[bool, typer.Option("--quick", help="One round of a tiny case; speed not judged.")]
@@ -56,24 +53,17 @@ def command(main: Callable[..., int]) -> typer.Typer:
     return app
 
 
-_LOOK_SECONDS = 0.1  # between two looks at the memory, at least
-_LOOKS_SHARE = 0.05  # of the time, at most: of large processes a look takes long
 _IDLE_SECONDS = 0.02  # a process that uses the processor less than a tenth of this time is idle
 _END_SECONDS = 10.0  # that a process gets to end by itself
-_OWN_MEMORY = re.compile(r"Pss_(?:Anon|File):\s+(\d+) kB")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run took, of all processes of its contestant together.
-
-    peak_bytes: of memory, that in /dev/shm included; 0 where nobody looked. found: its result.
-    """
+    """The cost of one run over all processes of its contestant, and what it returned."""
 
     seconds: float
     processor_seconds: float = 0.0
-    peak_bytes: int = 0
-    found: Any = None
+    result: Any = None
 
 
 def take_turns(
@@ -126,26 +116,23 @@ class Contest:
 def timed(function: Callable[[], Any], until_idle: bool = False) -> Run:
     """Call it in this process. until_idle: what it goes on to do in the background counts too."""
     started, used = time.perf_counter(), _processor_seconds()
-    found = function()
+    result = function()
     ended = _idle_since() if until_idle else time.perf_counter()
-    return Run(ended - started, _processor_seconds() - used, found=found)
+    return Run(ended - started, _processor_seconds() - used, result=result)
 
 
-class Apart:
-    """A function in a forked process of its own, whose memory may be watched while it is called.
+class Worker:
+    """Call a function in a forked process that keeps its state between calls.
 
-    make: called there, returns the function. A `Run` that the function returns gets the peak of
-    memory of the process and its children. watched: without, it has none; to look takes a processor
-    for 20 ms and more per GiB, at once when the function is called.
+    make: called in the process; returns the function.
     """
 
-    def __init__(self, make: Callable[[], Callable[..., Any]], watched: bool = True) -> None:
-        self._watched = watched
+    def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
         context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(make, self._pipe, theirs))
+        self._pipe, other_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(make, self._pipe, other_end))
         self._process.start()
-        theirs.close()
+        other_end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,30 +145,23 @@ class Apart:
         self._process.join()
 
     def __call__(self, *args: Any) -> Any:
-        """Raises RuntimeError with the traceback, or the exit code, of a process that fails."""
-        before, peak, answered = _shared_memory(), 0, False
-        with suppress(OSError):  # it is gone, and has left word
+        """Raise RuntimeError with the traceback, or the exit code, of a process that fails."""
+        with suppress(OSError):  # the process has ended; its last message is still in the pipe
             self._pipe.send(args)
         try:
-            while self._watched and not answered:
-                started = time.perf_counter()
-                own = sum(map(_own_memory, _tree(self._process.pid)))
-                peak = max(peak, own + _shared_memory() - before)
-                pause = (time.perf_counter() - started) / _LOOKS_SHARE
-                answered = self._pipe.poll(max(_LOOK_SECONDS, pause))
-            found = self._pipe.recv()
+            result = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(_END_SECONDS)
             ended = f"it ended with exit code {self._process.exitcode}"
             raise RuntimeError(f"a process of the benchmark failed: {ended}") from None
-        if isinstance(found, _Failure):
-            raise RuntimeError(f"a process of the benchmark failed:\n{found.traceback}")
-        return replace(found, peak_bytes=peak) if isinstance(found, Run) else found
+        if isinstance(result, _Failure):
+            raise RuntimeError(f"a process of the benchmark failed:\n{result.traceback}")
+        return result
 
 
-def apart(function: Callable[[], Any]) -> Any:
-    """What it returns in a process of its own, as `Apart`."""
-    with Apart(lambda: function) as process:
+def in_subprocess(function: Callable[[], Any]) -> Any:
+    """Return what a function returns in a process of its own."""
+    with Worker(lambda: function) as process:
         return process()
 
 
@@ -221,18 +201,6 @@ def _processor_seconds() -> float:
         with suppress(psutil.NoSuchProcess):
             total += sum(process.cpu_times()[:4])  # of users and system, of ended children too
     return total
-
-
-def _own_memory(process: psutil.Process) -> int:
-    """Bytes; of what several processes share, each has a part. Without shared memory."""
-    with suppress(OSError):
-        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        return 1024 * sum(map(int, _OWN_MEMORY.findall(text)))
-    return 0
-
-
-def _shared_memory() -> int:
-    return shutil.disk_usage(SHARED_MEMORY).used
 
 
 _WIDTH = 140  # of tables in a file

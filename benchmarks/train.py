@@ -16,15 +16,15 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import (
-    Apart,
     Bound,
     Contest,
     Figures,
     Quick,
     Report,
     Run,
-    apart,
+    Worker,
     command,
+    in_subprocess,
     take_turns,
 )
 from benchmarks.train_theirs import PADDED_BATCH, their_side
@@ -56,7 +56,7 @@ def judge(runs: Mapping[str, Sequence[Run]]) -> list[Bound]:
 
 def same_work(who: str, runs: Sequence[Run], others: Sequence[Run]) -> list[Bound]:
     """That two contestants had the same losses and the same real tokens in every round."""
-    pairs = [(a.found, b.found) for a, b in zip(runs, others, strict=True)]
+    pairs = [(a.result, b.result) for a, b in zip(runs, others, strict=True)]
     error = max(abs(a["loss"] - b["loss"]) / max(abs(b["loss"]), 1e-12) for a, b in pairs)
     difference = max(abs(a["tokens"] - b["tokens"]) for a, b in pairs)
     return [
@@ -67,7 +67,7 @@ def same_work(who: str, runs: Sequence[Run], others: Sequence[Run]) -> list[Boun
 
 def found_by(contest: Contest, contestant: str, what: str) -> float:
     """What the first run of a contestant found."""
-    return contest.runs[contestant][0].found[what]
+    return contest.runs[contestant][0].result[what]
 
 
 COLUMNS: dict[str, Callable[[Contest, str], str]] = {
@@ -76,7 +76,6 @@ COLUMNS: dict[str, Callable[[Contest, str], str]] = {
     "real tokens": lambda one, name: str(found_by(one, name, "tokens")),
     "computed": lambda one, name: str(found_by(one, name, "computed")),
     "batches": lambda one, name: str(found_by(one, name, "batches")),
-    "peak MiB": lambda one, name: f"{one.median(name, 'peak_bytes') / 2**20:.0f}",
 }
 
 
@@ -114,16 +113,15 @@ def main(
     threads = threads or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         workload = Workload(Path(directory), sizes)
-        apart(workload.write)
-        with Apart(partial(their_side, workload, threads)) as theirs:
+        in_subprocess(workload.write)
+        with Worker(partial(their_side, workload, threads)) as theirs:
             mean_tokens: dict[Lengths, float] = theirs("mean tokens")
             # Enough steps that the last timed one still reads ahead.
             make = partial(_our_side, workload, rounds + 5, threads, mean_tokens)
-            with Apart(make) as ours:
+            with Worker(make) as ours:
                 sides = dict.fromkeys(OURS, ours) | dict.fromkeys(THEIRS, theirs)
                 turns = {name: partial(side, name) for name, side in sides.items()}
                 runs = take_turns(turns, 1 + rounds, tell=True)
-                profile: dict[str, Any] = ours("profile")
     by_lengths = {
         "long-tailed": ("packed", "padded", "sorted"),
         "equal": ("packed equal", "batched equal"),
@@ -138,21 +136,17 @@ def main(
             "once, in another order. Ratios are medians over rounds.",
             "Ours and theirs are two processes on the same cores; one sleeps while the other "
             "trains. What a side prepares for its next step counts in the step that it is "
-            "prepared in. Memory is of a side.",
+            "prepared in.",
             f"padded: batches of {PADDED_BATCH} in the samples' order. sorted: by length over all "
             f"samples of the step, as many in a batch as have {sizes.tokens} tokens with their "
             "padding. transformers can pack only with kernels that need a GPU.",
             "transformers prepares images by pillow, as ours does, and updates by fused AdamW.",
-            f"A step of packed under the profiler spends "
-            f"{100 * (1 - profile['operators']):.1f} % of its time outside PyTorch's operators.",
         ],
         contests=[_contest(name, own, runs) for name, own in by_lengths.items()],
         columns=COLUMNS | {"data wait, ms": _data_wait},
         bounds=judge(runs),
-        tables={"a step of packed under the profiler": profile["slowest"]},
         others={
-            "losses": {name: [run.found["loss"] for run in own] for name, own in runs.items()},
-            "operators": profile["operators"],
+            "losses": {name: [run.result["loss"] for run in own] for name, own in runs.items()},
         },
     )
     return report.conclude(picture, json_path, judge_speed=not quick)

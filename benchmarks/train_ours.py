@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.harness import timed
@@ -22,7 +20,6 @@ from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
 from mimo.train.observer import StepObserver
 
-_SLOWEST = 10  # operators
 _TIMEOUT_SECONDS = 1800.0
 
 
@@ -38,8 +35,6 @@ def our_side(
         contestants[name] = OurSteps(workload.recipe(lengths, steps, mean_tokens[lengths], threads))
 
     def answer(what: str) -> Any:
-        if what == "profile":
-            return contestants["packed"].profile()
         return timed(contestants[what].step, until_idle=True)
 
     return answer
@@ -71,22 +66,3 @@ class OurSteps:
         metrics = next(self._steps)
         own: dict[str, float] = {name: metrics[name] for name in ("loss", "data_wait_seconds")}
         return {**own, **self.counts.found}
-
-    def profile(self) -> dict[str, Any]:
-        """One more step, under PyTorch's profiler, which itself costs time outside operators.
-
-        operators: share of the time inside PyTorch's. slowest: those that took longest.
-        """
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-            started = time.perf_counter()
-            self.step()
-            seconds = time.perf_counter() - started
-        found = [o for o in profile.key_averages() if o.key.startswith(("aten::", "mkldnn::"))]
-        found.sort(key=lambda one: -one.self_cpu_time_total)
-        shares = [one.self_cpu_time_total / 1e6 / seconds for one in found]
-        slowest = [
-            {"operator": one.key, "share": share, "calls": one.count}
-            for one, share in zip(found[:_SLOWEST], shares, strict=False)
-        ]
-        return {"operators": sum(shares), "slowest": slowest}

@@ -28,13 +28,13 @@ def test_a_quick_run_saves_the_state_in_every_way_and_writes_everything(
         assert (*runs,) == bench.CONTESTANTS
         for own in runs.values():
             assert own[0]["seconds"] > 0
-            assert own[0]["found"]["total"] > 0
+            assert own[0]["result"]["total"] > 0
 
 
 def test_what_is_promised_is_judged_against_torch_save() -> None:
     def run(stands: float, total: float, files: int = 100, share: float = 1.0) -> list[Run]:
         found = {"total": total, "files": files, "state": 100, "share": share}
-        return 2 * [Run(stands, found=found)]
+        return 2 * [Run(stands, result=found)]
 
     runs = {"async": run(0.2, 1.5), "sync": run(1.4, 1.5), bench.SAVE: run(1.0, 1.0)}
     assert all(bound.holds for bound in bench.judge("plain", runs, speed=True))
@@ -48,8 +48,8 @@ def test_a_turn_takes_as_long_as_its_last_rank_and_writes_what_all_write() -> No
     def rank(seconds: float, growth: int) -> Run:
         found = {"longer": seconds / 2, "total": 2 * seconds}
         found |= {"growth": growth, "state": 10, "files": 21}
-        return Run(seconds, found=found)
+        return Run(seconds, result=found)
 
     turn = bench.together([lambda: rank(2.0, 5), lambda: rank(1.0, 12)])
     found = {"longer": 1.0, "total": 4.0, "growth": 12, "share": 1.2, "state": 20, "files": 21}
-    assert turn == Run(2.0, found=found)
+    assert turn == Run(2.0, result=found)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks import harness
-from benchmarks.harness import Apart, Contest, Run, apart, take_turns
+from benchmarks.harness import Contest, Run, Worker, in_subprocess, take_turns
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -35,27 +32,18 @@ def test_the_ratio_is_the_median_of_pairs_not_the_ratio_of_medians() -> None:
     assert contest.ratio("theirs") == 5.0
 
 
-def test_a_process_keeps_its_state_and_its_memory_is_watched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # The host's shared memory is that of other tests, too.
-    monkeypatch.setattr(harness, "_shared_memory", lambda: 0)
-
+def test_a_process_keeps_its_state_between_calls() -> None:
     def make():
-        kept = []
+        calls = []
 
-        def grow(num_bytes: int) -> Run:
-            kept.append(np.ones(num_bytes, np.uint8))
-            time.sleep(1)
-            return Run(1.0, found=len(kept))
+        def call(number: int) -> Run:
+            calls.append(number)
+            return Run(1.0, result=sum(calls))
 
-        return grow
+        return call
 
-    with Apart(make) as process:
-        process(1)  # at first it shares more with the process that it was forked from
-        small, large = process(1), process(800 << 20)
-    assert (small.found, large.found) == (2, 3)
-    assert large.peak_bytes - small.peak_bytes > 400 << 20
+    with Worker(make) as process:
+        assert [process(number).result for number in (1, 2, 3)] == [1, 3, 6]
 
 
 def test_a_failure_in_a_process_of_the_benchmark_is_raised_with_its_cause() -> None:
@@ -63,10 +51,10 @@ def test_a_failure_in_a_process_of_the_benchmark_is_raised_with_its_cause() -> N
         return 1 // 0
 
     with pytest.raises(RuntimeError, match=r"(?s)failed:.*return 1 // 0.*ZeroDivisionError"):
-        apart(divide)
-    with Apart(divide) as process:
+        in_subprocess(divide)
+    with Worker(divide) as process:
         process._process.join(10)  # before it was asked anything
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             process()
     with pytest.raises(RuntimeError, match="ended with exit code -9"):
-        apart(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        in_subprocess(lambda: os.kill(os.getpid(), signal.SIGKILL))
