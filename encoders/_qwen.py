@@ -25,8 +25,15 @@ from encoders._patches import (
 from mimo.config.bounds import Patches, Pixels, RotaryBase
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
-from mimo.families.hf_config import Config, expect, rope_settings
-from mimo.families.hf_preprocessing import Processors, check_agreement, normalisation, pixel_limits
+from mimo.families.hf_config import (
+    Config,
+    Processors,
+    check_agreement,
+    expect,
+    normalisation,
+    pixel_limits,
+    rope_settings,
+)
 
 ROOT = "model.visual"
 """How the names of the towers' weights begin in their checkpoints."""

@@ -33,8 +33,15 @@ from encoders._tower import SequencePart, both, build_tower, gelu_stack
 from mimo.config.bounds import Crops, Rows, Side, SideRatio
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
-from mimo.families.hf_config import Config, agree, expect
-from mimo.families.hf_preprocessing import WHOLE, Processors, check_agreement, normalisation
+from mimo.families.hf_config import (
+    WHOLE,
+    Config,
+    Processors,
+    agree,
+    check_agreement,
+    expect,
+    normalisation,
+)
 from mimo.families.keymap import Weight, grouped_qkv, plain
 
 PROJECTOR = ("projector.",)

@@ -32,8 +32,7 @@ from encoders._tower import both, build_tower, gelu_stack
 from mimo.config.bounds import LayerIndex, Pixels, Side
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
-from mimo.families.hf_config import Config, expect
-from mimo.families.hf_preprocessing import Processors
+from mimo.families.hf_config import Config, Processors, expect
 from mimo.families.keymap import Weight, fused_qkv, plain
 
 PROJECTOR = ("blocks.final_layernorm.", "merger.", "level_mergers.")

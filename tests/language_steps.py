@@ -269,7 +269,7 @@ def late_gathers(rank: int, job: Job) -> list[int]:
     trainer.step(0)
     found = [trainer.waiting()]
     module = trainer.module()
-    module.settle()
+    module.wait_param_gather()
     assert list(module.pieces("save", True))
     found.append(trainer.waiting())
     trainer.step(1)

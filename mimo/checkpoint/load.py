@@ -17,7 +17,7 @@ from mimo.config.schema import key_of as recipe_key_of
 from mimo.config.source import dotted
 from mimo.engines.contract import Module
 from mimo.engines.piece import EMA, MASTER, MOMENTS, STEP, Piece, key_of, kind_of
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 
 Modules = Mapping[str, Module]
 """The modules of which this rank has a part, by name."""
@@ -86,7 +86,7 @@ def load_checkpoint(
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     notes, optimized = set[str](), set[str]()
     for name, module in modules.items():
-        module.settle()
+        module.wait_param_gather()
         wanted = list(module.pieces("load", with_optimizer=True))
         notes |= set(_notes(name, wanted, stored))
         if any(kind_of(piece.key)[0] in MOMENTS for piece in wanted):
@@ -112,7 +112,7 @@ def _load_weights(
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     keys = averages(stored) if average else {}
     for module in modules.values():
-        module.settle()
+        module.wait_param_gather()
         pieces = module.pieces("load", with_optimizer=False)
         wanted = (replace(piece, key=keys.get(piece.key, piece.key)) for piece in pieces)
         known = (p for p in wanted if p.key in stored or not is_adapter(p.key))

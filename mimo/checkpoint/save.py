@@ -138,7 +138,7 @@ class Saver:
         save.begun.set()
         self._wait_for_all(save, save.begun)
         for module in self._modules.values():
-            module.settle()
+            module.wait_param_gather()
         save.pieces = [
             piece for module in self._modules.values() for piece in module.pieces("save", True)
         ]

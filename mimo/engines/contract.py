@@ -63,7 +63,7 @@ class Module(Protocol):
     run_ahead: int
 
     @property
-    def learns(self) -> bool:
+    def has_trainable_params(self) -> bool:
         """Whether this rank has weights to update."""
         ...
 
@@ -164,7 +164,7 @@ class Module(Protocol):
         """What it has in memory, "parameters", "gradients" and "optimizer state". No collective."""
         ...
 
-    def settle(self) -> None:
+    def wait_param_gather(self) -> None:
         """Wait for weights that `update` may still be gathering."""
         ...
 

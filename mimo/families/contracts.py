@@ -13,23 +13,47 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import BaseModel, model_validator
 
+from data.batch import PackedLane
 from data.modalities.processor import Media
 from mimo.config.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
 from mimo.families.flops import Product, causal_pairs, layer_products
-from mimo.families.hf_config import Config
-from mimo.families.hf_preprocessing import Processors
-from mimo.families.item_rules import ItemRules
+from mimo.families.hf_config import Config, Processors
 from mimo.families.keymap import Weight
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mimo.engines.megatron import LanguageModel, ModuleContext
+
+
+@dataclass(frozen=True)
+class ItemRules:
+    """A family's choice.
+
+    positions: "mrope", where the rows of an item lie on a grid of time, height and width, or
+    "plain", where each is one more than the previous token's. bidirectional: whether the tokens of
+    one item see each other in both directions.
+    """
+
+    positions: Literal["mrope", "plain"]
+    bidirectional: bool
+
+    def position_ids(self, lane: PackedLane) -> np.ndarray:
+        """(3, T) int64; plain positions are the same three times."""
+        if self.positions == "mrope":
+            return lane.position_ids
+        plain = np.concatenate([np.arange(length, dtype=np.int64) for length in lane.lengths])
+        return np.tile(plain, (3, 1))
+
+    def bidirectional_spans(self, lane: PackedLane) -> tuple[tuple[int, int], ...]:
+        """(start, length) in the lane of each item whose tokens all see each other."""
+        return lane.items if self.bidirectional else ()
 
 
 class FamilySettings(BaseModel):

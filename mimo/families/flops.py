@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mimo.families.lora import adapter_names, adapter_shapes
+from mimo.families.keymap import adapter_names, adapter_shapes
 
 
 @dataclass(frozen=True)

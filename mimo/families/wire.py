@@ -70,3 +70,18 @@ class WirePatches:
         places = part.view(-1, 3, 1, form.width // 3) + self.offsets
         values = table.to(dtype).index_select(0, places.flatten()).view(places.shape)
         return values.expand(-1, -1, form.repeats, -1).reshape(-1, form.patch_dim)
+
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """The smallest ``train.precision`` that holds every number of this format."""
+    # There is none for fp16; fp32 holds all of its numbers.
+    wanted = torch.float32 if dtype == torch.float16 else dtype
+    return next(name for name, known in DTYPES.items() if known == wanted)

@@ -155,7 +155,7 @@ class LocalModel:
             input_ids=here(lane.input_ids)[None],
             position_ids=here(rules.position_ids(lane))[:, None, :],
             packed_seq_params=PackedSegments.from_lengths(
-                lane.lengths, self.device, items=rules.seen_whole(lane)
+                lane.lengths, self.device, items=rules.bidirectional_spans(lane)
             ),
             place=partial(place_embeddings, arrived=arrived),
             levels=join_levels(arrived),

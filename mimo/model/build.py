@@ -40,15 +40,14 @@ from mimo.engines.megatron.parallel import (
 from mimo.engines.optimizer import OptimizerSettings
 from mimo.errors import RecipeError
 from mimo.families.contracts import MegatronLanguageFamily
-from mimo.families.dtypes import DTYPES
-from mimo.families.keymap import Weight
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import Weight, is_adapter
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
     language_family,
     language_settings,
 )
+from mimo.families.wire import DTYPES
 from mimo.model.flops import learning_names
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_device

@@ -9,7 +9,7 @@ import numpy as np
 from data.index.reader import plans_of_items
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.flops import Adapters, flops_per_unit, step_flops
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 from mimo.families.registry import encoder_family, encoder_settings, language_settings
 from mimo.model.dataset import Dataset
 from mimo.model.step_plan import PlannedMicrobatch, StepPlan

@@ -28,10 +28,9 @@ from mimo.engines.fsdp.pieces import Names, Rows
 from mimo.engines.fsdp.sharding import shard
 from mimo.engines.fsdp.towers import TOWERS
 from mimo.errors import RecipeError
-from mimo.families.dtypes import DTYPES
-from mimo.families.keymap import Weight, num_elements
-from mimo.families.lora import adapter_names, adapter_shapes, is_adapter
+from mimo.families.keymap import Weight, adapter_names, adapter_shapes, is_adapter, num_elements
 from mimo.families.registry import language_settings
+from mimo.families.wire import DTYPES
 from mimo.model.flops import learning_names
 from mimo.parallel.groups import Topology
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.batch import PackedLane
 from mimo.device import Staging
-from mimo.families.item_rules import ItemRules
+from mimo.families.contracts import ItemRules
 from mimo.families.wire import WirePatches
 from mimo.model.loader import EncoderItems
 from mimo.ops.attention_plan import LayerForm
@@ -71,7 +71,7 @@ def stage_lane(
     segments = None
     if lane.packed:
         segments = PackedSegments.from_lengths(
-            lane.lengths, torch.device("cpu"), lane.real_lengths, rules.seen_whole(lane)
+            lane.lengths, torch.device("cpu"), lane.real_lengths, rules.bidirectional_spans(lane)
         )
         segments.prepare(forms)
     ids, labels, loss_mask = (

@@ -37,7 +37,7 @@ from bridge import (
 from data.batch import PackedLane
 from mimo.device import Staging, memory_in_use
 from mimo.engines.contract import Chunk, Module
-from mimo.families.item_rules import ItemRules
+from mimo.families.contracts import ItemRules
 from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
 from mimo.model.loader import EncoderItems
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings

@@ -28,7 +28,6 @@ import numpy as np
 
 from data.modalities.processor import Part
 from mimo.config.schema import Recipe, Train
-from mimo.families.dtypes import DTYPES
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
     encoder_family,
@@ -36,6 +35,7 @@ from mimo.families.registry import (
     language_family,
     language_settings,
 )
+from mimo.families.wire import DTYPES
 from mimo.model.flops import learning_names
 from mimo.ops.cross_entropy import rows_at_once
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead

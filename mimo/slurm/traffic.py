@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mimo.config.schema import Recipe
-from mimo.families.dtypes import DTYPES
 from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.wire import DTYPES
 from mimo.model.roles import gradient_bytes, inputs_per_row, parameters_by_role
 from mimo.parallel.connections import bridge_ends
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, num_microbatches

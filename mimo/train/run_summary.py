@@ -13,15 +13,14 @@ from data.index.samples import Index
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.config.schema import Recipe
-from mimo.families.dtypes import precision_of
-from mimo.families.keymap import num_elements
-from mimo.families.lora import adapter_shapes
+from mimo.families.keymap import adapter_shapes, num_elements
 from mimo.families.registry import (
     encoder_family,
     encoder_settings,
     language_family,
     language_settings,
 )
+from mimo.families.wire import precision_of
 from mimo.model.dataset import Dataset, sources_of
 from mimo.model.flops import learning_names
 from mimo.parallel.grids import LANGUAGE, Layout

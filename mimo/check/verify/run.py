@@ -85,7 +85,7 @@ class WatchedSteps(StepObserver):
     def note_weights(self) -> None:
         """Copy the weights as they are now."""
         for module in self.modules.values():
-            module.settle()
+            module.wait_param_gather()
             for piece in module.pieces("load", with_optimizer=False):
                 self._of(piece).weights.append(_copy(piece.values))
 

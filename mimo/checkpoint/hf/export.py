@@ -27,15 +27,16 @@ from mimo.config.schema import LANGUAGE, Recipe, key_of
 from mimo.config.source import dotted
 from mimo.errors import InputError, RecipeError
 from mimo.families.contracts import FamilySettings
-from mimo.families.hf_config import read_config, read_json, write_json
-from mimo.families.hf_preprocessing import (
+from mimo.families.hf_config import (
     TOKENIZER,
     WHOLE,
     image_defaults_of_processor,
+    read_config,
+    read_json,
     read_processors,
+    write_json,
 )
-from mimo.families.keymap import Weight
-from mimo.families.lora import adapter_names, adapter_shapes, is_adapter, merged_weight
+from mimo.families.keymap import Weight, adapter_names, adapter_shapes, is_adapter, merged_weight
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.runtime.progress import counter_of, progress_of
 

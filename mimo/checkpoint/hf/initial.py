@@ -23,10 +23,10 @@ from mimo.checkpoint.hf.recipes import (
 from mimo.checkpoint.tensors import write
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError, RecipeError, StartError
-from mimo.families.dtypes import DTYPES, precision_of
 from mimo.families.hf_config import read_config
 from mimo.families.keymap import Weight
 from mimo.families.registry import language_settings
+from mimo.families.wire import DTYPES, precision_of
 from mimo.runtime.progress import counter_of
 
 

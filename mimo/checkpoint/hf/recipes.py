@@ -13,8 +13,7 @@ from mimo.config.phases import PhasedRecipe, read_phases
 from mimo.config.schema import Recipe, read_recipe
 from mimo.config.source import Location
 from mimo.errors import InputError, RecipeError, StartError, kind_of
-from mimo.families.hf_config import Config, read_config, read_json
-from mimo.families.hf_preprocessing import processor_class, read_processors
+from mimo.families.hf_config import Config, processor_class, read_config, read_json, read_processors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

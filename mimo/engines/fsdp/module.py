@@ -86,7 +86,7 @@ class FsdpModule:
         reshard(wrapper)
         self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         learning = [one.local for one in self._parameters if one.local is not None]
-        self.trains = self.learns = bool(learning)  # on every rank alike
+        self.trains = self.has_trainable_params = bool(learning)  # on every rank alike
         self._optimizer, self._ema_decay = None, settings.ema_decay
         if learning:
             assert stored_dtype(ctx).itemsize >= 4, "a module that trains in bf16 needs a mesh"
@@ -250,7 +250,7 @@ class FsdpModule:
             found["optimizer state"] = [own for own in states if isinstance(own, Tensor)]
         return found
 
-    def settle(self) -> None:
+    def wait_param_gather(self) -> None:
         """Nothing is on its way."""
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:

@@ -58,7 +58,7 @@ class MegatronModule:
     ema_decay: float | None = None
 
     @property
-    def learns(self) -> bool:
+    def has_trainable_params(self) -> bool:
         """Whether this rank has weights to update."""
         return self.optimizer is not None
 
@@ -143,11 +143,11 @@ class MegatronModule:
 
     def accumulate_only(self) -> AbstractContextManager[None]:
         """Inside it gradients are accumulated and not reduced."""
-        return accumulate_only(self.chunks if self.learns else [])
+        return accumulate_only(self.chunks if self.has_trainable_params else [])
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Complete the gradients, if this rank has any."""
-        if self.learns:
+        if self.has_trainable_params:
             finish_gradients(cast("Any", self.chunks), self.groups, num_loss_tokens)
 
     def squared_norm(self) -> Tensor:
@@ -176,7 +176,7 @@ class MegatronModule:
             found["optimizer state"] = optimizer_tensors(self.optimizer)
         return found
 
-    def settle(self) -> None:
+    def wait_param_gather(self) -> None:
         """Wait for weights that are being gathered."""
         wait_for_weights(self.chunks)
 
@@ -187,7 +187,7 @@ class MegatronModule:
 
     def gradients(self) -> Iterator[Piece]:
         """The complete gradients here; gathered first from a distributed optimizer's ranks."""
-        if not self.learns:
+        if not self.has_trainable_params:
             return iter(())
         self._gather_gradients()
         return gradient_pieces(self.name, self.raw, self.groups)

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from mimo.families.contracts import LanguageSettings
+from mimo.families.contracts import ItemRules, LanguageSettings
 from mimo.families.hf_config import Config, refuse_dropout
-from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import Weight, plain
 from mimo.families.languages._decoder import PRE_NORMS, QK_NORMS, decoder_weights
 

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from mimo.config.bounds import AttentionScalar, Layers, RotaryBase, RotaryFactor, Window
 from mimo.engines import megatron as engine
+from mimo.families.contracts import ItemRules
 from mimo.families.flops import causal_pairs
 from mimo.families.hf_config import Config, expect, rope_settings
-from mimo.families.item_rules import ItemRules
 from mimo.families.keymap import Weight
 from mimo.families.languages._decoder import (
     QK_NORMS,

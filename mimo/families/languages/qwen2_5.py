@@ -14,9 +14,13 @@ from torch import nn
 from mimo.engines import megatron as engine
 from mimo.families.hf_config import Config
 from mimo.families.keymap import Weight
-from mimo.families.languages._decoder import PRE_NORMS, decoder_weights
+from mimo.families.languages._decoder import (
+    PRE_NORMS,
+    MRopeSettings,
+    decoder_weights,
+    mrope_settings_from_hf,
+)
 from mimo.families.languages._decoder import build as build
-from mimo.families.languages._mrope import MRopeSettings, mrope_settings_from_hf
 
 
 class Settings(MRopeSettings):

@@ -23,8 +23,7 @@ from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import choose, problems_of
 from mimo.checkpoint.tensors import read_index
 from mimo.errors import InputError
-from mimo.families.hf_config import read_config
-from mimo.families.hf_preprocessing import read_processors
+from mimo.families.hf_config import read_config, read_processors
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
 
 

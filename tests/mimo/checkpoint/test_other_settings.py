@@ -18,7 +18,7 @@ from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
 from mimo.engines.piece import Piece
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo.model.test_fsdp_runs import make

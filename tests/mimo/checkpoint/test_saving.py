@@ -49,7 +49,7 @@ class Half:
     def set(self, value: float) -> None:
         self.weight.copy_(value + torch.arange(self.row, self.end).unsqueeze(1))
 
-    def settle(self) -> None:
+    def wait_param_gather(self) -> None:
         pass
 
     def pieces(self, purpose: str, with_optimizer: bool) -> Iterator[Piece]:

@@ -22,7 +22,7 @@ from data.modalities.processor import Media, Part
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.config import bounds
 from mimo.families import contracts
-from mimo.families.item_rules import ItemRules
+from mimo.families.contracts import ItemRules
 from mimo.families.keymap import num_elements
 from mimo.families.registry import encoder_families, language_families
 from tests.mimo.families.test_keymap import check_complete

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data.modalities.processor import Part
 from mimo.families.flops import Adapters, causal_pairs, flops_per_unit, step_flops
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 from mimo.families.registry import encoder_families, language_families
 from tests.cases import quick_values
 from tests.conftest import RunRanks

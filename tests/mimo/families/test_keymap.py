@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
-from mimo.families.hf_config import read_config
-from mimo.families.hf_preprocessing import read_processors
+from mimo.families.hf_config import read_config, read_processors
 from mimo.families.keymap import Weight, fused_qkv, grouped_qkv, plain, stacked
 from tests.mimo.checkpoint.hf import folders
 

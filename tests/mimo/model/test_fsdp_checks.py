@@ -196,7 +196,7 @@ def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ..
     """Bytes of weights, gradients, optimizer, and of what a rank gathers at a time, by module."""
     from mimo.checkpoint.hf.initial import initial_weights
     from mimo.engines.optimizer import fill_state, kept
-    from mimo.families.dtypes import DTYPES
+    from mimo.families.wire import DTYPES
     from mimo.model.build import build_model
     from mimo.parallel.groups import build_topology
 

@@ -21,7 +21,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 from mimo.train import main as job
 from mimo.train.run_folder import make_run_dir
 from tests.cases import quick

@@ -13,7 +13,7 @@ from torch import Tensor
 from data.batch import PackedLane
 from data.modalities.processor import WireForm
 from mimo.device import Staging
-from mimo.families.item_rules import ItemRules
+from mimo.families.contracts import ItemRules
 from mimo.model.inputs import stage_items, stage_lane
 from mimo.model.loader import EncoderItems
 from mimo.parallel.partition import PartitionAdapter

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from encoders.qwen_vl import PROJECTOR
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny

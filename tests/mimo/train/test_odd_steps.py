@@ -107,7 +107,7 @@ def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[s
     def state(own: Any) -> dict[str, torch.Tensor]:
         found = {}
         for module in own.model.modules.values():
-            module.settle()
+            module.wait_param_gather()
             for piece in module.pieces("save", with_optimizer=True):
                 found[f"{piece.key}[{piece.row},{piece.column}]"] = piece.values.clone()
             optimizer: Any = getattr(module, "_optimizer", None) or module.optimizer.optimizer

@@ -16,8 +16,8 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.checkpoint.resume import FromScratch, FromWeights, Start
 from mimo.config.schema import Recipe
-from mimo.families.dtypes import DTYPES
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
+from mimo.families.wire import DTYPES
 from mimo.runtime.ranks import run_on_cpu
 from mimo.train import main as job
 from tests.cases import quick_values

@@ -19,7 +19,7 @@ from mimo.check.verify.compare import Fault
 from mimo.check.verify.scale import TOLERANCE
 from mimo.check.verify.verifier import CellResult, Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 from tests.cases import quick
 from tests.conftest import RunRanks
 

@@ -30,7 +30,7 @@ from mimo.checkpoint.hf.recipes import load_processor
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.cli.main import app
 from mimo.errors import InputError
-from mimo.families.lora import is_adapter
+from mimo.families.keymap import is_adapter
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny

@@ -16,8 +16,7 @@ from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.initial import convert_from_hf
 from mimo.checkpoint.hf.recipes import load_processor, load_recipe
 from mimo.errors import InputError, RecipeError
-from mimo.families.hf_config import read_config
-from mimo.families.hf_preprocessing import read_processors
+from mimo.families.hf_config import read_config, read_processors
 from tests.mimo.checkpoint.hf import folders
 from tests.mimo.checkpoint.manifests import write_manifest
 

@@ -14,8 +14,7 @@ import pytest
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
-from mimo.families.hf_config import read_config
-from mimo.families.hf_preprocessing import read_processors
+from mimo.families.hf_config import read_config, read_processors
 from tests.mimo.checkpoint.hf import folders
 
 # Of transformers, what may be equal to a default: there is one value only that we compute, and

@@ -111,7 +111,7 @@ class Lane:
     """A packed lane, or with `batch` that many sequences of one length.
 
     lengths: of the segments; the last is padding. items: (start, length) in the lane.
-    seen_whole: whether attention sees them so.
+    bidirectional_spans: whether attention sees them so.
     ids (T,), positions (3, T), rows (1 + k, n, H): embeddings and levels. at (m,): tokens with a
     loss, in packed order. labels, factors (m,): the loss is the sum of factors times losses.
     """
@@ -125,7 +125,7 @@ class Lane:
     labels: Tensor
     factors: Tensor
     batch: int = 1
-    seen_whole: bool = False
+    bidirectional_spans: bool = False
 
     @property
     def places(self) -> Tensor:
@@ -137,7 +137,7 @@ class Lane:
     def segments(self) -> PackedSegments:
         """What layers get of a packed lane."""
         return PackedSegments.from_lengths(
-            self.lengths, torch.device("cpu"), items=self.items if self.seen_whole else ()
+            self.lengths, torch.device("cpu"), items=self.items if self.bidirectional_spans else ()
         )
 
     @property
@@ -209,7 +209,7 @@ def plain_outcome(name: str, config: Any, lanes: list[Lane]) -> Outcome:
                 mask[0, places] = True
                 given["visual_pos_masks"] = mask
                 given["deepstack_visual_embeds"] = list(rows[1:, own])
-            if lane.seen_whole and lane.batch == 1:
+            if lane.bidirectional_spans and lane.batch == 1:
                 given["attention_mask"] = _gemma_masks(text.config, hidden, lane, start)
             positions = lane.positions[:, None, inside]
             out = text(

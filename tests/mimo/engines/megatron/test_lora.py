@@ -21,7 +21,7 @@ from mimo.check.verify.compare import Reference
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.modules import LoRA
 from mimo.errors import RecipeError
-from mimo.families.lora import is_adapter, merged_weight
+from mimo.families.keymap import is_adapter, merged_weight
 from tests import language_steps
 from tests.conftest import RunRanks
 from tests.lone_module import noise, tensor_parallel_slice

@@ -259,7 +259,7 @@ def test_vocabulary_is_padded_to_a_multiple(num_tokens: int, rows: int) -> None:
 def test_scaling_down_keeps_the_shares_of_the_rotary_axes(
     section: tuple[int, int, int], channels: int
 ) -> None:
-    from mimo.families.languages._mrope import proportional
+    from mimo.families.languages._decoder import proportional
 
     scaled = proportional(section, channels)
     assert sum(scaled) == channels
