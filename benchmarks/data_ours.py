@@ -12,7 +12,7 @@ import torch
 from benchmarks.data_workload import BATCH, Batch, Workload
 from data.index.samples import Index
 from data.order import SampleOrder
-from mimo.config.data import Data
+from mimo.config.training import Data
 from mimo.device import Staging, copy_stream
 from mimo.families.wire import WirePatches
 from mimo.model.decoding import Decoding

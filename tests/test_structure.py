@@ -43,7 +43,7 @@ MAY_IMPORT_LATE = {
     "mimo/families/languages/": "the engine takes ten seconds; checks need settings alone",
     "mimo/train/main.py:_be_a_rank": "torch takes seconds; the starter of ranks needs none",
     "mimo/config/modules.py:_item_text": "data loads numpy",
-    "mimo/config/data.py:_has_no_credentials": "data loads numpy",
+    "mimo/config/training.py:_has_no_credentials": "data loads numpy",
 }
 
 

@@ -1,7 +1,6 @@
-"""Bounds of numbers and names in recipes: what can mean something, each said once.
+"""Types of numbers and names in recipes, with bounds far beyond what anybody trains today.
 
-They keep typing errors out (`1e300`, `2**70`) and bound the work that checking a recipe takes, so
-they are far beyond what anybody trains with today. Needs no engine; encoders use it as well.
+They catch typing errors (`1e300`) and bound the work of checking a recipe.
 """
 
 from __future__ import annotations
@@ -13,59 +12,43 @@ from pydantic import AfterValidator, ConfigDict, Field
 STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
 )
-"""Of every model of recipe keys: nothing unknown, nothing coerced, no NaN, nothing changed."""
+"""Configuration of every model of recipe keys."""
 
 MAX_RANKS = 2**20
-MAX_MICROBATCH_TOKENS = 2**31 - 1
-"""Places of tokens are counted in int32."""
+MAX_MICROBATCH_TOKENS = 2**31 - 1  # positions are int32
 
 # ------------------------------------------------------------------ counts
 
-Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-"""Size of an axis of a grid."""
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]  # size of an axis of a grid
 RankOffset = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 RankNumber = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-Layers = Annotated[int, Field(ge=1, le=2**10)]
-"""Of a stack; so also pipeline stages, and virtual ones."""
+Layers = Annotated[int, Field(ge=1, le=2**10)]  # of a stack; also stages and chunks
 Heads = Annotated[int, Field(ge=1, le=2**12)]
-Width = Annotated[int, Field(ge=1, le=2**20)]
-"""Of a tensor that a layer holds, in elements."""
+Width = Annotated[int, Field(ge=1, le=2**20)]  # elements of a side of a weight
 Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
-Window = Annotated[int, Field(ge=1, le=2**24)]
-"""Of a sequence, in tokens."""
+Window = Annotated[int, Field(ge=1, le=2**24)]  # tokens
 LayerIndex = Annotated[int, Field(ge=0, lt=2**10)]
-Channels = Annotated[int, Field(ge=0, le=2**20)]
-"""Of a head that turn with an axis of positions; 0 for none."""
-Side = Annotated[int, Field(ge=1, le=2**14)]
-"""Of an image, a window or a patch, in pixels."""
-Pixels = Annotated[int, Field(ge=1, le=2**34)]
-"""Of an image, or of all frames of a video."""
-MelBins = Annotated[int, Field(ge=1, le=2**10)]
-"""Bands of a spectrogram."""
-Patches = Annotated[int, Field(ge=1, le=2**6)]
-"""That become one, along a side or in time."""
-Rows = Annotated[int, Field(ge=1, le=2**20)]
-"""Of one item."""
+Channels = Annotated[int, Field(ge=0, le=2**20)]  # of a head, per axis of positions
+Side = Annotated[int, Field(ge=1, le=2**14)]  # pixels of an image, window or patch
+Pixels = Annotated[int, Field(ge=1, le=2**34)]  # of an image or a whole video
+MelBins = Annotated[int, Field(ge=1, le=2**10)]  # bands of a spectrogram
+Patches = Annotated[int, Field(ge=1, le=2**6)]  # merged along a side or in time
+Rows = Annotated[int, Field(ge=1, le=2**20)]  # of one item
 Crops = Annotated[int, Field(ge=1, le=2**10)]
-Batch = Annotated[int, Field(ge=1, le=2**20)]
-"""Samples of a step."""
+Batch = Annotated[int, Field(ge=1, le=2**20)]  # samples of a step
 Microbatches = Annotated[int, Field(ge=0, le=2**20)]
 SequenceLength = Annotated[int, Field(ge=1, le=2**24)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
-StepNumber = Annotated[int, Field(ge=0, lt=10**9)]
-"""Of one step of a run, counted from 0."""
+StepNumber = Annotated[int, Field(ge=0, lt=10**9)]  # counted from 0
 WarmupSteps = Annotated[int, Field(ge=0, le=10**9)]
-PackingWindow = Annotated[int, Field(ge=1, le=2**16)]
-"""Samples that a checkpoint may have to name."""
+PackingWindow = Annotated[int, Field(ge=1, le=2**16)]  # samples
 Mebibytes = Annotated[int, Field(ge=0, le=2**22)]
-Workers = Annotated[int, Field(ge=0, le=2**10)]
-"""Processes of a rank."""
+Workers = Annotated[int, Field(ge=0, le=2**10)]  # processes of a rank
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 SkippedSamples = Annotated[int, Field(ge=0, le=10**12)]
 SkippedSteps = Annotated[int, Field(ge=0, le=10**6)]
 SpikeWindow = Annotated[int, Field(ge=8, le=10**5)]
-CacheGib = Annotated[float, Field(ge=0, le=2**20)]
-"""Of a disk; 0 for none."""
+CacheGib = Annotated[float, Field(ge=0, le=2**20)]  # 0 for none
 Checkpoints = Annotated[int, Field(ge=1, le=10**6)]
 Threads = Annotated[int, Field(ge=1, le=2**12)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -75,31 +58,26 @@ AdapterRank = Annotated[int, Field(ge=1, le=2**16)]
 
 LearningRate = Annotated[float, Field(gt=0, le=1e3)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a moving average; 1 would never forget."""
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 WeightDecay = Annotated[float, Field(ge=0, le=1e3)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Norm = Annotated[float, Field(gt=0, le=1e12)]
 ZScore = Annotated[float, Field(ge=1, le=1e6)]
 AdapterScale = Annotated[float, Field(gt=0, le=1e6)]
 SourceWeight = Annotated[float, Field(ge=1e-9, le=1e9)]
-ItemSeconds = Annotated[float, Field(ge=0.1, le=3600.0)]
-"""Of an item that has a length in time."""
-Seconds = Annotated[float, Field(ge=0.1, le=7 * 24 * 3600)]
-"""How long something may take: longer than a packet on its way, shorter than a job."""
-Minutes = Annotated[float, Field(gt=0, le=366 * 24 * 60)]
-"""How long a job may take."""
+ItemSeconds = Annotated[float, Field(ge=0.1, le=3600.0)]  # length of an item
+Seconds = Annotated[float, Field(ge=0.1, le=7 * 24 * 3600)]  # timeouts
+Minutes = Annotated[float, Field(gt=0, le=366 * 24 * 60)]  # of a job
 InitStd = Annotated[float, Field(gt=0, le=100)]
 RotaryBase = Annotated[float, Field(gt=1, le=1e12)]
 RotaryFactor = Annotated[float, Field(ge=1e-3, le=1e6)]
 AttentionScalar = Annotated[float, Field(ge=1e-3, le=1e9)]
-Rate = Annotated[float, Field(ge=1e-3, le=1e6)]
-"""Per second."""
+Rate = Annotated[float, Field(ge=1e-3, le=1e6)]  # per second
 SideRatio = Annotated[float, Field(ge=1, le=1e6)]
 ChannelMean = Annotated[float, Field(ge=-100, le=100)]
 ChannelStd = Annotated[float, Field(ge=1e-4, le=100)]
 
-# A list in YAML: only the container is converted, not its entries.
+# YAML has lists, frozen models want tuples: convert the container, not its entries.
 Means = Annotated[tuple[ChannelMean, ChannelMean, ChannelMean], Field(strict=False)]
 Stds = Annotated[tuple[ChannelStd, ChannelStd, ChannelStd], Field(strict=False)]
 
@@ -112,11 +90,10 @@ def _path(text: str) -> str:
     return text
 
 
-# A part of a folder's name: no separators, not hidden, and room for what is added to it.
+# Part of a folder name: no separators, not hidden, room for a suffix.
 _PLAIN = r"[A-Za-z0-9][A-Za-z0-9_-]"
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 ModuleName = Annotated[str, Field(pattern=rf"^{_PLAIN}*$", max_length=64)]
 PHASE_NAME = rf"{_PLAIN}{{0,63}}"
-Word = Annotated[str, Field(min_length=1, max_length=256)]
-"""A token, a name of a family or of a media."""
+Word = Annotated[str, Field(min_length=1, max_length=256)]  # a token, family or modality
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]

@@ -1,7 +1,7 @@
-"""`cluster:` of a recipe: the machines of a job and how SLURM is asked for them.
+"""`cluster:` of a recipe: the machines of a job and its request to SLURM.
 
-The keys describe a site rather than a model, so they may stand in a file of their own, which
-`mimo launch --cluster my_site.yaml` lays over the recipe's.
+The keys describe a site, so they may be in a separate file, which `mimo launch --cluster
+my_site.yaml` merges over the recipe's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mimo.config.modules import Section
 
 
 def _line(text: str) -> str:
-    """Scripts quote every value, but a directive of SLURM ends with its line."""
+    """Refuse what would end a directive of SLURM; scripts quote everything else."""
     if not text.isprintable():
-        raise ValueError("has a line break or another character that does not print")
+        raise ValueError("has a line break or another unprintable character")
     return text
 
 
-# What job scripts, SLURM, torchrun and bash itself go by; a test reads the scripts for it.
-_OTHERS = re.compile(
+# Variables of job scripts, SLURM, torchrun and bash; a test reads the scripts for them.
+_RESERVED = re.compile(
     r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
     r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|MIMO_(JOB_SECRET|BEGAN|RENDEZVOUS|OVERRIDES|NODE_OF_RANK)"
@@ -37,8 +37,8 @@ def _variable(name: str) -> str:
         raise ValueError("an environment variable has letters, digits and '_' only")
     if name == "PATH":
         raise ValueError("ranks would not find `mimo`; use cluster.venv or cluster.modules")
-    if _OTHERS.fullmatch(name):
-        raise ValueError("job scripts, SLURM or bash need this variable; leave it out or rename it")
+    if _RESERVED.fullmatch(name):
+        raise ValueError("job scripts, SLURM or bash need this variable; remove or rename it")
     return name
 
 
@@ -57,25 +57,22 @@ TimeLimit = Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", max_lengt
 Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s'\"\\`$#;]+)?$", max_length=1024)]
 Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 Devices = Annotated[int, Field(ge=0, le=2**10)]
-"""Of one node; 0 for none."""
 
 
 class Container(Section):
-    """The image that ranks run in; the node's own file system without one."""
+    """The container that ranks run in."""
 
     runtime: Literal["pyxis", "apptainer"]
-    """Who runs it: enroot by srun's pyxis plugin, or apptainer."""
+    """enroot by srun's pyxis plugin, or apptainer."""
     image: Line
     """The image: a `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False, max_length=100)] = ()
-    """Folders of the node inside the container, such as `/data:/data:ro`. The folders that the
-    recipe names are mounted where they are without being listed."""
+    """Folders of the node inside the container, such as `/data:/data:ro`. Folders that the recipe
+    names are mounted without being listed."""
 
 
 class EncoderNodes(Section):
-    """Other nodes, often cheaper ones, for the disjoint encoders: the first part of a
-    heterogeneous job.
-    """
+    """Nodes of another kind for the disjoint encoders: first component of a heterogeneous job."""
 
     gpus_per_node: Devices | None = None
     """GPUs of such a node; null for as many as `cluster.gpus_per_node`."""
@@ -84,31 +81,30 @@ class EncoderNodes(Section):
     partition: Word | None = None
     """Their partition; null for `cluster.partition`."""
     constraint: Word | None = None
-    """Features that they have to have."""
+    """Features that they need."""
 
 
 class Cluster(Section):
-    """The machines of a job; `mimo launch` writes its batch script from these keys."""
+    """The machines of a job, for the batch script of `mimo launch`."""
 
     gpus_per_node: Devices = 8
-    """GPUs of a node; 0 for nodes without, whose number of ranks `ranks_per_node` gives."""
+    """GPUs of a node; with 0, give `ranks_per_node`."""
     ranks_per_node: bounds.Ranks | None = None
     """Ranks on a node; null for one on each GPU."""
     encoder_nodes: EncoderNodes | None = None
-    """Nodes of another kind for the disjoint encoders, as `--hetjob`; null for the same ones."""
+    """Nodes of another kind for the disjoint encoders, with `--hetjob`; null for the same."""
     partition: Word | None = None
     """Partition of the job; null for the site's default."""
     account: Word | None = None
-    """Account that pays."""
+    """Account of the job."""
     qos: Word | None = None
     """Quality of service."""
     constraint: Word | None = None
-    """Features that nodes have to have, such as `a100&ib`."""
+    """Features that nodes need, such as `a100&ib`."""
     reservation: Word | None = None
     """Reservation that the job uses."""
     time_limit: TimeLimit | None = None
-    """Time limit of one job, such as `"12:00:00"` or `"2-00:00:00"`; training goes on in the
-    next one. Null for the partition's."""
+    """Time limit of one job, such as `"12:00:00"` or `"2-00:00:00"`; null for the partition's."""
     exclusive: bool = True
     """Whether the job has its nodes to itself."""
     cpus_per_rank: bounds.Threads | None = None
@@ -116,61 +112,53 @@ class Cluster(Section):
     memory_per_node: Annotated[str, Field(pattern=r"^\d{1,9}[KMGT]?$")] | None = None
     """Memory of the job on a node, such as `512G`; null for the site's default."""
     gpu_binding: Literal["none", "closest"] = "none"
-    """`closest` shows a rank only the GPUs nearest to its cores; `none` shows all of the node, of
-    which a rank takes that of its local number."""
+    """`closest` shows a rank only the GPUs nearest to its cores; `none` shows all of the node, and
+    a rank takes the GPU of its local rank."""
     options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
     """Further options of sbatch, such as `--mail-type=FAIL`."""
     container: Container | None = None
     """The image that ranks run in; null for none."""
     venv: bounds.PathText | None = None
-    """Folder of the virtual environment on the nodes; null for that of `mimo launch`."""
+    """Virtual environment on the nodes; null for that of `mimo launch`."""
     modules: Annotated[tuple[Line, ...], Field(strict=False, max_length=100)] = ()
-    """Environment modules to load, in this order."""
+    """Environment modules to load, in order."""
     environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
-    """Environment variables of all ranks; none that job scripts or SLURM use themselves."""
+    """Environment variables of all ranks."""
     interface: Interface | None = None
-    """Network interface, such as `ib0`, by which ranks meet and, without faster ways, talk; null
-    for the one that the nodes' names lead to."""
+    """Network interface of rendezvous and gloo, such as `ib0`; null for that of the nodes'
+    names."""
     log_dir: bounds.PathText | None = None
-    """Folder of the output of jobs and ranks, in a folder of the run's name; null for `launch` in
-    the run folder."""
+    """Folder of the output of jobs and ranks, which gets a folder of the run's name; null for
+    `launch` in the run folder."""
     local_logs: bounds.PathText | None = None
     """Folder on each node, which all users may write to, such as `/tmp`, where ranks write logs and
     output first; these are taken to the run's folders every ten seconds and when a rank ends. Null
     writes them there directly."""
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
-    """How long before its time is up the job is told to save and leave: for a step and a
-    checkpoint."""
+    """How long before the time limit the job saves and ends: enough for a step and a checkpoint."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often the job is put into the queue again after a failure; preemption and the time limit
-    do not count."""
+    """How often a failed job is requeued; preemption and the time limit do not count."""
     preflight: bool = True
     """Check nodes, network, folders and versions before ranks start."""
 
     @model_validator(mode="after")
     def _nodes_have_places(self) -> Cluster:
-        if self.gpus_per_node == 0 and self.ranks_per_node is None:
-            raise ValueError(
-                "gpus_per_node 0 says that nodes have no GPU, so the number of their ranks is "
-                "unknown; give ranks_per_node"
-            )
-        encoders = self.encoder_nodes
-        if encoders is not None and encoders.gpus_per_node == 0 and encoders.ranks_per_node is None:
-            raise ValueError(
-                "encoder_nodes.gpus_per_node 0 says that these nodes have no GPU, so the number of "
-                "their ranks is unknown; give encoder_nodes.ranks_per_node"
-            )
+        for prefix, nodes in (("", self), ("encoder_nodes.", self.encoder_nodes)):
+            if nodes is not None and nodes.gpus_per_node == 0 and nodes.ranks_per_node is None:
+                raise ValueError(
+                    f"{prefix}gpus_per_node 0 means nodes without GPUs; give {prefix}ranks_per_node"
+                )
         return self
 
     @property
     def places_per_node(self) -> int:
-        """Ranks that a node has room for."""
+        """Most ranks on a node."""
         return self.ranks_per_node or self.gpus_per_node
 
     @property
     def places_per_encoder_node(self) -> int:
-        """The same of the nodes of disjoint encoders."""
-        own = self.encoder_nodes
-        if own is None:
+        """Most ranks on a node of disjoint encoders."""
+        nodes = self.encoder_nodes
+        if nodes is None:
             return self.places_per_node
-        return own.ranks_per_node or own.gpus_per_node or self.places_per_node
+        return nodes.ranks_per_node or nodes.gpus_per_node or self.places_per_node

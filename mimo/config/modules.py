@@ -1,4 +1,4 @@
-"""The part of a recipe that says what each module is: its family, grid, adapters and media."""
+"""Sections of a recipe about modules: family, grid, adapters, modalities."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -17,11 +17,11 @@ from mimo.config import bounds
 Engine = Literal["megatron", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
 ReduceGradients = Literal["step", "microbatch"]
-MAX_ENTRIES = 64  # encoders of a model, media of an encoder
+MAX_ENTRIES = 64  # encoders of a model, modalities of an encoder
 
 
 class Section(BaseModel):
-    """A part of a recipe: nothing unknown, nothing coerced, nothing changed afterwards."""
+    """A part of a recipe: refuses unknown keys and other types, and is frozen."""
 
     model_config = bounds.STRICT
 
@@ -30,21 +30,21 @@ class Grid(Section):
     """Sizes of a module's axes, as numbers of ranks. The module has `tp · cp · pp · dp` ranks."""
 
     tp: bounds.Ranks = 1
-    """Tensor parallelism: ranks that share every layer."""
+    """Tensor parallelism: ranks that split every layer."""
     sp: bool = False
-    """Sequence parallelism: the tp ranks also share out the sequence between layers."""
+    """Sequence parallelism: the tp ranks also split the sequence between layers."""
     cp: bounds.Ranks = 1
-    """Context parallelism: ranks that share every sequence."""
+    """Context parallelism: ranks that split every sequence."""
     pp: bounds.Layers = 1
-    """Pipeline parallelism: stages that share out the layers."""
+    """Pipeline parallelism: stages that split the layers."""
     vpp: bounds.Layers = 1
     """Chunks of layers per pipeline stage; more than 1 interleaves the pipeline."""
     dp: bounds.Ranks | None = None
-    """Data parallelism: lanes that work on different samples; may be left out of one module, where
-    it follows from the number of ranks."""
+    """Data parallelism: lanes (replicas) that process different samples. One module may leave it
+    out; it then follows from the number of ranks."""
     dp_replicate: bounds.Ranks = 1
-    """With `engine: fsdp`, groups of lanes that each hold all weights (hybrid sharding); 1 cuts the
-    weights over all lanes."""
+    """With `engine: fsdp`, groups of lanes that each hold all weights (hybrid sharding); 1 shards
+    the weights over all lanes."""
     rank_offset: bounds.RankOffset | None = None
     """First rank of the module; without it, disjoint encoders come first, then the language model.
     """
@@ -69,12 +69,11 @@ def _targets(targets: tuple[Target, ...]) -> tuple[Target, ...]:
 
 
 class LoRA(Section):
-    """Low-rank adapters on linears of every transformer layer; what they adapt is frozen."""
+    """Low-rank adapters on linears of every transformer layer, whose weights are frozen."""
 
     rank: bounds.AdapterRank = 16
     """Inner size of the adapters."""
     alpha: bounds.AdapterScale = 32.0
-    # A list in YAML: only the container is converted, not its entries.
     """The adapters' output is multiplied by `alpha` / `rank`."""
     targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
         get_args(Target)
@@ -83,48 +82,54 @@ class LoRA(Section):
 
     @property
     def scale(self) -> float:
-        """What the adapters' output is multiplied by."""
+        """Factor on the adapters' output."""
         return self.alpha / self.rank
 
 
-def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
-    if freeze is True and lora is not None:
-        raise ValueError(
-            "freeze: true lets nothing learn, but lora adds adapters that learn; remove freeze "
-            "(lora freezes the weights that it adapts) or remove lora"
-        )
+class Module(Section):
+    """Keys of every module."""
 
-
-class Language(Section):
-    """The language model."""
-
-    family: bounds.Word = "qwen3"
-    """Name of a file in `mimo/families/languages/`."""
+    family: bounds.Word
+    """Name of the family's file."""
     engine: Engine = "megatron"
     """What runs it: `megatron`, or `fsdp`: the module of transformers in the folder of `init_from`.
     """
     reshard_after_forward: bool = True
     """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
     reduce_gradients: ReduceGradients = "step"
-    """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`:
-    with more messages, but only a share of the gradients on each rank in between.
-    """
+    """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`,
+    with more messages but less memory: each rank keeps only its share in between."""
     grid: Grid = Grid()
     """The ranks and their axes."""
-    freeze: bool = False
-    """Keep all weights as they are."""
     lora: LoRA | None = None
-    """Train only adapters; embeddings, norms, head and the layers' other weights stay as they are.
-    """
+    """Train low-rank adapters."""
     learning_rate: bounds.LearningRate | None = None
     """Peak learning rate of this module; null takes `train.learning_rate`."""
     warmup_steps: bounds.WarmupSteps | None = None
     """Steps over which its learning rate rises from zero; null takes `train.warmup_steps`."""
     recompute: Recompute = "none"
-    """Activations computed again in the backward pass: none, core attention, or all of each layer.
-    """
+    """Activations to recompute in the backward pass: none, core attention, or all of each layer."""
     model: dict[str, Any] = {}
     """Sizes and other settings of the family; see its section below."""
+
+
+def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
+    if freeze is True and lora is not None:
+        raise ValueError(
+            "freeze: true trains nothing, but lora adds adapters that train; remove freeze "
+            "(lora freezes the weights that it adapts) or remove lora"
+        )
+
+
+class Language(Module):
+    """The language model."""
+
+    family: bounds.Word = "qwen3"
+    """Name of a file in `mimo/families/languages/`."""
+    lora: LoRA | None = None
+    """Train only adapters; embeddings, norms, head and the layers' other weights stay frozen."""
+    freeze: bool = False
+    """Freeze all weights."""
 
     @model_validator(mode="after")
     def _adapters_can_learn(self) -> "Language":
@@ -133,12 +138,12 @@ class Language(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether any of its weights are updated."""
+        """Whether any weights are updated."""
         return not self.freeze
 
 
 def word_or_number(choices: str, kind: Any) -> PlainValidator:
-    """Take a value of ``kind``, which ``choices`` describes; pydantic would report two errors."""
+    """Accept a value of `kind`, which `choices` describes; pydantic would report two errors."""
 
     def check(value: Any) -> Any:
         try:
@@ -157,7 +162,7 @@ def _freeze(value: Any) -> bool | Literal["tower"]:
 
 
 def _item_text(value: str) -> str:
-    from data.text.messages import item_text_problem  # here: the package loads numpy
+    from data.text.messages import item_text_problem  # late: loads numpy
 
     problem = item_text_problem(value)
     if problem:
@@ -166,71 +171,51 @@ def _item_text(value: str) -> str:
 
 
 class MediaTokens(Section):
-    """How items of a media stand in the text."""
+    """How items of a modality appear in the text."""
 
     placeholder: bounds.Word
     """Token that stands for each row of an item."""
     template_token: bounds.Word | None = None
     """What the chat template writes for each item; null for the placeholder."""
     item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
-    """What stands for an item in the text, with `{placeholder}` where its rows go."""
+    """Text that stands for an item, with `{placeholder}` where its rows go."""
 
 
-class Encoder(Section):
+class Encoder(Module):
     """An encoder with its projector."""
 
     family: bounds.Word
     """Name of a file in `encoders/`."""
-    engine: Engine = "megatron"
-    """What runs it: `megatron`, or `fsdp`: the module of transformers in the folder of `init_from`.
-    """
-    reshard_after_forward: bool = True
-    """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
-    reduce_gradients: ReduceGradients = "step"
-    """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`:
-    with more messages, but only a share of the gradients on each rank in between.
-    """
     media: bounds.Word = "image"
-    """Type of the content parts that it encodes, such as `image` or `video`."""
+    """Modality that it encodes: the type of content parts, such as `image` or `video`."""
     placeholder: bounds.Word = "<|image_pad|>"
     """Token that stands for each row of an item."""
     template_token: bounds.Word | None = None
     """What the chat template writes for each item; null for the placeholder."""
     item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
-    """What stands for an item in the text, with `{placeholder}` where its rows go."""
+    """Text that stands for an item, with `{placeholder}` where its rows go."""
+    other_media: Annotated[dict[bounds.Word, MediaTokens], Field(max_length=MAX_ENTRIES)] = {}
+    """Further modalities that it encodes with the same weights, and how each appears in the text.
+    """
     placement: Literal["disjoint", "colocated"] = "disjoint"
-    """`disjoint` runs on ranks of its own, `colocated` on those of the language model."""
-    grid: Grid = Grid()
-    """The ranks and their axes."""
+    """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
+    lora: LoRA | None = None
+    """Train only adapters in the tower, and the projector."""
     freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze, bool | Literal["tower"])] = (
         False
     )
-    """`true` keeps all weights as they are, `tower` all but the projector's."""
-    lora: LoRA | None = None
-    """Train only adapters in the tower, and the projector."""
-    learning_rate: bounds.LearningRate | None = None
-    """Peak learning rate of this module; null takes `train.learning_rate`."""
-    warmup_steps: bounds.WarmupSteps | None = None
-    """Steps over which its learning rate rises from zero; null takes `train.warmup_steps`."""
-    recompute: Recompute = "none"
-    """Activations computed again in the backward pass: none, core attention, or all of each layer.
-    """
-    other_media: Annotated[dict[bounds.Word, MediaTokens], Field(max_length=MAX_ENTRIES)] = {}
-    """Further types of content parts that it encodes with the same weights, and how each stands in
-    the text."""
+    """`true` freezes all weights, `tower` all but the projector's."""
     run_ahead: Annotated[
         int | Literal["auto"],
         word_or_number("'auto' or a number of microbatches", bounds.Microbatches | Literal["auto"]),
     ] = "auto"
     """Microbatches that a disjoint encoder encodes before the first gradient comes back; `auto` is
-    the least that cannot deadlock."""
+    one more than the fewest that cannot deadlock."""
     encode_group: Annotated[
         int | Literal["all"],
         word_or_number("'all' or a number of microbatches", bounds.Batch | Literal["all"]),
     ] = "all"
-    """Microbatches that a colocated encoder encodes in one go."""
-    model: dict[str, Any] = {}
-    """Sizes and other settings of the family; see its section below."""
+    """Microbatches that a colocated encoder encodes at once."""
 
     @model_validator(mode="after")
     def _adapters_can_learn(self) -> "Encoder":
@@ -239,12 +224,12 @@ class Encoder(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether any of its weights are updated."""
+        """Whether any weights are updated."""
         return self.freeze is not True
 
     @property
     def own_tokens(self) -> MediaTokens:
-        """How items of its own `media` stand in the text."""
+        """How items of its modality `media` appear in the text."""
         return MediaTokens(
             placeholder=self.placeholder,
             template_token=self.template_token,
@@ -253,5 +238,5 @@ class Encoder(Section):
 
     @property
     def media_tokens(self) -> dict[str, MediaTokens]:
-        """How each media that it encodes stands in the text, its own `media` first."""
+        """How each modality that it encodes appears in the text, `media` first."""
         return {self.media: self.own_tokens, **self.other_media}

@@ -1,11 +1,9 @@
 """Phases: one job that trains the same model several times in a row, each time differently.
 
-A recipe may have a list `phases`; each entry has a name and any keys of a recipe, which override
-the keys outside the list. Each phase starts from the weights that the previous one left. A recipe
-without the list is one phase.
-
-Mappings merge key by key at every depth; lists and plain values replace what was there. A mapping
-over a list changes entries of it, by their numbers or by their paths.
+An entry of the list `phases` has a name and any keys of a recipe, which override the keys outside
+the list. Each phase starts from the weights of the previous one. A recipe without the list is one
+phase. Mappings merge key by key at every depth; lists and plain values replace the old ones. A
+mapping over a list changes entries of the list, by their indices or their paths.
 """
 
 from __future__ import annotations
@@ -19,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from mimo.config.bounds import PHASE_NAME
-from mimo.config.findings import PHASES
 from mimo.config.schema import Fill, Recipe, check_keys, key_of, parse_recipe
-from mimo.config.source import Location, YamlSource, as_yaml, dotted, read_yaml
+from mimo.config.source import PHASES, Location, YamlSource, as_yaml, dotted, read_yaml
 from mimo.errors import RecipeError, shown
 
 _NAME = re.compile(PHASE_NAME)
-_MAX_PHASES = 100
 PHASE_FOLDER = re.compile(r"phase_(\d+)_[A-Za-z0-9_-]+")
-"""The name of a phase's folder: its number, from 1 on, and its name."""
+"""A phase's folder: its number from 1 on, and its name."""
 _FIXED = {
     "init_from": "all phases start from the same weights",
     r"data\.tokenizer": "all phases share one tokenizer",
@@ -35,27 +31,27 @@ _FIXED = {
     r"train\.run_dir": "all phases are in the folder of one run",
     r"(language|encoders\.[^.]+)\.(family|model)(\..+)?": "all phases train the same model",
 }
-"""Keys that no phase may change, and why."""
+"""Patterns of keys that no phase may change, and why."""
 
 
 @dataclass
 class PhaseSource(YamlSource):
-    """What one phase is read from. `own`: locations of the values that the phase itself sets."""
+    """The data of one phase. `changed`: locations of the values that the phase itself sets."""
 
     name: str = ""
     index: int = 0
-    own: frozenset[Location] = field(default_factory=frozenset)
+    changed: frozenset[Location] = field(default_factory=frozenset)
 
     def problem(self, location: Location, message: str) -> str:
-        """One line like `YamlSource.problem` that also shows which phase it is about."""
-        if self.nearest(location) in self.own:
+        """Format an error as one line like `YamlSource.problem`, and name the phase."""
+        if self.nearest(location) in self.changed:
             key = dotted((PHASES, self.index, *location))
             return f"{self.origin(location)}: {key}: {message}"
         return super().problem(location, message) + _in_phase(self.name)
 
 
 def _in_phase(name: str) -> str:
-    """The end of a line about a key that all phases share but is wrong only in phase `name`."""
+    """Suffix of a line about a key that all phases share but is wrong only in phase `name`."""
     return f" (in phase {name!r})"
 
 
@@ -63,8 +59,8 @@ def _in_phase(name: str) -> str:
 class Phase:
     """One training run of a job.
 
-    recipe: complete and without phases; its run folder is the phase's. name: empty if the recipe
-    has no phases. title: for people, such as `phase 1 of 2, projector`.
+    recipe: complete, without phases; its run folder is the phase's. name, title (such as `phase 1
+    of 2, projector`): empty if the recipe has no phases.
     """
 
     recipe: Recipe
@@ -82,7 +78,7 @@ class PhasedRecipe:
 
     @property
     def has_phases(self) -> bool:
-        """Whether the recipe names phases; if not, the job's folder is that of its only run."""
+        """Whether the recipe has a list of phases; if not, the job's folder is its only run's."""
         return PHASES in self.source.data
 
     def each[T](self, do: Callable[[Recipe], T]) -> list[T]:
@@ -91,17 +87,17 @@ class PhasedRecipe:
         return _for_each(names, [phase.recipe for phase in self.phases], do)
 
     def to_yaml(self) -> str:
-        """The recipe with its phases and overrides, as it was given."""
+        """The recipe as given, with its phases and overrides."""
         return as_yaml(self.source.data)
 
 
 def read_phases(
     path: Path, overrides: Sequence[str], fill: Fill, sections: Mapping[str, Path] | None = None
 ) -> PhasedRecipe:
-    """Read the recipe at `path`, with or without phases. sections: as of `read_yaml`.
+    """Read the recipe at `path`, with or without phases. sections: see `read_yaml`.
 
-    An override such as `phases.0.train.steps=5` changes one phase. An override of a key outside
-    the list reaches the phases that do not set that key themselves; if all do, it is an error.
+    The override `phases.0.train.steps=5` changes one phase. An override of a key outside the list
+    reaches the phases that do not set the key themselves; if all do, it is an error.
     Raises RecipeError with the problems of all phases.
     """
     source = read_yaml(Path(path), overrides, sections)
@@ -111,25 +107,25 @@ def read_phases(
     problems = [*source.problems, *_form_problems(source)]
     if problems:
         raise RecipeError(*problems)
-    given: list[dict[str, Any]] = source.data[PHASES]
-    names = [phase["name"] for phase in given]
-    for index, phase in enumerate(given):
+    entries: list[dict[str, Any]] = source.data[PHASES]
+    names = [phase["name"] for phase in entries]
+    for index, phase in enumerate(entries):
         problems += _number_entries(source, source.data, phase, (PHASES, index))
     problems += _override_problems(source)
     if problems:
         raise RecipeError(*problems)
-    unfilled = [_lay_over(source, index, name) for index, name in enumerate(names)]
+    unfilled = [_phase_source(source, index, name) for index, name in enumerate(names)]
     _for_each(names, unfilled, check_keys)
-    # The folder of `init_from` says the same for all phases; each phase reports its problems later.
+    # The folder of `init_from` is the same for all phases; each phase reports its problems below.
     shared = replace(source, data=deepcopy(source.data))
     for _ in fill(shared.data):
         pass
-    for index in range(len(given)):
+    for index in range(len(entries)):
         problems += _fixed_problems(shared, index)
-    sources = [_lay_over(shared, index, name) for index, name in enumerate(names)]
+    sources = [_phase_source(shared, index, name) for index, name in enumerate(names)]
     recipes: list[Recipe] = []
     try:
-        recipes = _for_each(names, sources, lambda own: parse_recipe(own, fill))
+        recipes = _for_each(names, sources, lambda phase: parse_recipe(phase, fill))
     except RecipeError as error:
         problems += error.problems
     if not problems:
@@ -144,13 +140,10 @@ def read_phases(
 
 
 def _form_problems(source: YamlSource) -> list[str]:
-    """What keeps `phases` from being a list of mappings with different names."""
+    """Errors of `phases` as a list of mappings with different names."""
     phases = source.data[PHASES]
     if not isinstance(phases, list) or not phases:
         return [source.problem((PHASES,), f"needs a list of phases; got {shown(phases)}")]
-    if len(phases) > _MAX_PHASES:
-        message = f"has {len(phases)} phases; at most {_MAX_PHASES} can be run"
-        return [source.problem((PHASES,), message)]
     problems, seen = [], set[str]()
     for index, phase in enumerate(phases):
         where: Location = (PHASES, index, "name")
@@ -161,7 +154,7 @@ def _form_problems(source: YamlSource) -> list[str]:
         elif not isinstance(name := phase["name"], str) or not _NAME.fullmatch(name):
             message = f"needs up to 64 letters, digits, '_' or '-'; got {shown(name)}"
         elif name in seen:
-            message = f"got {name!r}, which another phase is called already; choose another"
+            message = f"got {name!r}, the name of another phase; choose another"
         else:
             seen.add(name)
             continue
@@ -170,6 +163,7 @@ def _form_problems(source: YamlSource) -> list[str]:
 
 
 def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterator[str]:
+    """Phases whose adapters differ from those that the phase before has trained."""
     for name, (before, after) in zip(names, pairwise(recipes), strict=False):
         for module, part in before.modules.items():
             later = after.module(module).lora
@@ -182,7 +176,7 @@ def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterat
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
-    """The recipe of a phase as a separate run, inside the folder of the job."""
+    """Turn the recipe of a phase into a separate run inside the folder of the job."""
     train = recipe.train.model_copy(update={"run_dir": str(recipe.run_dir)})
     return recipe.model_copy(update={"name": f"phase_{number}_{name}", "train": train})
 
@@ -195,29 +189,29 @@ def _for_each[S: Recipe | PhaseSource, T](
     A line that is the same for all phases appears once.
     """
     results: list[T] = []
-    found: list[tuple[str, tuple[str, ...]]] = []
+    failures: list[tuple[str, tuple[str, ...]]] = []
     for name, item in zip(names, items, strict=True):
         try:
             results.append(do(item))
         except RecipeError as error:
-            found.append((name, error.problems))
-    if found:
-        plain = [{line.removesuffix(_in_phase(name)) for line in lines} for name, lines in found]
-        shared = set.intersection(*plain) if len(found) == len(items) else set[str]()
+            failures.append((name, error.problems))
+    if failures:
+        plain = [{line.removesuffix(_in_phase(name)) for line in lines} for name, lines in failures]
+        shared = set.intersection(*plain) if len(failures) == len(items) else set[str]()
         lines = [
             short if (short := line.removesuffix(_in_phase(name))) in shared else line
-            for name, problems in found
+            for name, problems in failures
             for line in problems
         ]
         raise RecipeError(*dict.fromkeys(lines))
     return results
 
 
-# ------------------------------------------------------------------ laid over
+# --------------------------------------------------------------------- merging
 
 
-def _lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
-    """The recipe `base` with the keys of its phase `index` laid over those outside `phases`."""
+def _phase_source(base: YamlSource, index: int, name: str) -> PhaseSource:
+    """Merge the keys of phase `index` over those outside `phases`."""
     keys = {key: value for key, value in base.data[PHASES][index].items() if key != "name"}
     data = {key: value for key, value in base.data.items() if key != PHASES}
     replaced = {location for location, _ in _leaves(keys)}
@@ -228,69 +222,70 @@ def _lay_over(base: YamlSource, index: int, name: str) -> PhaseSource:
         and not any(location[:depth] in replaced for depth in range(1, len(location) + 1))
     }
     prefix = (PHASES, index)
-    # A phase set as a whole by an override has no origin per key; each key gets the phase's.
-    own: dict[Location, str] = {(key,): base.origin((*prefix, key)) for key in keys}
-    own |= {
+    # An override of a whole phase leaves its keys without origins: each key gets the phase's.
+    changed: dict[Location, str] = {(key,): base.origin((*prefix, key)) for key in keys}
+    changed |= {
         location[2:]: origin
         for location, origin in base.origins.items()
         if location[:2] == prefix and location[2:3] and location[2] in keys
     }
     merged = _merged(data, keys)
-    return PhaseSource(base.path, merged, origins | own, name=name, index=index, own=frozenset(own))
+    return PhaseSource(
+        base.path, merged, origins | changed, name=name, index=index, changed=frozenset(changed)
+    )
 
 
-def _merged(base: Any, own: Any) -> Any:
-    if not (isinstance(base, dict | list) and isinstance(own, dict)):
-        return deepcopy(own)
+def _merged(base: Any, changes: Any) -> Any:
+    if not (isinstance(base, dict | list) and isinstance(changes, dict)):
+        return deepcopy(changes)
     merged = deepcopy(base)
-    for key, value in own.items():
+    for key, value in changes.items():
         known = isinstance(base, list) or key in base
         merged[key] = _merged(base[key] if known else None, value)
     return merged
 
 
-def _number_entries(base: YamlSource, below: Any, own: Any, where: Location) -> Iterator[str]:
-    """Where a phase changes entries of a list, name these by their numbers; yields what names none.
+def _number_entries(base: YamlSource, below: Any, changes: Any, where: Location) -> Iterator[str]:
+    """Replace the paths by which a phase names entries of a list by indices; yield errors.
 
-    own: a value of the phase, at `where`, laid over `below`.
+    changes: a value of the phase, at `where`, to merge over `below`.
     """
-    if not (isinstance(below, dict | list) and isinstance(own, dict)):
+    if not (isinstance(below, dict | list) and isinstance(changes, dict)):
         return
-    for key in list(own) if isinstance(below, list) else ():
-        value, place = own.pop(key), (*where, key)
-        paths = [one.get("path") if isinstance(one, dict) else None for one in below]
+    for key in list(changes) if isinstance(below, list) else ():
+        value, place = changes.pop(key), (*where, key)
+        paths = [entry.get("path") if isinstance(entry, dict) else None for entry in below]
         numbers = [n for n, path in enumerate(paths) if key in (n, str(n), path)]
-        if len(numbers) != 1 or numbers[0] in own:
+        if len(numbers) != 1 or numbers[0] in changes:
             message = (
-                f"got {shown(key)}, which names no entry that is not named already; give the "
-                f"number of one, from 0 to {len(below) - 1}, or its path; or give the whole list"
+                f"got {shown(key)}, which names no further entry; give an index from 0 to "
+                f"{len(below) - 1}, or the entry's path, or the whole list"
             )
             yield base.problem(place, message)
             continue
-        own[numbers[0]] = value
+        changes[numbers[0]] = value
         for known in [known for known in base.origins if known[: len(place)] == place]:
             moved = (*where, numbers[0], *known[len(place) :])
             base.origins[moved] = base.origins.pop(known)
-    for key, value in own.items():
+    for key, value in changes.items():
         if isinstance(below, list) or key in below:
             yield from _number_entries(base, below[key], value, (*where, key))
 
 
-# ------------------------------------------------------------------ what is refused
+# -------------------------------------------------------------------- refusals
 
 
 def _fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
-    """Keys of phase `index` that would change what all phases share."""
+    """Keys of phase `index` that all phases must share."""
     encoders = base.data.get("encoders")
     known = set(encoders) if isinstance(encoders, dict) else set()
     for location, value in _leaves(base.data[PHASES][index]):
         where, key = (PHASES, index, *location), dotted(location)
         if location[0] == "encoders" and len(location) > 1 and location[1] not in known:
-            message = (
-                f"all phases have the same encoders; add {dotted(location[:2])} outside of phases"
-            )
+            key = dotted(location[:2])
+            message = f"all phases have the same encoders; add {key} outside of phases"
             yield base.problem(where[:4], message)
-            known.add(location[1])  # report it once for all of its keys
+            known.add(location[1])  # report it once
             continue
         for pattern, reason in _FIXED.items():
             if re.fullmatch(pattern, key) and value != _value_at(base.data, location):
@@ -299,7 +294,7 @@ def _fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
 
 
 def _override_problems(base: YamlSource) -> Iterator[str]:
-    """Overrides outside `phases` that change nothing, because every phase sets the key itself."""
+    """Overrides outside `phases` without effect, because every phase sets the key itself."""
     phases: list[Any] = base.data[PHASES]
     for location in dict.fromkeys(base.overridden):
         if location[0] in (PHASES, "name"):  # a phase's name is not the recipe's
@@ -308,7 +303,7 @@ def _override_problems(base: YamlSource) -> Iterator[str]:
         below = [(*location, *rest) for rest, _ in _leaves(value)] or [location]
         if all(_gives(phase, leaf) for phase in phases for leaf in below):
             better = ", ".join(dotted((PHASES, n, *location)) for n in range(len(phases)))
-            message = f"changes nothing, as every phase has its own; override {better}"
+            message = f"has no effect, as every phase sets it; override {better}"
             yield base.problem(location, message)
 
 
@@ -325,7 +320,7 @@ def _value_at(data: Any, location: Location) -> Any:
 
 
 def _leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:
-    """All values inside the mapping `data` that are not mappings, with their locations."""
+    """Yield all values inside the mapping `data` that are not mappings, with their locations."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from _leaves(value, (*location, key))
@@ -334,10 +329,10 @@ def _leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]
 
 
 def _gives(phase: Any, location: Location) -> bool:
-    """Whether a phase sets the value at `location`, by itself or through a parent."""
+    """Whether a phase sets the value at `location`, directly or through a parent."""
     for part in location:
         if not isinstance(phase, dict):
-            return True  # a plain value or a list stands in place of a parent
+            return True  # a plain value or a list replaces a parent
         if part not in phase:
             return False
         phase = phase[part]

@@ -1,85 +1,67 @@
-"""YAML text and command-line overrides, merged into plain data that remembers where it came from.
+"""YAML and command-line overrides, merged into plain data that remembers where it came from.
 
 Every value keeps its origin: a line of the file, or the override that set it. An error found much
-later (a wrong type, a grid that does not tile the world) can so point at the place to mend.
+later, such as a grid that does not tile the world, still points at the place to mend.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from mimo.errors import RecipeError, kind_of, nearest, shown
 
 Location = tuple[str | int, ...]
 """The way to a value: keys of mappings and indices of lists, outermost first."""
 
-_MAX_BYTES = 2**18  # of a recipe
-_MAX_VALUES = 20_000  # of a recipe, aliases followed: nine levels of nine are 387 million
-_MAX_DEPTH = 50
-_MAX_DIGITS = 100
-_MAX_PARTS = 32  # of the key of an override
-_SHOWN = 200  # characters of an override in a message
-_SECRET = re.compile(r"://(?=[^/\s]*@|\S*\?)\S*")  # a URL that may hold credentials
-_TAG = "tag:yaml.org,2002:"
-_NUMBERS = {f"{_TAG}int", f"{_TAG}float"}
-_KEYS = {f"{_TAG}{kind}" for kind in ("str", "bool", "null", "merge")} | _NUMBERS
-_VALUES = {f"{_TAG}map", f"{_TAG}seq"} | _KEYS
-
-
-def dotted(location: Location) -> str:
-    """`("data", "sources", 0)` as people type it: `data.sources.0`."""
-    parts = (str(part) for part in location)
-    return ".".join(part if len(part) <= _SHOWN else f"{part[:_SHOWN]}..." for part in parts)
-
+PHASES = "phases"
+"""The key of a file with several recipes, which `mimo.config.phases` splits."""
 
 REMOVED: dict[Location, str] = {
-    ("stages",): "it is now called 'phases'",
+    ("stages",): f"it is now called '{PHASES}'",
     ("train", "tp_comm_overlap"): "sends no longer overlap with tensor-parallel linears",
     ("data", "prepare"): "`python -m examples.digits` writes the example data",
     ("data", "prepare_settings"): "give its options to `python -m examples.digits`",
     ("data", "directory"): "give the folder to `python -m examples.digits`",
 }
-"""Keys of earlier versions, and what to do instead. The part `*` is any name."""
-_RECORDED = "recipe.yaml"
-"""File name of the copy in a run, a job or a checkpoint."""
+"""Keys of earlier versions, and what to use instead. The part `*` is any name."""
+
+_RECORDED = "recipe.yaml"  # the copy in a run, a job or a checkpoint
+_MAX_BYTES = 2**18
+_TAG = "tag:yaml.org,2002:"
+_SECRET = re.compile(r"://(?=[^/\s]*@|\S*\?)\S*")  # a URL that may hold credentials
 
 
-def removed(location: Location) -> str | None:
-    """What to do instead of a key that an earlier version had; None for any other key."""
-    for old, instead in REMOVED.items():
-        if len(old) == len(location) and all(
-            part in ("*", given) for part, given in zip(old, location, strict=True)
-        ):
-            return instead
-    return None
-
-
-def _drop_removed(section: Any, location: Location) -> None:
-    if not isinstance(section, dict):
-        return
-    for key in [*section] if location[0] == "*" else [location[0]]:
-        if len(location) > 1:
-            _drop_removed(section.get(key), location[1:])
-        else:
-            section.pop(key, None)
+def dotted(location: Location) -> str:
+    """Write `("data", "sources", 0)` as people type it: `data.sources.0`."""
+    return ".".join(str(part) for part in location)
 
 
 def as_yaml(data: dict[str, Any]) -> str:
-    """Plain data as the text of a recipe."""
+    """Write plain data as the text of a recipe."""
     yaml, stream = YAML(), io.StringIO()
     yaml.default_flow_style = False
     yaml.dump(data, stream)
     return stream.getvalue()
+
+
+def replacement_of(location: Location) -> str | None:
+    """What to use instead of a removed key; None for any other key."""
+    for old, instead in REMOVED.items():
+        if len(old) == len(location) and all(
+            part in ("*", key) for part, key in zip(old, location, strict=True)
+        ):
+            return instead
+    return None
 
 
 @dataclass
@@ -87,8 +69,8 @@ class YamlSource:
     """Plain data (`dict`, `list`, `str`, `int`, `float`, `bool`, `None`) with an origin per value.
 
     `origins` maps the location of a value to `recipes/x.yaml:12` or `override 'a.b=1'`;
-    `overridden` lists the locations that overrides have set; `problems` collects what went wrong
-    while reading, so that it is reported together with later findings.
+    `overridden` lists the locations that overrides have set; `problems` collects errors of reading,
+    so that they are reported together with later ones.
     """
 
     path: Path
@@ -98,11 +80,11 @@ class YamlSource:
     problems: list[str] = field(default_factory=list)
 
     def problem(self, location: Location, message: str) -> str:
-        """One line for an error at `location`: its origin, the dotted key and the message."""
+        """Format an error at `location` as one line: its origin, the dotted key, the message."""
         return f"{self.origin(location)}: {dotted(location) or 'recipe'}: {message}"
 
     def origin(self, location: Location) -> str:
-        """Where the value was written; for one that is missing, where its parent was."""
+        """Where the value was written; for a missing value, where its parent was."""
         known = self.nearest(location)
         return str(self.path) if known is None else self.origins[known]
 
@@ -112,40 +94,39 @@ class YamlSource:
         return next((prefix for prefix in prefixes if prefix in self.origins), None)
 
     def override(self, text: str) -> None:
-        """Apply `dotted.key=value`; the value is YAML. What cannot be applied becomes a problem."""
-        safe = _SECRET.sub("://...", text)
-        origin = f"override '{safe if len(safe) <= _SHOWN else safe[:_SHOWN] + '...'}'"
+        """Apply `dotted.key=value`; the value is YAML. Errors are added to `problems`."""
+        origin = f"override '{_SECRET.sub('://...', text)}'"
         try:
             location = self._set(text)
         except ValueError as error:
             self.problems.append(f"{origin}: {error}")
             return
-        for known in [known for known in self.origins if known[: len(location)] == location]:
-            del self.origins[known]
+        self._forget_origins(location)
         self.origins[location] = origin
         self.overridden.append(location)
 
-    def lay_over(self, key: str, other: YamlSource) -> None:
-        """Lay a file over the section `key`: it holds that section's keys, or `key` around them.
+    def merge_section(self, key: str, other: YamlSource) -> None:
+        """Merge a file into the section `key`. The file holds its keys, or `key` around them.
 
-        Mappings merge key by key at every depth; lists and plain values replace what was there.
+        Mappings merge key by key at every depth; lists and plain values replace the old ones.
         """
         prefix: Location = () if key in other.data else (key,)
-        for found in (found for found in other.data if not prefix and found != key):
-            message = f"does not belong to {key}, which is all that this file is for; remove it"
-            self.problems.append(other.problem((found,), message))
-        given = other.data if prefix else other.data[key]
+        for name in (name for name in other.data if not prefix and name != key):
+            message = f"the file is only for {key}; remove this key"
+            self.problems.append(other.problem((name,), message))
+        changes = other.data if prefix else other.data[key]
 
-        def merged(own: Any, value: Any, location: Location) -> Any:
-            if isinstance(value, dict) and isinstance(own, dict | None):
-                base = own or {}
-                new = {k: merged(base.get(k), v, (*location, k)) for k, v in value.items()}
-                return {**base, **new}
-            for known in [known for known in self.origins if known[: len(location)] == location]:
-                del self.origins[known]
-            return value
+        def merged(old: Any, new: Any, location: Location) -> Any:
+            if isinstance(new, dict) and isinstance(old, dict | None):
+                base = old or {}
+                return {
+                    **base,
+                    **{k: merged(base.get(k), v, (*location, k)) for k, v in new.items()},
+                }
+            self._forget_origins(location)
+            return new
 
-        self.data[key] = merged(self.data.get(key), given, (key,))
+        self.data[key] = merged(self.data.get(key), changes, (key,))
         self.origins.setdefault((key,), str(other.path))
         self.origins |= {
             (*prefix, *location): origin
@@ -153,13 +134,15 @@ class YamlSource:
             if prefix or location[0] == key
         }
 
+    def _forget_origins(self, location: Location) -> None:
+        for known in [known for known in self.origins if known[: len(location)] == location]:
+            del self.origins[known]
+
     def _set(self, text: str) -> Location:
         key, equals, value_text = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
             raise ValueError("needs the form dotted.key=value")
-        if len(parts) > _MAX_PARTS:
-            raise ValueError(f"has {len(parts)} parts; no key has that many")
         try:
             value = _load(value_text, YamlSource(self.path))
         except Exception as error:  # as when a file is read
@@ -179,15 +162,14 @@ class YamlSource:
 def read_yaml(
     path: Path, overrides: Sequence[str] = (), sections: Mapping[str, Path] | None = None
 ) -> YamlSource:
-    """Read `path`, lay over it the files of `sections` by their keys, and apply `overrides`.
+    """Read `path`, merge the files of `sections` into their keys, and apply `overrides`.
 
-    Raises RecipeError when a file is missing, too large, not YAML, or holds no mapping, StartError
-    when its file system fails.
-    Overrides that cannot be applied are left in `problems` of the result.
+    Raises RecipeError when a file is missing, too large, not YAML, or holds no mapping; StartError
+    when its file system fails. Overrides that cannot be applied are left in `problems`.
     """
     source = _read_file(path)
     for key, file in (sections or {}).items():
-        source.lay_over(key, _read_file(file))
+        source.merge_section(key, _read_file(file))
     for override in overrides:
         source.override(override)
     return source
@@ -200,7 +182,7 @@ def _read_file(path: Path) -> YamlSource:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
-            raise RecipeError(f"{path}: has more than {_MAX_BYTES} bytes, which no recipe has")
+            raise RecipeError(f"{path}: a recipe has at most {_MAX_BYTES} bytes")
         text = raw.decode("utf-8")
     except FileNotFoundError:
         match = nearest(path.name, (other.name for other in path.parent.glob("*.yaml")))
@@ -211,8 +193,6 @@ def _read_file(path: Path) -> YamlSource:
     source = YamlSource(path)
     try:
         data = _load(text, source)
-    except _Refused as error:
-        raise RecipeError(source.problem(error.location, str(error))) from None
     except Exception as error:  # the parser raises many types on damaged text
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         line = "" if mark is None else f":{mark.line + 1}"
@@ -220,71 +200,57 @@ def _read_file(path: Path) -> YamlSource:
     if data is not None and not isinstance(data, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of keys to values")
     source.data = data or {}
-    if path.name == _RECORDED:  # written by us: a run of an earlier version stays readable
-        phases = source.data.get("phases")
-        for part in (source.data, *(phases if isinstance(phases, list) else ())):
+    if path.name == _RECORDED:  # so that runs of earlier versions stay readable
+        phases = source.data.get(PHASES)
+        for recipe in (source.data, *(phases if isinstance(phases, list) else ())):
             for location in REMOVED:
-                _drop_removed(part, location)
+                _drop(recipe, location)
     return source
 
 
-class _Refused(ValueError):
-    """The YAML is too large, or holds more than mappings, lists and plain scalars."""
+def _drop(section: Any, location: Location) -> None:
+    if not isinstance(section, dict):
+        return
+    for key in [*section] if location[0] == "*" else [location[0]]:
+        if len(location) > 1:
+            _drop(section.get(key), location[1:])
+        else:
+            section.pop(key, None)
 
-    def __init__(self, location: Location, message: str) -> None:
-        super().__init__(message)
-        self.location = location
+
+class _Constructor(SafeConstructor):
+    """Builds plain values only; a date is text."""
+
+
+_Constructor.add_constructor(f"{_TAG}timestamp", SafeConstructor.construct_yaml_str)
 
 
 def _load(text: str, source: YamlSource) -> Any:
-    """Plain data from YAML; the lines of all its keys and list entries are noted in ``source``.
-
-    Nothing is built before its size is known. Raises _Refused, and what ruamel raises.
-    """
-    too_deep = f"lists and mappings are nested more than {_MAX_DEPTH} deep"
-    depth = 0
-    for event in YAML(typ="safe", pure=True).parse(text):  # without recursion
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise MarkedYAMLError(problem=too_deep, problem_mark=event.start_mark)
+    """Build plain data from YAML, and record the lines of keys and list entries in `source`."""
     yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
     node = yaml.compose(text)
     if node is None:
         return None
-    _check(node, (), (), source)
+    for location, line in _lines(node, ()):
+        source.origins[location] = f"{source.path}:{line}"
     return yaml.constructor.construct_document(node)
 
 
-def _check(node: Node, location: Location, parents: tuple[Node, ...], source: YamlSource) -> int:
-    """How many values a node is, aliases followed. Raises _Refused for one that no recipe has."""
-    if node.tag == f"{_TAG}timestamp":
-        raise _Refused(location, f"{node.value} is read as a date; put it in quotes")
-    if node.tag not in _VALUES:
-        kind = node.tag.replace(_TAG, "!!")
-        raise _Refused(location, f"the tag {kind} is not allowed; write a plain value")
-    if isinstance(node, ScalarNode):
-        if any("\ud800" <= letter <= "\udfff" for letter in node.value):
-            raise _Refused(location, f"{shown(node.value)} is not valid Unicode")
-        if node.tag in _NUMBERS and len(node.value) > _MAX_DIGITS:
-            raise _Refused(location, f"holds a number of {len(node.value)} characters")
-        return 1
-    if any(node is parent for parent in parents):
-        raise _Refused(location, "an alias contains itself")
-    count = 1
-    is_mapping = isinstance(node, MappingNode)
-    for index, entry in enumerate(node.value):
-        key, value = entry if is_mapping else (None, entry)
-        if key is not None and key.tag not in _KEYS:
-            raise _Refused(location, "a key is a string, not a list, a mapping or a date")
-        step = index if key is None else int(key.value) if key.tag == f"{_TAG}int" else key.value
-        place = (*location, step)
-        mark = (key or value).start_mark
-        if mark.index >= node.start_mark.index:  # not where an alias leads
-            source.origins[place] = f"{source.path}:{mark.line + 1}"
-        count += _check(value, place, (*parents, node), source) + is_mapping
-        if count > _MAX_VALUES:
-            raise _Refused(place, f"holds more than {_MAX_VALUES} values, aliases followed")
-    return count
+def _lines(node: Node, location: Location) -> Iterator[tuple[Location, int]]:
+    """Every key and list entry below `node`, with the line that it is on."""
+    entries: list[tuple[str | int, Node, Node]] = []
+    if isinstance(node, MappingNode):
+        for key, value in node.value:
+            name = int(key.value) if key.tag == f"{_TAG}int" else key.value
+            if isinstance(name, str | int):  # a list is no key; the parser refuses it
+                entries.append((name, key, value))
+    elif isinstance(node, SequenceNode):
+        entries = [(index, value, value) for index, value in enumerate(node.value)]
+    for name, mark, value in entries:
+        if mark.start_mark.index >= node.start_mark.index:  # not where an alias leads
+            yield (*location, name), mark.start_mark.line + 1
+        yield from _lines(value, (*location, name))
 
 
 def _step(container: Any, part: str, location: Location) -> str | int:
@@ -293,16 +259,17 @@ def _step(container: Any, part: str, location: Location) -> str | int:
         return part
     name = dotted(location) or "recipe"
     if not isinstance(container, list):
-        what = f"is the value {shown(container)}, so '{part[:_SHOWN]}' cannot be set inside it"
-        raise ValueError(f"{name}: {what}")
-    # Not `isdigit`: that also knows digits such as ², which are not numbers.
-    if part.isascii() and part.isdecimal() and len(part) < 10 and int(part) < len(container):
+        raise ValueError(
+            f"{name}: is the value {shown(container)}, so '{part}' cannot be set inside it"
+        )
+    if part.isascii() and part.isdecimal() and int(part) < len(container):
         return int(part)
-    what = f"has {len(container)} entries, so '{part[:_SHOWN]}' is not the index of one"
-    raise ValueError(f"{name}: {what}")
+    raise ValueError(f"{name}: has {len(container)} entries, so '{part}' is not the index of one")
 
 
 def _reason(error: Exception) -> str:
-    """The first line that says what a YAML error is about."""
+    """The first line of a YAML error that says what is wrong."""
+    if isinstance(error, RecursionError):
+        return "lists and mappings are nested too deep"
     problem = getattr(error, "problem", None)
     return (problem or str(error) or type(error).__name__).splitlines()[0]

@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mimo.config.findings import descriptions
-from mimo.config.schema import Recipe
+from mimo.config.schema import Recipe, descriptions
 from mimo.config.source import Location
 from mimo.errors import RecipeError, suggestion
 from mimo.families.contracts import (

@@ -22,10 +22,10 @@ from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.messages import MediaText
-from mimo.config.data import Source
 from mimo.config.modules import MediaTokens
 from mimo.config.schema import Recipe
 from mimo.config.source import Location, dotted
+from mimo.config.training import Source
 from mimo.errors import InputError, RecipeError, StartError, file_system_failed, kind_of
 from mimo.families.registry import encoder_settings, language_settings
 

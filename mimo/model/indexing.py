@@ -16,8 +16,8 @@ from data.index.samples import Processors, settings_fingerprint
 from data.index.store import Survey, find_survey
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.hf.recipes import load_phases
-from mimo.config.data import Source
 from mimo.config.schema import Recipe
+from mimo.config.training import Source
 from mimo.errors import RecipeError
 from mimo.model.dataset import (
     SPLITS,

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from data.index.store import Build
-from mimo.config.data import Source
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
+from mimo.config.training import Source
 from mimo.device import has_gpu, machine_memory
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from data.index.samples import ENOUGH, SkippedSample, worst_shards
 from mimo.checkpoint.folder import Progress
-from mimo.config.data import Data
+from mimo.config.training import Data
 from mimo.model.dataset import Dataset
 from mimo.train import incidents
 from mimo.train.run_files import BAD_SAMPLES

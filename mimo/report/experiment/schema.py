@@ -14,8 +14,8 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from mimo.config import bounds
-from mimo.config.findings import descriptions
 from mimo.config.modules import Section
+from mimo.config.schema import descriptions
 from mimo.config.source import Location, read_yaml
 from mimo.errors import RecipeError, shown, suggestion
 

@@ -120,7 +120,7 @@ def test_check_says_what_it_cannot_check_and_indexes_nothing(tmp_path: Path) -> 
         assert result.exit_code == 0
         assert f"note: {tmp_path}/train-*.tar: not indexed yet" in result.stdout
     result = CliRunner().invoke(app, ["check", str(path), "data.prepare=digits"])
-    assert "this key is gone; `python -m examples.digits` writes" in result.stderr
+    assert "this key was removed; `python -m examples.digits` writes" in result.stderr
 
 
 @pytest.mark.parametrize("override", ["train.stps=3", "phases=[{name: a, train: {stps: 3}}]"])

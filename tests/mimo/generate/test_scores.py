@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from mimo.config.data import Metric
+from mimo.config.training import Metric
 from mimo.generate.evaluate import Answered, Scoring
 from mimo.generate.scores import METRICS
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from data.index.samples import SkippedSample
 from mimo.checkpoint.folder import Progress
-from mimo.config.data import Data
+from mimo.config.training import Data
 from mimo.model.dataset import Dataset
 from mimo.train import bad_samples
 from mimo.train.bad_samples import BadSamples, check_skipped, leave_note

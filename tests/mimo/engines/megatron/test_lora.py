@@ -339,4 +339,4 @@ def test_adapters_of_a_frozen_module_are_refused_with_both_keys(recipe: Path, mo
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe, [f"{module}.lora={{rank: 4}}", f"{module}.freeze=true"])
     (line,) = caught.value.problems
-    assert f"{module}: freeze: true lets nothing learn, but lora adds adapters" in line
+    assert f"{module}: freeze: true trains nothing, but lora adds adapters" in line
