@@ -94,7 +94,7 @@ def test_an_entry_of_a_list_that_is_unknown_or_wrong_is_named_with_its_line(path
     first, second = problems(path)
     for line, key in ((first, "1"), (second, "b.tar")):
         assert f"tiny.yaml:10: phases.1.data.sources.{key}: got" in line
-        assert "from 0 to 0, or its path" in line
+        assert "an index from 0 to 0, or the entry's path" in line
     path.write_text(text.replace("{sources: [{path: other.tar}]}", "{sources: {0: {weight: -1}}}"))
     override = "phases.0.data.sources.0.weight=0.0"
     first, second = problems(path, override)
