@@ -1,8 +1,8 @@
-"""`mimo convert to-hf --adapter`: what a run with LoRA has learned, as a folder that peft loads.
+"""`mimo convert to-hf --adapter`: the trained adapters, as a folder that peft loads.
 
-The base model is the folder that the recipe starts from. Where our linear holds several of theirs,
-each gets our `lora_a` and its own rows of `lora_b`. An encoder's projector learns beside the
-adapters; its modules go along whole, as peft's `modules_to_save`.
+The base model is the folder that the recipe starts from. If our linear holds several of theirs,
+each gets our `lora_a` and its rows of `lora_b`. An encoder's projector is trained beside the
+adapters; its modules are written whole, as peft's `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint, which must
-    still be there: every weight is compared with it, so that nothing learned is lost. average:
-    write the moving average of what learned.
+    still be there: every weight is compared with it, so that nothing trained is lost. average:
+    write the moving average of the trained weights.
 
-    Raises InputError for a checkpoint without adapters, and RecipeError where the folder it started
-    from does not fit or where other weights have learned than adapters and a projector's.
+    Raises InputError for a checkpoint without adapters, and RecipeError if the folder it started
+    from does not fit or if other weights than adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
-    if not any(one.adapter for one in trained.weights):
+    if not any(weight.adapter for weight in trained.weights):
         raise InputError(
             f"{trained.checkpoint}: its recipe has no lora, so there is no adapter to write; leave "
             f"--adapter out to write the whole model"
@@ -50,7 +50,7 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     with new_folder(target) as folder:
         tensors, loras = _adapters(trained)
         saved = _outermost(_changed_modules(trained))
-        tensors |= _whole_modules(trained, saved)
+        tensors |= _tensors_of(trained, saved)
         config = folder / "adapter_config.json"
         # Absolute: a relative one would be looked up from wherever it is loaded.
         base = str(Path(trained.recipe.init_from or "").absolute())
@@ -58,40 +58,40 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
         weights = folder / "adapter_model.safetensors"
         save_file(tensors, weights, metadata={"format": "pt"})
         shutil.copymode(config, weights)  # else only its owner may read it
-    trained.tell_what_is_left_out()
+    trained.print_left_out()
 
 
 def _adapters(trained: TrainedModel) -> tuple[dict[str, Tensor], dict[str, LoRA]]:
-    """The adapters' matrices under peft's keys, and by adapted module in transformers its sizes."""
+    """Return the adapters' matrices under peft's keys, and the LoRA settings by adapted module."""
     ours = trained.read(trained.weights, only_adapters=True)
     tensors: dict[str, Tensor] = {}
     loras: dict[str, LoRA] = {}
-    for one in trained.weights:
-        if one.adapter is None:
+    for weight in trained.weights:
+        if (adapter := weight.adapter) is None:
             continue
-        for source, lora_b in one.weight.split(ours[one.adapter.lora_b]).items():
-            module = _owner(source.key)
+        for source, lora_b in weight.weight.split(ours[adapter.lora_b]).items():
+            module = _module_of(source.key)
             # Tensors of a file must not share memory.
-            tensors[f"{_PREFIX}{module}.lora_A.weight"] = ours[one.adapter.lora_a].clone()
+            tensors[f"{_PREFIX}{module}.lora_A.weight"] = ours[adapter.lora_a].clone()
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = lora_b
-            loras[module] = one.adapter.lora
+            loras[module] = adapter.lora
     return tensors, loras
 
 
-def _whole_modules(trained: TrainedModel, modules: list[str]) -> dict[str, Tensor]:
-    """Every tensor of modules in transformers, under peft's keys."""
-    inside = tuple(f"{module}." for module in modules)
-    weights = [one for one in trained.weights if one.weight.sources[0].key.startswith(inside)]
+def _tensors_of(trained: TrainedModel, modules: list[str]) -> dict[str, Tensor]:
+    """Return every tensor of modules in transformers, under peft's keys."""
+    prefixes = tuple(f"{module}." for module in modules)
+    weights = [w for w in trained.weights if w.weight.sources[0].key.startswith(prefixes)]
     ours = trained.read(weights)
     return {
         _PREFIX + key: tensor.contiguous()
-        for one in weights
-        for key, tensor in one.weight.unpack(ours[one.key]).items()
+        for weight in weights
+        for key, tensor in weight.weight.unpack(ours[weight.key]).items()
     }
 
 
 def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, Any]:
-    """As peft's `LoraConfig`. loras: by adapted module; saved: modules that are written whole."""
+    """Return peft's `LoraConfig`. loras: by adapted module; saved: modules written whole."""
     usual = next(iter(loras.values()))
     return {
         "peft_type": "LORA",
@@ -100,9 +100,9 @@ def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, An
         "inference_mode": True,
         "r": usual.rank,
         "lora_alpha": _number(usual.alpha),
-        "rank_pattern": {m: own.rank for m, own in loras.items() if own.rank != usual.rank},
+        "rank_pattern": {m: lora.rank for m, lora in loras.items() if lora.rank != usual.rank},
         "alpha_pattern": {
-            m: _number(own.alpha) for m, own in loras.items() if own.alpha != usual.alpha
+            m: _number(lora.alpha) for m, lora in loras.items() if lora.alpha != usual.alpha
         },
         # Whole paths: a tower's linears may be called like those of the language model.
         "target_modules": sorted(loras),
@@ -120,24 +120,24 @@ def _number(alpha: float) -> int | float:
     return int(alpha) if alpha.is_integer() else alpha
 
 
-def _owner(key: str) -> str:
-    """The module in transformers that a tensor belongs to."""
+def _module_of(key: str) -> str:
+    """Return the module in transformers that a tensor belongs to."""
     return key.rpartition(".")[0]
 
 
 def _outermost(modules: Iterable[str]) -> list[str]:
-    found: list[str] = []
+    outermost: list[str] = []
     for module in sorted(modules):
-        if not any(module.startswith(f"{other}.") for other in found):
-            found.append(module)
-    return found
+        if not any(module.startswith(f"{other}.") for other in outermost):
+            outermost.append(module)
+    return outermost
 
 
 def _changed_modules(trained: TrainedModel) -> set[str]:
-    """The modules in transformers whose own weights differ from those of the base model.
+    """Return the modules in transformers whose weights differ from those of the base model.
 
-    Which weights learned depends on all phases of a run, not on its last recipe alone. Raises
-    RecipeError where they are none of a projector's.
+    Which weights were trained depends on all phases of a run, not on its last recipe alone. Raises
+    RecipeError for weights that are not a projector's.
     """
     folder = trained.recipe.init_from
     if folder is None or not Path(folder).is_dir():
@@ -154,18 +154,18 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
     with counter_of("comparisons", len(shards)) as advance:
         for shard in shards:
             ours = trained.read(shard)
-            for one in shard:
-                rows = one.shape[0]
-                theirs = whole_tensor(one.weight, rows, base.checkpoint, one.dtype)
-                if torch.equal(ours.pop(one.key), theirs):
+            for weight in shard:
+                rows = weight.shape[0]
+                theirs = whole_tensor(weight.weight, rows, base.checkpoint, weight.dtype)
+                if torch.equal(ours.pop(weight.key), theirs):
                     continue
-                module = one.key.partition(".")[0]
-                if module != LANGUAGE and one.weight.name.startswith(
+                module = weight.key.partition(".")[0]
+                if module != LANGUAGE and weight.weight.name.startswith(
                     encoder_family(trained.recipe, module).PROJECTOR
                 ):
-                    modules |= {_owner(source.key) for source in one.weight.sources}
+                    modules |= {_module_of(source.key) for source in weight.weight.sources}
                 else:
-                    others.append(one.key)
+                    others.append(weight.key)
             advance()
     if others:
         raise RecipeError(

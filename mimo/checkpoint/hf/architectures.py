@@ -1,4 +1,4 @@
-"""The models that we read and write, and the names that their tensors have had on disk.
+"""The models that we read and write, and the names of their tensors on disk.
 
 A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the tensors in memory.
 On disk the names begin differently, depending on the version that wrote them.
@@ -26,12 +26,12 @@ LANGUAGE_MODEL = "model.language_model."
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """How names begin on disk, by how they begin in memory; the first match counts."""
+    """Prefixes of names on disk by those in memory; the first match counts."""
 
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def on_disk(self, key: str) -> str:
-        """The name on disk of the tensor with this name in memory."""
+        """Return the name on disk of the tensor with this name in memory."""
         for memory, disk in self.prefixes.items():
             if key.startswith(memory):
                 return disk + key.removeprefix(memory)
@@ -43,7 +43,7 @@ class Architecture:
     """A kind of model, as ``model_type`` in ``config.json``.
 
     language, encoder: families that compute it; a text-only model has no encoder. tower_prefixes,
-    language_prefix: how names of tensors begin in memory, except the head's. encoder_keys: recipe
+    language_prefix: of the names of tensors in memory, except the head's. encoder_keys: recipe
     keys of the encoder's section that follow from the chat template and the processor. layouts: the
     first is what transformers writes.
     """
@@ -57,39 +57,38 @@ class Architecture:
     language_prefix: str = LANGUAGE_MODEL
 
     def language_family(self) -> LanguageFamily:
-        """`mimo.families.languages.<family>`."""
+        """Return the module `mimo.families.languages.<family>`."""
         return cast("Any", importlib.import_module(f"mimo.families.languages.{self.language}"))
 
     def encoder_family(self) -> PublishedEncoderFamily:
-        """`encoders.<family>`."""
+        """Return the module `encoders.<family>`."""
         assert self.encoder is not None, f"{self.model_type} has no encoder"
         return cast("Any", importlib.import_module(f"encoders.{self.encoder}"))
 
     def tower_among(self, families: Mapping[str, object]) -> str | None:
-        """Which of a recipe's encoders belongs to this architecture; None if none does.
+        """Return the recipe's encoder that belongs to this architecture; None if there is none.
 
         It is the first whose family is this architecture's or is not given. families: by the
         encoder's name, in the recipe's order.
         """
-        own = (name for name, family in families.items() if family in (None, self.encoder))
-        return None if self.encoder is None else next(own, None)
+        matching = (name for name, family in families.items() if family in (None, self.encoder))
+        return None if self.encoder is None else next(matching, None)
 
     def tower_of(self, recipe: Recipe) -> str | None:
-        """The recipe's encoder that belongs to this architecture, if any; all others do not."""
-        return self.tower_among({name: one.family for name, one in recipe.encoders.items()})
+        """Return the recipe's encoder that belongs to this architecture, if any."""
+        return self.tower_among({name: part.family for name, part in recipe.encoders.items()})
 
     def weights(
         self, language: LanguageSettings, towers: Mapping[str, EncoderSettings]
     ) -> dict[str, list[Weight]]:
-        """Every parameter, by module. towers: settings, by name, of this architecture's encoder."""
-        ours = self.language_family().weights_in_hf(language)
-        found = {LANGUAGE: [self._renamed(weight) for weight in ours]}
+        """Return every parameter, by module. towers: settings of this architecture's encoder."""
+        weights = {LANGUAGE: [*map(self._renamed, self.language_family().weights_in_hf(language))]}
         for name, settings in towers.items():
-            found[name] = self.encoder_family().weights_in_hf(settings, language.hidden_size)
-        return found
+            weights[name] = self.encoder_family().weights_in_hf(settings, language.hidden_size)
+        return weights
 
     def weights_of(self, recipe: Recipe) -> dict[str, list[Weight]]:
-        """The same for those modules of a recipe that are part of this architecture.
+        """Return every parameter of those modules of a recipe that are in this architecture.
 
         Raises RecipeError for settings that are wrong.
         """
@@ -98,15 +97,17 @@ class Architecture:
         return self.weights(language_settings(recipe), towers)
 
     def _renamed(self, weight: Weight) -> Weight:
-        """With this model's names in memory; families use the names of a model with a tower."""
+        """Use this model's names in memory; families use the names of a model with a tower."""
         rename = KeyLayout({LANGUAGE_MODEL: self.language_prefix}).on_disk
-        sources = [replace(run.source, key=rename(run.source.key)) for run in weight.runs]
-        pairs = zip(weight.runs, sources, strict=True)
-        return replace(weight, runs=tuple(replace(run, source=own) for run, own in pairs))
+        runs = tuple(
+            replace(run, source=replace(run.source, key=rename(run.source.key)))
+            for run in weight.runs
+        )
+        return replace(weight, runs=runs)
 
 
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
-# The time of each frame stands before it, so each frame needs its own marks.
+# The time of each frame stands before it, so each frame needs marks of its own.
 _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
 _IN_MEMORY = KeyLayout()
 _GEMMA3 = {
@@ -117,71 +118,68 @@ _GEMMA3 = {
 }
 
 
-def _of_text(model_type: str, language: str) -> Architecture:
+def _text_only(model_type: str, language: str) -> Architecture:
     return Architecture(model_type, language, None, (), {}, (_IN_MEMORY,), "model.")
 
 
-ARCHITECTURES = {
-    one.model_type: one
-    for one in (
-        Architecture(
-            "qwen2_5_vl",
-            "qwen2_5",
-            "qwen_vl",
-            ("model.visual.",),
-            {**_IMAGE, "other_media": {"video": _VIDEO}},
-            (
-                # The published one.
-                KeyLayout({LANGUAGE_MODEL: "model.", "model.visual.": "visual."}),
-                _IN_MEMORY,
-            ),
+_ALL = (
+    Architecture(
+        model_type="qwen2_5_vl",
+        language="qwen2_5",
+        encoder="qwen_vl",
+        tower_prefixes=("model.visual.",),
+        encoder_keys={**_IMAGE, "other_media": {"video": _VIDEO}},
+        layouts=(
+            KeyLayout({LANGUAGE_MODEL: "model.", "model.visual.": "visual."}),  # as published
+            _IN_MEMORY,
         ),
-        Architecture(
-            "qwen3_vl",
-            "qwen3",
-            "qwen3_vl",
-            ("model.visual.",),
-            {**_IMAGE, "other_media": {"video": _TIMED_VIDEO}},
-            (_IN_MEMORY,),
+    ),
+    Architecture(
+        model_type="qwen3_vl",
+        language="qwen3",
+        encoder="qwen3_vl",
+        tower_prefixes=("model.visual.",),
+        encoder_keys={**_IMAGE, "other_media": {"video": _TIMED_VIDEO}},
+        layouts=(_IN_MEMORY,),
+    ),
+    Architecture(
+        model_type="gemma3",
+        language="gemma3",
+        encoder="gemma3",
+        tower_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
+        encoder_keys={
+            "placeholder": "<image_soft_token>",
+            "template_token": "<start_of_image>",
+            "item_text": "\n\n<start_of_image>{placeholder}<end_of_image>\n\n",
+        },
+        layouts=(
+            # Of transformers 5, as published, and of transformers 4.52.
+            KeyLayout(_GEMMA3),
+            KeyLayout(_GEMMA3 | {"model.vision_tower.": "vision_tower.vision_model."}),
+            KeyLayout({"model.vision_tower.": "model.vision_tower.vision_model."}),
+            _IN_MEMORY,
         ),
-        Architecture(
-            "gemma3",
-            "gemma3",
-            "gemma3",
-            ("model.vision_tower.", "model.multi_modal_projector."),
-            {
-                "placeholder": "<image_soft_token>",
-                "template_token": "<start_of_image>",
-                "item_text": "\n\n<start_of_image>{placeholder}<end_of_image>\n\n",
-            },
-            (
-                # Of transformers 5, the published one, and of transformers 4.52.
-                KeyLayout(_GEMMA3),
-                KeyLayout(_GEMMA3 | {"model.vision_tower.": "vision_tower.vision_model."}),
-                KeyLayout({"model.vision_tower.": "model.vision_tower.vision_model."}),
-                _IN_MEMORY,
-            ),
-        ),
-        _of_text("qwen2", "qwen2_5"),
-        _of_text("qwen3", "qwen3"),
-        _of_text("gemma3_text", "gemma3"),
-    )
-}
+    ),
+    _text_only("qwen2", "qwen2_5"),
+    _text_only("qwen3", "qwen3"),
+    _text_only("gemma3_text", "gemma3"),
+)
+ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 
 
 def architecture_of(model_type: object) -> Architecture:
-    """The architecture of this model type; any language model alone that transformers has is one.
+    """Return the architecture of a model type; any causal language model of transformers has one.
 
-    Raises ValueError for a model that we do not know.
+    Raises ValueError for an unknown model.
     """
     name = str(model_type)
-    if (found := ARCHITECTURES.get(name)) is not None:
-        return found
+    if (architecture := ARCHITECTURES.get(name)) is not None:
+        return architecture
     from transformers.models.auto import modeling_auto as auto  # late: it takes seconds to import
 
     with_items = name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not with_items:
-        return _of_text(name, "causal_lm")
+        return _text_only(name, "causal_lm")
     raise ValueError(
         f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported, and with "
         f"language.engine: fsdp every causal language model of text alone that transformers has"

@@ -1,4 +1,4 @@
-"""Initial."""
+"""The Hugging Face weights that a recipe starts from; `mimo convert from-hf`."""
 
 from __future__ import annotations
 
@@ -29,44 +29,23 @@ from mimo.families.registry import language_settings
 from mimo.families.wire import DTYPES, precision_of
 from mimo.runtime.progress import counter_of
 
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
 
 @dataclass(frozen=True)
 class InitialWeights:
     """A checkpoint to start from, and by module what its parameters consist of.
 
     weights: of the language model and the tower that are in the checkpoint. Further encoders of a
-    recipe are drawn freshly.
+    recipe are initialized randomly.
     """
 
     checkpoint: HFCheckpoint
     weights: Mapping[str, Sequence[Weight]]
 
 
-def original_tower(recipe: Recipe) -> InitialWeights | None:
-    """The tower of a checkpoint whose language model was trained alone; None where there is none.
-
-    Raises InputError where the folder is gone, and RecipeError where it does not fit.
-    """
-    if recipe.encoders or recipe.init_from is None:
-        return None
-    folder = Path(recipe.init_from)
-    if not folder.is_dir():
-        raise InputError(
-            f"init_from is {folder}, and no folder is there; the recipe has no encoders, so the "
-            f"weights of the tower are still to be read from it: put it back"
-        )
-    architecture, config = architecture_of_folder(folder), read_config(folder)
-    settings = tower_settings(architecture, config, folder)
-    if settings is None:
-        return None
-    tower = architecture.encoder_family().Settings(**settings)
-    weights = architecture.weights(language_settings(recipe), {DEFAULT_ENCODER: tower})
-    own = {DEFAULT_ENCODER: weights[DEFAULT_ENCODER]}
-    return InitialWeights(HFCheckpoint(folder, architecture, weights), own)
-
-
 def initial_weights(recipe: Recipe) -> InitialWeights | None:
-    """The weights in the folder that a recipe starts from; None where it names none.
+    """Return the weights in the folder that a recipe starts from; None if it names none.
 
     Reads configuration and headers. Raises RecipeError for a folder that does not fit.
     """
@@ -84,7 +63,30 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
         raise RecipeError(recipe.problem(("init_from",), first), *others) from error
 
 
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+def original_tower(recipe: Recipe) -> InitialWeights | None:
+    """Return the tower of a checkpoint whose language model was trained alone; None without one.
+
+    Raises InputError if the folder is gone, and RecipeError if it does not fit.
+    """
+    if recipe.encoders or recipe.init_from is None:
+        return None
+    folder = Path(recipe.init_from)
+    if not folder.is_dir():
+        raise InputError(
+            f"init_from is {folder}, and no folder is there; the recipe has no encoders, so the "
+            f"weights of the tower are still to be read from it: put it back"
+        )
+    architecture, config = architecture_of_folder(folder), read_config(folder)
+    settings = tower_settings(architecture, config, folder)
+    if settings is None:
+        return None
+    tower = architecture.encoder_family().Settings(**settings)
+    weights = architecture.weights(language_settings(recipe), {DEFAULT_ENCODER: tower})
+    checkpoint = HFCheckpoint(folder, architecture, weights)
+    return InitialWeights(checkpoint, {DEFAULT_ENCODER: weights[DEFAULT_ENCODER]})
+
+
+# ------------------------------------------------------------------------------ from-hf
 
 
 def convert_from_hf(source: Path, target: Path) -> None:
@@ -122,9 +124,9 @@ def convert_from_hf(source: Path, target: Path) -> None:
 
 
 def minimal_recipe(source: Path) -> Recipe:
-    """A recipe with the families and sizes of a folder; data and steps are left to others.
+    """Return a recipe with the families and sizes of a folder, and stand-ins for data and steps.
 
-    Raises InputError for a folder that is no checkpoint of a model that we know.
+    Raises InputError for a folder that is no checkpoint of a known model.
     """
     if not source.is_dir():
         raise InputError(f"{source}: no such folder; give a checkpoint in Hugging Face format")
@@ -144,13 +146,13 @@ def minimal_recipe(source: Path) -> Recipe:
 def whole_tensor(
     weight: Weight, num_rows: int, checkpoint: HFCheckpoint, dtype: torch.dtype
 ) -> Tensor:
-    """Our parameter (num_rows, ...) with zeros for rows of padding."""
-    own = torch.zeros(_shape(weight, num_rows), dtype=dtype)
+    """Return our parameter (num_rows, ...), with zeros for padding rows."""
+    tensor = torch.zeros(_shape(weight, num_rows), dtype=dtype)
     position = 0
     for run in weight.runs:
-        own[position : position + run.count].copy_(checkpoint.matrix(run))
+        tensor[position : position + run.count].copy_(checkpoint.matrix(run))
         position += run.count
-    return own
+    return tensor
 
 
 def _shape(weight: Weight, num_rows: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Recipes."""
+"""Recipes that start from a Hugging Face folder: what they leave out is filled in from it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mimo.families.hf_config import Config, processor_class, read_config, read_j
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
 DEFAULT_ENCODER = "vision"
 _UNREAD = "unread"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """`mimo.config.schema.read_recipe`, completed. Raises RecipeError."""
+    """Read and complete a recipe, see `mimo.config.schema.read_recipe`. Raises RecipeError."""
     return read_recipe(path, overrides, fill_recipe)
 
 
 def load_phases(
     path: Path, overrides: Sequence[str] = (), sections: Mapping[str, Path] | None = None
 ) -> PhasedRecipe:
-    """`mimo.config.phases.read_phases`, completed. Raises RecipeError."""
+    """Read and complete phases, see `mimo.config.phases.read_phases`. Raises RecipeError."""
     return read_phases(path, overrides, fill_recipe, sections)
 
 
@@ -40,28 +40,27 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     """Complete a recipe's plain data in place from the folder that ``init_from`` names.
 
     A Hub id (``org/name``) becomes its folder in the local cache; nothing is downloaded.
-    What the recipe says stands. One without ``encoders`` gets one for images; ``encoders: {}``
-    means the language model alone. A resolved recipe (from a run) no longer needs the folder. The
+    Values in the recipe win. Without ``encoders`` it gets one for images; ``encoders: {}`` means
+    the language model alone. A resolved recipe (from a run) no longer needs the folder. The
     folder's tower is the first encoder that names no family, or the folder's family; the others
-    must name a family and give their settings. Yields the location and the message of every
-    problem.
+    must name a family and give their settings. Yields location and message of every problem.
     """
-    given = data.get("init_from")
-    if given is None:
+    init_from = data.get("init_from")
+    if init_from is None:
         return
-    if not isinstance(given, str):
-        _stand_in(data)
+    if not isinstance(init_from, str):
+        _add_stand_ins(data)
         return  # the schema reports it
-    folder = Path(given)
-    if not folder.is_dir() and (cached := _in_cache(given)) is not None:
+    folder = Path(init_from)
+    if not folder.is_dir() and (cached := _in_cache(init_from)) is not None:
         folder, data["init_from"] = cached, str(cached)
     if not folder.is_dir() and _section(data, "language").get("model"):
         return  # resolved
     try:
         if not folder.is_dir():
             hint = "give a checkpoint in Hugging Face format"
-            if _HUB_ID.fullmatch(given):
-                hint += f"; if this is the id of one, run `hf download {given}` first"
+            if _HUB_ID.fullmatch(init_from):
+                hint += f"; if this is the id of one, run `hf download {init_from}` first"
             raise InputError(f"{folder}: no such folder; {hint}")
         config = read_config(folder)
         architecture = architecture_of(config.get("model_type"))
@@ -73,7 +72,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         # An InputError names the file.
         yield ("init_from",), reason if isinstance(error, InputError) else f"{folder}: {reason}"
-        _stand_in(data)
+        _add_stand_ins(data)
         return
     section = _section(data, "language")
     yield from _fill_module(("language",), section, architecture.language, language)
@@ -86,26 +85,26 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             yield ("encoders", name), message + "encoders out"
         return
     sections = {name: _section(encoders, name) for name in encoders}
+    families = {name: section.get("family") for name, section in sections.items()}
     # If none is of the folder's family, the first is meant, and the messages say so.
-    own = architecture.tower_among({name: one.get("family") for name, one in sections.items()})
-    own = next(iter(sections), None) if own is None else own
+    tower_name = architecture.tower_among(families) or next(iter(sections), None)
     for name, section in sections.items():
-        if name == own:
+        if name == tower_name:
             yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
             for key, value in architecture.encoder_keys.items():
                 section.setdefault(key, copy.deepcopy(value))
         elif isinstance(encoders[name], dict) and section.get("family") is None:
             message = (
-                f"this key is required: the encoder that init_from holds is encoders.{own}, and "
-                f"every other one has a family and a model of its own (or name further media of "
-                f"the same encoder in encoders.{own}.other_media)"
+                f"this key is required: the encoder that init_from holds is encoders.{tower_name}, "
+                f"and every other one has a family and a model of its own (or name further media "
+                f"of the same encoder in encoders.{tower_name}.other_media)"
             )
             yield ("encoders", name, "family"), message
             section["family"] = _UNREAD  # so that it is not reported twice
 
 
 def _in_cache(name: str) -> Path | None:
-    """The folder of a Hub id in the cache of Hugging Face; None if it is none, or not there."""
+    """Return the folder of a Hub id in the local cache of Hugging Face; None if there is none."""
     if not _HUB_ID.fullmatch(name):
         return None
     from huggingface_hub import snapshot_download
@@ -120,7 +119,7 @@ def _in_cache(name: str) -> Path | None:
 def tower_settings(
     architecture: Architecture, config: Config, folder: Path
 ) -> dict[str, Any] | None:
-    """Recipe keys under ``model`` for the tower of a folder; None if the model has no tower.
+    """Return the recipe keys under ``model`` for the tower of a folder; None if it has no tower.
 
     Raises ValueError or KeyError for what we do not compute.
     """
@@ -129,20 +128,8 @@ def tower_settings(
     return architecture.encoder_family().settings_from_hf(config, read_processors(folder))
 
 
-def _stand_in(data: dict[str, Any]) -> None:
-    """Fill in, in place, what only the folder could say, so that it is not also reported missing.
-
-    The recipe is refused anyway.
-    """
-    _section(data, "data").setdefault("tokenizer", _UNREAD)
-    encoders = data.get("encoders")
-    for section in encoders.values() if isinstance(encoders, dict) else ():
-        if isinstance(section, dict):
-            section.setdefault("family", _UNREAD)
-
-
 def architecture_of_folder(folder: Path) -> Architecture:
-    """The architecture of a folder. Raises InputError unless it configures a model that we know."""
+    """Return the architecture of a folder. Raises InputError if it is no known model."""
     try:
         return architecture_of(read_config(folder).get("model_type"))
     except StartError:
@@ -151,8 +138,17 @@ def architecture_of_folder(folder: Path) -> Architecture:
         raise InputError(f"{folder / 'config.json'}: {error}") from error
 
 
+def _add_stand_ins(data: dict[str, Any]) -> None:
+    """Fill in what only the folder has, so that a refused recipe is not also called incomplete."""
+    _section(data, "data").setdefault("tokenizer", _UNREAD)
+    encoders = data.get("encoders")
+    for section in encoders.values() if isinstance(encoders, dict) else ():
+        if isinstance(section, dict):
+            section.setdefault("family", _UNREAD)
+
+
 def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
-    """A mapping inside a recipe, made if it is absent; a value of a wrong type is left alone."""
+    """Return a mapping inside a recipe, made if absent; a value of a wrong type is left alone."""
     if data.get(key) is None:
         data[key] = {}
     return data[key] if isinstance(data[key], dict) else {}
@@ -167,49 +163,39 @@ def _fill_module(
             f"got {section['family']!r}, but init_from holds {family!r}; leave the key out",
         )
         return
-    own = _section(section, "model")
+    model = _section(section, "model")
     for key, value in settings.items():
-        own.setdefault(key, copy.deepcopy(value))
+        model.setdefault(key, copy.deepcopy(value))
 
 
 def transformers_config(recipe: Recipe) -> PretrainedConfig:
-    """Of the whole model in the folder of `init_from`. No code of the folder is run.
+    """Return the configuration of the whole model in the folder of `init_from`.
 
-    Raises RecipeError for a folder whose model is code in it, or that transformers does not know.
+    Raises RecipeError for a model that is code in the folder, or that transformers does not know.
     """
     from transformers import AutoConfig  # late: it takes seconds to import
 
-    assert recipe.init_from is not None, "checked with the layout"
-    folder = Path(recipe.init_from)
-    if "auto_map" in read_json(folder / "config.json"):
-        raise RecipeError(
-            recipe.problem(
-                ("init_from",),
-                f"{folder}: config.json has auto_map: the model is code of its own, which is not "
-                f"run; give a model that transformers itself has, or set engine: megatron",
-            )
-        )
+    folder = Path(recipe.init_from or "")
     try:
-        return AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
+        if "auto_map" in read_json(folder / "config.json"):
+            raise ValueError(
+                "config.json has auto_map: the model is code of its own, which is not run; give a "
+                "model that transformers itself has, or set engine: megatron"
+            )
+        return AutoConfig.from_pretrained(str(folder), **_LOCAL)
     except (OSError, ValueError, KeyError) as error:
-        raise kind_of(error, RecipeError)(
-            recipe.problem(("init_from",), f"{folder}: {error}")
-        ) from error
+        problem = recipe.problem(("init_from",), f"{folder}: {error}")
+        raise kind_of(error, RecipeError)(problem) from error
 
 
 def load_processor(directory: str | Path) -> Any:
-    """As `AutoProcessor.from_pretrained`, but images are prepared by pillow, videos not at all.
+    """Return `AutoProcessor.from_pretrained` with pillow for images and without videos.
 
-    On every machine alike: where torchvision is installed, transformers prepares images by it, with
-    other rounding; where it is not, there is no processor for videos, which those of the Qwen
-    families ask for. Never downloads anything.
+    So images are prepared alike on every machine: with torchvision, transformers would round
+    otherwise, and without it there is no processor for videos, which the Qwen families ask for.
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    where["pretrained_model_name_or_path"] = str(directory)
     base = processor_class(directory)
 
     class ImagesOnly(base):
@@ -219,8 +205,8 @@ def load_processor(directory: str | Path) -> Any:
             return super().check_argument_for_proper_class(argument_name, argument)
 
     parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(**where, backend="pil"),
-        "tokenizer": AutoTokenizer.from_pretrained(**where),
+        "image_processor": AutoImageProcessor.from_pretrained(directory, backend="pil", **_LOCAL),
+        "tokenizer": AutoTokenizer.from_pretrained(directory, **_LOCAL),
     }
-    settings, _ = base.get_processor_dict(**where)
+    settings, _ = base.get_processor_dict(directory, **_LOCAL)
     return ImagesOnly.from_args_and_dict([parts.get(n) for n in base.get_attributes()], settings)
