@@ -22,7 +22,7 @@ KNOW_AUDIO = {
     "data/modalities/audio.py",
     "encoders/whisper.py",
     "data/text/forms.py",
-    "data/pack/shards.py",
+    "data/pack.py",
 }
 
 PIXEL_WORDS = {"image_size", "PIL", "row_pixels", "item_width", "item_height"}
@@ -30,7 +30,7 @@ PIXEL_WORDS = {"image_size", "PIL", "row_pixels", "item_width", "item_height"}
 # transformers' own processors, whose keys are about images.
 KNOW_PIXELS = (
     "data/modalities/",
-    "data/pack/",
+    "data/pack.py",
     "data/__init__.py",
     "encoders/",
     "mimo/check/parity/",

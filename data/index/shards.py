@@ -182,9 +182,8 @@ class ShardFile:
                     break
                 data += more
         elif self._cache is not None and self.shard.version:
-            data = self._cache.read(
-                f"{self.path}\0{self.shard.version}", self.shard.size, offset, size, self._read_url
-            )
+            name = f"{self.path}\0{self.shard.version}"
+            data = self._cache.read(name, self.shard.size, offset, size, self._read_url)
         else:
             data = self._read_url(offset, size)
         if len(data) < size:
@@ -216,10 +215,11 @@ class ShardFile:
         return remote.describe(self.path) if self._file < 0 else _state(os.fstat(self._file))
 
     def _read_url(self, offset: int, size: int) -> bytes:
-        data, now = remote.read(self.path, offset, size)
-        if now is not None:
-            self._compare(now)
-        return data
+        try:
+            return remote.read(self.path, self.shard.version, offset, size)
+        except remote.ChangedError:
+            self.check()
+            raise
 
     def stream(self) -> ShardStream:
         """The shard as a file with a position."""

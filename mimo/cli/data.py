@@ -71,7 +71,7 @@ def data_pack(
     ] = False,
 ) -> int | None:
     """Convert JSON, JSON Lines or Parquet, and the files that rows name, into shards."""
-    from data.pack.shards import ShardSize, pack
+    from data.pack import ShardSize, pack
 
     try:
         with progress_of("packing") as progress:

@@ -44,6 +44,9 @@ class FileServer:
         if data is None:
             return web.Response(status=404)
         etag = {"ETag": f'"{hashlib.md5(data).hexdigest()}"'} if self.sends_etags else {}
+        wanted = request.headers.get("If-Match")
+        if wanted and etag and wanted != etag["ETag"]:
+            return web.Response(status=412)
         if fault == "whole" or not given:
             return web.Response(body=data, headers=etag)
         first, last = (int(end) for end in given.removeprefix("bytes=").split("-"))
@@ -52,12 +55,11 @@ class FileServer:
                 status=416, headers={"Content-Range": f"bytes */{len(data)}", **etag}
             )
         last = min(last, len(data) - 1)
-        shift = 512 if fault == "shifted" else 0
-        body = data[first + shift : last + 1 + shift]
+        body = data[first : last + 1]
         if fault == "short":
             body = body[:-1]
         headers = {
-            "Content-Range": f"bytes {first + shift}-{last + shift}/{len(data)}",
+            "Content-Range": f"bytes {first}-{last}/{len(data)}",
             "Content-Length": str(last + 1 - first - (fault == "short")),
             **etag,
         }

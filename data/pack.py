@@ -1,4 +1,4 @@
-"""Packs rows and their files into shards, which appear once all are written.
+"""Convert JSON, JSON Lines and Parquet with their files into shards, all or none.
 
 Equal rows give equal bytes.
 """
@@ -6,26 +6,163 @@ Equal rows give equal bytes.
 from __future__ import annotations
 
 import base64
+import codecs
+import glob
 import io
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from data.index.shards import pattern_root
 from data.index.tar_shards import MAX_JSON_BYTES
 from data.modalities.audio import AudioClips
 from data.modalities.image_files import image_size
-from data.pack.rows import Row, find_files, read_rows
-from data.text.forms import Embedded, parse_messages, read_chat
+from data.text.forms import Embedded, parse_messages, read_chat, unique_keys
 from data.text.messages import ROLES, mentions, short_text
 
+_MAX_LINE = 64 * 2**20  # bytes
+_MAX_ARRAY = 2**30  # bytes
+_BATCH = 16  # rows of Parquet that are in memory, beside the row group they come from
+_SUFFIXES = (".json", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Row:
+    """number: in its file, from 1; of JSON Lines, the line. problem: why there is no document.
+
+    done: how far this is in its file, as a share of its bytes or rows.
+    """
+
+    file: str
+    number: int
+    document: Any
+    done: float
+    problem: str = ""
+
+
+def find_files(source: str) -> tuple[list[str], Path]:
+    """The files that a path, a folder of Parquet files or a glob pattern names, and their folder.
+
+    Raises ValueError when there are none, or some are of another kind.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files, folder = [str(one) for one in path.rglob("*.parquet")], path
+    else:
+        found = [source] if path.is_file() else glob.glob(source, recursive=True)
+        files, folder = [one for one in found if os.path.isfile(one)], Path(pattern_root(source))
+    wrong = [one for one in files if not one.lower().endswith(_SUFFIXES)]
+    if wrong or not files:
+        raise ValueError(
+            f"{wrong[0] if wrong else source!r}: need a file or pattern that ends with "
+            f"{', '.join(_SUFFIXES)}, or a folder with Parquet files"
+        )
+    return sorted(files), folder
+
+
+def read_rows(file: str) -> Iterator[Row]:
+    """The rows of a file. Raises ValueError where it cannot be read any further."""
+    try:
+        if file.lower().endswith(".parquet"):
+            yield from _of_parquet(file)
+            return
+        with open(file, "rb") as opened:
+            is_array = opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            opened.seek(0)
+            yield from (_of_array if is_array else _of_lines)(opened, file)
+    except OSError as error:  # pyarrow's own errors are OSError or ValueError
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _of_lines(opened: IO[bytes], file: str) -> Iterator[Row]:
+    size, number = os.path.getsize(file), 0
+    while line := opened.readline(_MAX_LINE + 1):
+        number += 1
+        document, problem = None, ""
+        if len(line) > _MAX_LINE:
+            problem = f"has more than {_MAX_LINE >> 20} MiB"
+            while line and not line.endswith(b"\n"):
+                line = opened.readline(_MAX_LINE)
+        elif not line.strip():
+            continue
+        else:
+            try:
+                document = json.loads(line, object_pairs_hook=unique_keys)
+            except (ValueError, RecursionError) as error:
+                problem = f"malformed JSON: {error}"
+        yield Row(file, number, document, opened.tell() / size, problem)
+
+
+def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
+    """The elements of an array; the file is in memory as a text, and one element of it decoded.
+
+    With its text, which takes up to four times its bytes, it has a limit.
+    """
+    if (size := os.path.getsize(file)) > _MAX_ARRAY:
+        raise ValueError(
+            f"{file}: an array of {size >> 20} MiB would have to be in memory as a whole, at most "
+            f"{_MAX_ARRAY >> 20} are read; write one row to a line (JSON Lines), or several files"
+        )
+    number, problems = 0, list[str]()  # of an element, which ends where it ends all the same
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        try:
+            return unique_keys(pairs)
+        except ValueError as error:
+            problems.append(str(error))
+            return {}
+
+    decoder = json.JSONDecoder(object_pairs_hook=read_object)
+    try:
+        text = opened.read().decode("utf-8-sig")
+        place, mark = _behind_space(text, 0), "["
+        while text[place : place + 1] == mark:
+            place = _behind_space(text, place + 1)
+            if mark == "[" and text[place : place + 1] == "]":
+                return
+            problems.clear()
+            document, place = decoder.raw_decode(text, place)
+            number += 1
+            yield Row(file, number, document, place / len(text), "; ".join(problems[:1]))
+            place, mark = _behind_space(text, place), ","
+        if text[place : place + 1] != "]":
+            raise ValueError("no comma or end of the array")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file}, after element {number}: {error}; nothing after it was read"
+        ) from error
+
+
+def _behind_space(text: str, place: int) -> int:
+    while text[place : place + 1].isspace():
+        place += 1
+    return place
+
+
+def _of_parquet(file: str) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as opened:
+            rows = max(opened.metadata.num_rows, 1)
+            for batch in opened.iter_batches(batch_size=_BATCH, use_threads=False):
+                for document in batch.to_pylist():
+                    number += 1
+                    yield Row(file, number, document, number / rows)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file}, after row {number}: it cannot be read: {error}") from error
+
+
 BAD_SAMPLES = "bad_samples.jsonl"
-_SHARD = "shard-{:06d}.tar"
 _OURS = re.compile(r"shard-\d{6,}\.tar|bad_samples\.jsonl")
 _UNFINISHED = ".packing"  # folder of the shards until all are written
 _MAX_FILE = 256 * 2**20  # bytes
@@ -88,13 +225,21 @@ def pack(
     Raises ValueError for a folder that is not empty, a source that cannot be read on, or too many
     bad rows. Then no shard is added or replaced, and only the list of bad rows is left.
     """
+    from webdataset import ShardWriter  # late: it imports torch
+
     files, folder = find_files(source)
     media = MediaFolder(folder if media_root is None else media_root)
     out.mkdir(parents=True, exist_ok=True)
     if not overwrite and {path.name for path in out.iterdir()} - {BAD_SAMPLES, _UNFINISHED}:
         raise ValueError(f"{out} is not empty: give another folder, or --overwrite")
     packed, rows = Packed(), 0
-    with _all_or_nothing(out) as folder, _Writer(folder, size, packed) as writer:
+    # Fixed owner and time: equal rows give equal bytes.
+    fixed = {"encoder": False, "mtime": 0, "user": "data", "group": "data"}
+    most = size.samples or sys.maxsize
+    with (
+        _all_or_nothing(out) as folder,
+        ShardWriter(f"{folder}/shard-%06d.tar", most, sys.maxsize, verbose=0, **fixed) as writer,
+    ):
         for number, file in enumerate(files):
             for row in read_rows(file):
                 try:
@@ -103,7 +248,8 @@ def pack(
                     _list_bad(folder, row, str(error), packed)
                 else:
                     packed.files += len(sample) - 2
-                    writer.write(sample)
+                    packed.samples += 1
+                    _write(writer, sample, size.bytes)
                 rows += 1
                 if packed.bad > max_bad_fraction * max(rows, _ENOUGH_ROWS):
                     raise _too_many(packed, rows, max_bad_fraction, out)
@@ -111,7 +257,18 @@ def pack(
                     progress(int(1000 * (number + row.done)), 1000 * len(files))
         if packed.bad > max_bad_fraction * rows or not packed.samples:
             raise _too_many(packed, rows, max_bad_fraction, out)
+        packed.shards = writer.shard
     return packed
+
+
+def _write(writer: Any, sample: dict[str, str | bytes], limit: int | None) -> None:
+    """Write a sample, into the next shard if this one would have more bytes than ``limit``."""
+    members = [value for value in sample.values() if isinstance(value, bytes)]
+    num_bytes = sum(_TAR_BLOCK - -len(one) // _TAR_BLOCK * _TAR_BLOCK for one in members)
+    if writer.count and limit and writer.size + num_bytes > limit:
+        writer.next_stream()
+    writer.write(sample)
+    writer.size = num_bytes + (writer.size - sum(map(len, members)))  # whole blocks and headers
 
 
 @contextmanager
@@ -235,40 +392,3 @@ class MediaFolder:
                 return file.read(_MAX_FILE + 1)
         except OSError as error:
             raise ValueError(f"{given!r} cannot be read: {error}") from error
-
-
-class _Writer:
-    """Writes numbered shards into a folder. packed: counts samples and shards."""
-
-    def __init__(self, folder: Path, size: ShardSize, packed: Packed) -> None:
-        self._folder, self._size, self._packed = folder, size, packed
-        self._tar: Any = None
-        self._samples = self._bytes = 0
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def write(self, sample: dict[str, str | bytes]) -> None:
-        from webdataset.writer import TarWriter  # here: it imports torch
-
-        members = [value for value in sample.values() if isinstance(value, bytes)]
-        size = sum(_TAR_BLOCK - -len(one) // _TAR_BLOCK * _TAR_BLOCK for one in members)
-        limits = ((self._samples + 1, self._size.samples), (self._bytes + size, self._size.bytes))
-        if self._samples and any(limit and value > limit for value, limit in limits):
-            self._end()
-        if self._tar is None:
-            path = self._folder / _SHARD.format(self._packed.shards)
-            # Fixed owner and time: equal rows give equal bytes.
-            self._tar = TarWriter(str(path), encoder=False, mtime=0, user="data", group="data")
-            self._packed.shards += 1
-        self._tar.write(sample)
-        self._samples, self._bytes = self._samples + 1, self._bytes + size
-        self._packed.samples += 1
-
-    def _end(self) -> None:
-        if self._tar is not None:
-            self._tar.close()
-        self._tar, self._samples, self._bytes = None, 0, 0

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from data import pack as rows
 from data.index.reader import SampleReader
 from data.index.samples import Processors
 from data.index.store import build_index
 from data.modalities.audio import wav_bytes
-from data.pack import rows
-from data.pack.shards import ShardSize, pack
+from data.pack import ShardSize, pack
 from data.text.chat import ChatTokenizer
 from mimo.cli.main import app
 

@@ -1,1 +1,0 @@
-"""Data sets in other layouts, packed into shards."""
