@@ -245,7 +245,7 @@ class Trainer:
 
     def shards(self) -> list[Any]:
         """Weights and gradients of this rank, for `tiny.assemble`."""
-        from mimo.check.verify.run import WatchedSteps
+        from mimo.check.steps import WatchedSteps
 
         modules = {"language": self.module()}
         watched = WatchedSteps(modules, dist.get_rank())

@@ -224,7 +224,7 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     """This rank's part of every gradient, as `tiny.assemble` takes it."""
     import torch.distributed as dist
 
-    from mimo.check.verify.run import WatchedSteps
+    from mimo.check.steps import WatchedSteps
     from mimo.engines.megatron.checkpoint import gradient_pieces
     from mimo.engines.megatron.module import MegatronModule
 

@@ -33,7 +33,8 @@ KNOW_PIXELS = (
     "data/pack.py",
     "data/__init__.py",
     "encoders/",
-    "mimo/check/parity/",
+    "mimo/check/points.py",
+    "mimo/check/workload.py",
     "mimo/checkpoint/hf/",
 )
 

@@ -1,1 +1,1 @@
-"""Comparisons: a layout with one rank, our model with transformers, a step with itself."""
+"""Comparisons of a layout with one rank, of our models with transformers, of a step with itself."""

@@ -1,8 +1,8 @@
-"""`mimo replay`: one step of a run again, alone on one rank, with statistics of every layer.
+"""`mimo replay`: repeat one step of a run on one rank, with statistics of every layer.
 
-The samples are those that the step had, whatever the layout: they follow from the order of samples
-and from what the run had used of it. Losses are summed over samples, so that of one rank is the
-run's own, up to rounding, if the weights are those that the step began with.
+The samples are those of the step, whatever the layout: they follow from the order of samples and
+from how much of it the run had used. With the weights that the step began with, the loss is the
+run's, up to rounding. Layers have the names of the checkpoint format, in either engine.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
-from rich.console import Console
-from rich.table import Table
+import torch
+from torch import Tensor, nn
 
-from mimo.check.layer_statistics import WatchedLayers
+from mimo.check.report import open_console, print_table, write_json
 from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.hf.initial import initial_weights
@@ -26,8 +26,10 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.load import load_checkpoint
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.config.phases import PHASE_FOLDER
-from mimo.config.schema import Recipe
+from mimo.config.schema import LANGUAGE, Recipe
 from mimo.device import gpu_memory, machine_memory
+from mimo.engines.contract import Module
+from mimo.engines.fsdp.module import FsdpModule
 from mimo.errors import InputError
 from mimo.generate.one_rank import join_world_of_one, one_rank_recipe
 from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
@@ -48,16 +50,16 @@ from mimo.train.step import train_step
 from mimo.train.times import StepTimes
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)\..*")
-_WIDTH = 120  # of the table at least, also where output is no terminal
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step was again.
+    """The results of a repeated step.
 
-    weights: the checkpoint; None for those that the run began with. updates_before: the step, that
-    they are behind it; negative if ahead. loss: per token. logged: the run's own line, if there is
-    one. activations: by layer. gradients: by parameter, before clipping.
+    weights: the checkpoint; None for the weights that the run began with. updates_before: updates
+    between these weights and the step; negative if they are later. loss: per token. logged: the
+    run's line in `metrics.jsonl`, if it has one. activations: by layer. gradients: by parameter,
+    before clipping.
     """
 
     step: int
@@ -74,27 +76,26 @@ class Replay:
 def replay(run: Path, step: int, checkpoint: Path | None = None) -> Replay:
     """Run the batch of ``step``, as `metrics.jsonl` numbers it, forward and backward on one rank.
 
-    run: a run's folder, or that of one phase. checkpoint: with whose weights; else those of the
-    nearest checkpoint that is not after the step, or those that the run began with.
-    Raises InputError where that is not known, or where the samples are not those of the step any
-    more, because data or recipe have changed.
+    run: a run's folder, or that of one phase. checkpoint: where the weights come from; else the
+    nearest checkpoint before the step, or the weights that the run began with.
+    Raises InputError if there are no weights, or if data or recipe have changed since.
     """
-    near, recipe = _nearest(run, step), _recipe_of_step(run, step)
-    weights = checkpoint or near
+    nearest, recipe = _nearest_checkpoint(run, step), _recipe_of_step(run, step)
+    weights = checkpoint or nearest
     if step >= recipe.train.steps:
         raise InputError(f"--step {step}: the run has steps 0 to {recipe.train.steps - 1}")
     if weights is None and PHASE_FOLDER.fullmatch(run.name):
         raise InputError(
-            f"--step {step}: no checkpoint of {run} is old enough, and a phase begins with the "
+            f"--step {step}: no checkpoint of {run} is before it, and a phase begins with the "
             f"weights of another; name a checkpoint with --checkpoint"
         )
     join_world_of_one()
     trainer = _trainer(recipe, run, weights)
     dataset = open_dataset(trainer.recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    progress = Progress(0, 0) if near is None else read_progress(near)
+    progress = Progress(0, 0) if nearest is None else read_progress(nearest)
     dataset, progress, _ = continue_order(dataset, progress)
-    watched = WatchedLayers(trainer.model.modules)
+    watched = _WatchedLayers(trainer.model.modules)
     with changed_shards_named():
         result = _step(trainer, dataset, progress, step, watched)
     assert watched.plan is not None
@@ -109,39 +110,39 @@ def replay(run: Path, step: int, checkpoint: Path | None = None) -> Replay:
         result.grad_norm,
         logged,
         samples,
-        {name: one.result() for name, one in watched.activations.items()},
-        {name: one.result() for name, one in watched.gradients.items()},
+        {name: statistics.result() for name, statistics in watched.activations.items()},
+        {name: statistics.result() for name, statistics in watched.gradients.items()},
     )
 
 
 def _checkpoints(run: Path) -> dict[int, Path]:
-    """Those of a run, by the number of steps that they have behind them."""
-    found = (path.parent for path in (run / "checkpoints").glob("step_*/progress.json"))
-    return dict(sorted((read_progress(path).step, path) for path in found))
+    """Return the checkpoints of a run by their number of steps, ascending."""
+    paths = (path.parent for path in (run / "checkpoints").glob("step_*/progress.json"))
+    return dict(sorted((read_progress(path).step, path) for path in paths))
 
 
-def _nearest(run: Path, step: int) -> Path | None:
+def _nearest_checkpoint(run: Path, step: int) -> Path | None:
     if not (run / "recipe.yaml").is_file():
-        raise InputError(f"{run}: no run is there; give its folder, or that of one of its phases")
+        raise InputError(f"{run}: no run in this folder; give a run's folder, or that of one phase")
     earlier = [path for done, path in _checkpoints(run).items() if done <= step]
     return earlier[-1] if earlier else None
 
 
 def _recipe_of_step(run: Path, step: int) -> Recipe:
-    """The recipe that the step was done with: a resumed run may have another."""
+    """Return the recipe of the step: a resumed run may have another later."""
     later = [path for done, path in _checkpoints(run).items() if done > step]
     return recipe_of(later[0]) if later else load_recipe(run / "recipe.yaml")
 
 
 def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
     alone = one_rank_recipe(recipe, freeze=False)
-    # Nothing is kept of an update. A microbatch at a time is what one rank has room for.
+    # The update is thrown away. Encoders run microbatch by microbatch to save memory.
     settings = {"optimizer": "sgd", "distributed_optimizer": False, "overlap_param_gather": "auto"}
-    together = {"placement": "colocated", "encode_group": 1}
+    colocated = {"placement": "colocated", "encode_group": 1}
     alone = alone.model_copy(
         update={
             "train": alone.train.model_copy(update=settings),
-            "encoders": {n: one.model_copy(update=together) for n, one in alone.encoders.items()},
+            "encoders": {n: e.model_copy(update=colocated) for n, e in alone.encoders.items()},
         }
     )
     layout = build_layout(alone, 1)
@@ -157,7 +158,7 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
 def _step(
     trainer: Trainer, dataset: Dataset, progress: Progress, step: int, watched: StepObserver
 ) -> StepResult:
-    """progress: where the run stood at some time before the step."""
+    """Run the step. progress: of the run at any time before it."""
     recipe, layout = trainer.recipe, trainer.topology.layout
     done = progress.step, progress.used
     used = step_planner(recipe, layout, dataset, done=done).used_before(step)
@@ -170,15 +171,15 @@ def _step(
 
 
 def _logged(run: Path, step: int) -> dict[str, Any] | None:
-    """The line of the step in the run's metrics."""
+    """Return the line of the step in the run's metrics."""
     path = run / METRICS
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            found = json.loads(line)
+            metrics = json.loads(line)
         except json.JSONDecodeError:
             continue  # the last line of a run that was killed while writing
-        if found["step"] == step and "loss" in found:
-            return found
+        if metrics["step"] == step and "loss" in metrics:
+            return metrics
     return None
 
 
@@ -189,79 +190,158 @@ def _check_same(
     samples: list[dict[str, Any]],
     logged: Mapping[str, Any] | None,
 ) -> None:
-    """Raise InputError if these are not the samples that the step had, as far as that is known."""
-    own = {"tokens": plan.num_tokens, "loss_tokens": plan.num_loss_tokens}
+    """Raise InputError if the step had other samples by its metrics or its kept batch."""
+    counts = {"tokens": plan.num_tokens, "loss_tokens": plan.num_loss_tokens}
     differs = [
         f"{name} {value}, not {logged[name]}"
-        for name, value in own.items()
+        for name, value in counts.items()
         if logged is not None and logged[name] != value
     ]
     kept = run / BATCHES / f"step_{step}.json"
     if kept.exists():
-        then = {one["key"] for one in json.loads(kept.read_text(encoding="utf-8"))["samples"]}
-        other = sorted({one["key"] for one in samples} ^ then)
-        differs += [f"sample {key}" for key in other[:3]]
+        batch = json.loads(kept.read_text(encoding="utf-8"))
+        keys = ({sample["key"] for sample in group} for group in (samples, batch["samples"]))
+        differs += [f"sample {key}" for key in sorted(set.symmetric_difference(*keys))[:3]]
     if differs:
         raise InputError(
             f"--step {step}: the samples are not those of the run any more ({', '.join(differs)}); "
-            f"sources, batch size or packing have changed since, or a sample cannot be read now "
-            f"that could then: put them back as in {run / 'recipe.yaml'}"
+            f"sources, batch size or packing have changed since, or a sample became unreadable: "
+            f"restore them as in {run / 'recipe.yaml'}"
         )
 
 
-# ------------------------------------------------------------------------- for people
+# ------------------------------------------------------------------------ statistics
+
+
+class Statistics:
+    """Root mean square and maximum of the finite elements of all tensors that are added."""
+
+    def __init__(self) -> None:
+        self._elements = 0
+        self._parts: list[Tensor] = []  # (squares, largest, non-finite) of each
+
+    def add(self, values: Tensor) -> None:
+        """Count a tensor; the host does not wait for it."""
+        wide = values.detach().double()
+        finite = wide.isfinite()
+        kept = torch.where(finite, wide, 0.0)
+        self._elements += wide.numel()
+        if wide.numel():
+            parts = kept.square().sum(), kept.abs().amax(), (~finite).sum().double()
+            self._parts.append(torch.stack(parts))
+
+    def result(self) -> dict[str, float]:
+        """Return the numbers; the host waits for the device."""
+        if not self._parts:
+            return {"elements": 0, "norm": 0.0, "rms": 0.0, "max": 0.0, "non_finite": 0}
+        parts = torch.stack(self._parts)
+        squares, bad = float(parts[:, 0].sum()), int(parts[:, 2].sum())
+        return {
+            "elements": self._elements,
+            "norm": math.sqrt(squares),
+            "rms": math.sqrt(squares / max(self._elements - bad, 1)),
+            "max": float(parts[:, 1].max()),
+            "non_finite": bad,
+        }
+
+
+class _WatchedLayers(StepObserver):
+    """Statistics of each layer's output and of every gradient; keeps the plan of the step."""
+
+    def __init__(self, modules: Mapping[str, Module]) -> None:
+        self.activations: dict[str, Statistics] = {}
+        self.gradients: dict[str, Statistics] = {}
+        self.plan: StepPlan | None = None
+        for module in modules.values():
+            for name, layer in _layers(module):
+                self._watch(name, layer)
+
+    def _watch(self, name: str, layer: nn.Module) -> None:
+        statistics = self.activations.setdefault(name, Statistics())
+
+        def hook(_: nn.Module, __: object, output: object) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.is_floating_point():
+                statistics.add(first)
+
+        layer.register_forward_hook(hook)
+
+    @override
+    def planned(self, step: int, plan: StepPlan) -> None:
+        self.plan = plan
+
+    @override
+    def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
+        for module in modules.values():
+            for piece in module.gradients():
+                self.gradients.setdefault(piece.key, Statistics()).add(piece.values)
+
+
+def _layers(module: Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every layer of a stack, and modules with weights outside of the stacks, by name."""
+    inside: set[nn.Module] = set()
+    if isinstance(module, FsdpModule):
+        stack = "decoder" if module.name == LANGUAGE else "blocks"
+        for number, unit in enumerate(module.whole.units):  # type: ignore[arg-type]
+            inside.update(unit.modules())
+            yield f"{module.name}.{stack}.layers.{number}", unit
+    for name, part in module.whole.named_modules():
+        if part in inside:
+            continue
+        if name.rpartition(".")[2].isdigit():
+            inside.update(part.modules())
+        elif next(part.children(), None) or not list(part.parameters(recurse=False)):
+            continue
+        yield f"{module.name}.{name}", part
+
+
+# ----------------------------------------------------------------------- the command
 
 
 def main(run: Path, step: int, checkpoint: Path | None = None, target: Path | None = None) -> int:
-    """`mimo replay RUN --step N`: prints a table, and writes every number to a file."""
-    found = replay(run, step, checkpoint)
+    """Replay a step, print a table of layers, and write every number to a JSON file."""
+    result = replay(run, step, checkpoint)
     target = target or run / "replays" / f"step_{step}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(_without_nan(asdict(found)), indent=1), encoding="utf-8")
-    Console(width=max(Console().width, _WIDTH)).print(_table(found))
-    name = "those that the run began with" if found.weights is None else found.weights
-    apart, side = abs(found.updates_before), "before" if found.updates_before > 0 else "after"
-    far = f"{apart} step{'s' if apart > 1 else ''} {side} this step"
-    where = far if apart else "exactly those of the step"
-    print(f"weights: {name}, {where}")
-    if found.logged is not None:
-        then = {key: _told(found.logged[key]) for key in ("loss", "grad_norm")}
-        print(f"logged: loss {then['loss']} grad_norm {then['grad_norm']}")
+    write_json(target, asdict(result))
+    columns = ("layer", "rms", "max", "non-finite", "gradient norm", "max", "non-finite", "")
+    print_table(open_console(), f"step {step}", columns, _rows(result))
+    name = "those that the run began with" if result.weights is None else result.weights
+    distance, side = abs(result.updates_before), "before" if result.updates_before > 0 else "after"
+    apart = f"{distance} step{'s' if distance > 1 else ''} {side} this step"
+    print(f"weights: {name}, {apart if distance else 'exactly those of the step'}")
+    if result.logged is not None:
+        loss, norm = (_format_logged(result.logged[key]) for key in ("loss", "grad_norm"))
+        print(f"logged: loss {loss} grad_norm {norm}")
     print(f"written: {target}")
-    print(f"step={step} loss={found.loss:.6g} grad_norm={found.grad_norm:.6g}")
+    print(f"step={step} loss={result.loss:.6g} grad_norm={result.grad_norm:.6g}")
     return 0
 
 
-def _told(value: float | None) -> str:
+def _format_logged(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
-def _table(found: Replay) -> Table:
-    """A line for each layer: what it computes, and the gradients of its parameters."""
-    table = Table("layer", title=f"step {found.step}")
-    for name in ("rms", "max", "non-finite", "gradient norm", "max", "non-finite"):
-        table.add_column(name, justify="right")
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in found.activations}
-    for key, numbers in found.gradients.items():
+def _rows(result: Replay) -> Iterator[list[str]]:
+    """Yield a row for each layer: statistics of its output and of its parameters' gradients."""
+    by_layer: dict[str, list[dict[str, float]]] = {name: [] for name in result.activations}
+    for key, numbers in result.gradients.items():
         layer = _LAYER.fullmatch(key)
-        rows.setdefault(layer[1] if layer else key.rpartition(".")[0], []).append(numbers)
-    for name, gradients in rows.items():
-        own = found.activations.get(name)
-        cells = ["", "", ""]
-        if own is not None and own["elements"]:
-            cells = [f"{own['rms']:.3e}", f"{own['max']:.3e}", f"{own['non_finite']:.0f}"]
-        learnt = ["", "", ""]
+        by_layer.setdefault(layer[1] if layer else key.rpartition(".")[0], []).append(numbers)
+    for name, gradients in by_layer.items():
+        output = result.activations.get(name)
+        cells, bad = [""] * 6, 0.0
+        if output is not None and output["elements"]:
+            cells[:3] = (
+                f"{output['rms']:.3e}",
+                f"{output['max']:.3e}",
+                f"{output['non_finite']:.0f}",
+            )
+            bad += output["non_finite"]
         if gradients:
-            norm = math.sqrt(sum(one["norm"] ** 2 for one in gradients))
-            bad = sum(one["non_finite"] for one in gradients)
-            learnt = [f"{norm:.3e}", f"{max(one['max'] for one in gradients):.3e}", f"{bad:.0f}"]
-        style = "red" if any(one and float(one) for one in (cells[2], learnt[2])) else None
-        table.add_row(name, *cells, *learnt, style=style)
-    return table
-
-
-def _without_nan(value: Any) -> Any:
-    """The same for JSON, which has no NaN."""
-    if isinstance(value, dict):
-        return {key: _without_nan(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+            norm = math.sqrt(sum(numbers["norm"] ** 2 for numbers in gradients))
+            non_finite = sum(numbers["non_finite"] for numbers in gradients)
+            highest = max(numbers["max"] for numbers in gradients)
+            cells[3:] = f"{norm:.3e}", f"{highest:.3e}", f"{non_finite:.0f}"
+            bad += non_finite
+        yield [name, *cells, "NOT FINITE" if bad else ""]

@@ -32,7 +32,7 @@ def verify(
     Runs a scaled-down copy of the model on CPU ranks. If they differ: exit code 1 and the name of
     the first parameter that does.
     """
-    from mimo.check.verify.main import main as run
+    from mimo.check.verify import main as run
 
     sweep = layouts == "sweep"
     return run(recipe, overrides or [], num_ranks, max_ranks, full, sweep, precision, json)
@@ -62,7 +62,7 @@ def parity(
     With --against, compare two engines or layouts. Overrides such as language.grid.tp=2 set the
     layout. Runs on the CPU. If they differ: exit code 1 and the name of the first module that does.
     """
-    from mimo.check.parity.main import main as run
+    from mimo.check.parity import main as run
 
     return run(checkpoint, overrides or [], tolerance, json, engine, against)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mimo.check.verify.cells import SWEEP, Cell, SweepCell, sweep_recipe
-from mimo.check.verify.compare import Fault
-from mimo.check.verify.verifier import CellResult, Verifier
+from mimo.check.compare import Fault
+from mimo.check.layouts import SWEEP, Cell, SweepCell, sweep_recipe
+from mimo.check.verify import CellResult, Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from data.text.digits import write_tokenizer
-from mimo.check.verify.compare import Shard, gradient_floor, joined, slice_of
-from mimo.check.verify.workload import Item, Sample, write_shard
+from mimo.check.compare import Shard, gradient_floor, joined, slice_of
+from mimo.check.workload import Item, Sample, write_shard
 
 # Images per sample, four samples to a global microbatch: mixed, text only, mixed.
 # The second step starts over, with stale gradients to clear.
@@ -157,7 +157,7 @@ def reference_steps(
 
 def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """One rank: train; its metrics, and its shards with gradients and weights."""
-    from mimo.check.verify.run import layout_steps
+    from mimo.check.steps import layout_steps
     from mimo.checkpoint.hf.recipes import load_recipe
     from mimo.parallel.build import build_layout
 
@@ -168,7 +168,7 @@ def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, A
 
 def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """The same steps on one rank: metrics by step, last gradient and weights by parameter."""
-    from mimo.check.verify.reference import reference_steps
+    from mimo.check.steps import reference_steps
     from mimo.checkpoint.hf.recipes import load_recipe
     from mimo.parallel.build import build_layout
 

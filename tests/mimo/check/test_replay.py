@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mimo.check.layer_statistics import Statistics
-from mimo.check.replay import Replay
+from mimo.check.replay import Replay, Statistics
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError
 from tests.cases import quick_values

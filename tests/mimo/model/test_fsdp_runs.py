@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mimo.check.verify.workload import Sample, write_shard
+from mimo.check.workload import Sample, write_shard
 from mimo.checkpoint import reading
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.adapter import convert_adapter

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.check.verify.compare import RankSteps, Reference, compare
+from mimo.check.compare import RankSteps, Reference, compare
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.parallel.build import build_layout
@@ -54,7 +54,7 @@ class Steps:
 
 
 def take_steps(rank: int, path: Path, settings: list[str]) -> list[tuple[RankSteps, int]]:
-    from mimo.check.verify.run import layout_steps
+    from mimo.check.steps import layout_steps
     from tests.fsdp_ranks import Counted
 
     warnings.filterwarnings("error", message=".*returned a view tensor")
@@ -68,10 +68,9 @@ def take_steps(rank: int, path: Path, settings: list[str]) -> list[tuple[RankSte
 
 
 def take_reference_steps(rank: int, path: Path, settings: list[str]) -> Reference:
-    from mimo.check.verify.reference import reference_steps
-    from mimo.check.verify.run import all_in
+    from mimo.check.steps import keep_fp64, reference_steps
 
-    with all_in("fp64"):
+    with keep_fp64("fp64"):
         return reference_steps(load_recipe(path, settings), NUM_STEPS)
 
 

@@ -14,7 +14,7 @@ import pytest
 from data.index.build import build_here
 from data.index.shards import find_shards
 from data.index.store import load_or_build_index
-from mimo.check.verify.workload import Sample, write_shard
+from mimo.check.workload import Sample, write_shard
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.model.dataset import item_processors, open_dataset, open_tokenizer

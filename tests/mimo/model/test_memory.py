@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mimo import device
-from mimo.check.verify import main as verify
+from mimo.check import verify
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.device import Memory

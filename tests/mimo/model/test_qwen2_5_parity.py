@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mimo.check.verify.cells import recipe_cells
-from mimo.check.verify.verifier import Verifier
+from mimo.check.layouts import recipe_cells
+from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from tests.cases import quick
 from tests.conftest import RunRanks

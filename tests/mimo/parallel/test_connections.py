@@ -84,7 +84,7 @@ def groups_of_a_step(_: int, recipe: Path, overrides: list[str]) -> tuple[set[st
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from mimo.check.verify.run import WatchedSteps, open_trainer, train_watched
+    from mimo.check.steps import WatchedSteps, open_trainer, train_watched
     from mimo.checkpoint.hf.recipes import load_recipe
     from mimo.parallel import connections
     from mimo.parallel.build import build_layout

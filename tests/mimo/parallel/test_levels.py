@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mimo.check.verify.scale import scale_recipe
+from mimo.check.scale import scale_recipe
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.parallel.build import build_layout

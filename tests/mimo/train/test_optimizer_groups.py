@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mimo.check.verify.compare import RankSteps, Shard
+from mimo.check.compare import RankSteps, Shard
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.resume import FromScratch, Resume, Start
 from mimo.model.dataset import open_dataset
@@ -128,7 +128,7 @@ OPTIMIZERS: dict[str, tuple[list[str], float]] = {
 
 def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> RankSteps:
     """Some steps of one rank, each tensor's weights before the first one included."""
-    from mimo.check.verify.run import WatchedSteps
+    from mimo.check.steps import WatchedSteps
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
 

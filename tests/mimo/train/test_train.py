@@ -70,15 +70,15 @@ def test_corrupt_video_blanks_the_images_of_its_sample_too(
 
 
 def _loss_without_first_sample(rank: int, recipe: Path) -> float:
-    from mimo.check.verify import reference
+    from mimo.check import steps
 
-    plan = reference.plan_microbatch
+    plan = steps.plan_microbatch
 
     def without_loss(*args: Any) -> Any:
         samples = plan(*args)
         return replace(samples, loss_tokens=samples.loss_tokens * (samples.sample > 0))
 
-    reference.plan_microbatch = without_loss
+    steps.plan_microbatch = without_loss
     return tiny.run_reference_steps(rank, recipe, [tiny.SECOND_ENCODER])["steps"][0]["loss"]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.batch import pack_lane
-from mimo.check.verify.workload import Sample, write_shard
+from mimo.check.workload import Sample, write_shard
 from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.initial import convert_from_hf, initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders.qwen_vl import PROJECTOR
-from mimo.check.verify.compare import Reference
+from mimo.check.compare import Reference
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.modules import LoRA
 from mimo.errors import RecipeError
@@ -227,7 +227,7 @@ STEPS = len(LAYOUTS)
 
 
 def one_rank_steps(rank: int, path: Path, overrides: list[str]) -> Reference:
-    from mimo.check.verify.reference import reference_steps
+    from mimo.check.steps import reference_steps
 
     return reference_steps(load_recipe(path, overrides), STEPS)
 

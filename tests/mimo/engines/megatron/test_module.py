@@ -25,7 +25,7 @@ def steps_with_overwriting_linears(rank: int, path: Path, overrides: list[str]) 
     import torch.distributed as dist
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from mimo.check.verify.run import WatchedSteps, open_trainer, train_watched
+    from mimo.check.steps import WatchedSteps, open_trainer, train_watched
     from mimo.checkpoint.hf.recipes import load_recipe
     from mimo.parallel.build import build_layout
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mimo.check.parity.compare import INPUTS, LOGITS, Parity
-from mimo.check.parity.main import main, on_engine, other_side, verdict
-from mimo.check.parity.runner import ParityRunner
+from mimo.check.parity import (
+    Parity,
+    ParityRunner,
+    main,
+    on_engine,
+    other_side,
+    verdict,
+)
+from mimo.check.points import INPUTS, LOGITS
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError
 from tests.cases import quick
+from tests.mimo.check.test_parity import check as check_equal
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
 
@@ -28,67 +34,43 @@ LAYOUTS = {
 PP2 = ["language.grid.pp=2"]
 
 
-@pytest.fixture(scope="module")
-def runners(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ParityRunner]:
-    """One per family: transformers runs once for all layouts with equal samples."""
-    found: dict[str, ParityRunner] = {}
-
-    def of(family: str) -> ParityRunner:
-        if family not in found:
-            folder = tmp_path_factory.mktemp(family)
-            write_tiny(TinyCheckpoint(family), folder / "checkpoint")
-            found[family] = ParityRunner(folder / "checkpoint", folder, timeout_seconds=120)
-        return found[family]
-
-    return of
-
-
-def check(found: Parity, family: str) -> None:
-    assert found.passed, verdict(found)
-    errors = {line.point: line.error for line in found.lines}
-    assert all(errors[point] == 0 for point in INPUTS)
-    assert errors[LOGITS] <= 1e-5
-    assert found.step.worst("weights") == 0
-    assert 0 < found.step.worst("gradients") <= 1e-5
-    assert len(found.step.gradients) == found.total
-    points = {"vision.embedding", "vision.blocks.3", "vision.rows", "language.layers.3"}
-    if family == "qwen3_vl":
-        points |= {"vision.level 0", "vision.level 1"}
-    assert points <= errors.keys()
+def check(parity: Parity, family: str) -> None:
+    check_equal(parity, family)
+    assert len(parity.step.gradients) == parity.total
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "tp2 sp"))
 @pytest.mark.parametrize("family", quick(FAMILIES, "gemma3"))
 def test_under_fsdp_every_point_loss_and_gradient_is_that_of_transformers(
-    family: str, layout: str, runners: Callable[[str], ParityRunner]
+    family: str, layout: str, runners: dict[str, ParityRunner]
 ) -> None:
-    check(runners(family).run([*on_engine("fsdp"), *LAYOUTS[layout]]), family)
+    check(runners[family].run([*on_engine("fsdp"), *LAYOUTS[layout]]), family)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engines_agree_on_every_point_and_gradient_whatever_their_layouts(
-    family: str, runners: Callable[[str], ParityRunner]
+    family: str, runners: dict[str, ParityRunner]
 ) -> None:
     megatron, fsdp = [*on_engine("megatron"), *PP2], [*on_engine("fsdp"), *TP2]
-    found = runners(family).run(fsdp, against=megatron)
+    found = runners[family].run(fsdp, against=megatron)
     check(found, family)
-    points = [line.point for line in found.lines]
+    points = [line.point for line in found.points]
     assert points[: len(INPUTS)] == [*INPUTS]
     assert points[len(INPUTS)] == "vision.embedding"
     assert points[-5:] == [f"language.{name}" for name in ("layers.1", "layers.2", "layers.3")] + [
         "language.norm",
         LOGITS,
     ]
-    check(runners(family).run([*on_engine("megatron"), *TP2], against=on_engine("fsdp")), family)
+    check(runners[family].run([*on_engine("megatron"), *TP2], against=on_engine("fsdp")), family)
 
 
 @pytest.mark.slow
 def test_an_encoder_of_one_engine_serves_a_language_model_of_the_other(
-    runners: Callable[[str], ParityRunner],
+    runners: dict[str, ParityRunner],
 ) -> None:
-    check(runners("qwen3_vl").run(["encoders.vision.engine=fsdp", *PP2]), "qwen3_vl")
-    check(runners("qwen3_vl").run(["language.engine=fsdp", *TP2]), "qwen3_vl")
+    check(runners["qwen3_vl"].run(["encoders.vision.engine=fsdp", *PP2]), "qwen3_vl")
+    check(runners["qwen3_vl"].run(["language.engine=fsdp", *TP2]), "qwen3_vl")
 
 
 # --------------------------------------------------------- what is broken is named
@@ -122,10 +104,10 @@ def forget_sums() -> None:
 
 @pytest.mark.slow
 def test_the_first_layer_that_differs_between_engines_is_named(
-    runners: Callable[[str], ParityRunner],
+    runners: dict[str, ParityRunner],
 ) -> None:
     megatron, fsdp = on_engine("megatron"), [*on_engine("fsdp"), *TP2]
-    found = runners("qwen3_vl").run(fsdp, fault=shift_layer_two, against=megatron)
+    found = runners["qwen3_vl"].run(fsdp, fault=shift_layer_two, against=megatron)
     assert found.first is not None
     assert found.first.point == "language.layers.2"
     assert found.first.where in {"language, rank 0", "language, rank 1"}
@@ -134,9 +116,9 @@ def test_the_first_layer_that_differs_between_engines_is_named(
 
 @pytest.mark.slow
 def test_a_gradient_that_is_not_summed_is_named_where_the_forward_is_right(
-    runners: Callable[[str], ParityRunner],
+    runners: dict[str, ParityRunner],
 ) -> None:
-    found = runners("qwen3_vl").run([*on_engine("fsdp"), *TP2[:1]], fault=forget_sums)
+    found = runners["qwen3_vl"].run([*on_engine("fsdp"), *TP2[:1]], fault=forget_sums)
     assert found.first is None
     assert found.step.first is not None
     wrong = {name for name, errors in found.step.gradients.items() if max(errors) > 0.1}
@@ -164,10 +146,10 @@ def test_another_side_that_is_no_engine_is_refused(words: str) -> None:
 
 
 def test_an_axis_that_fsdp_lacks_is_refused_on_either_side(
-    runners: Callable[[str], ParityRunner],
+    runners: dict[str, ParityRunner],
 ) -> None:
     fsdp = [*on_engine("fsdp"), *PP2]
     with pytest.raises(InputError, match=r"grid\.pp"):
-        runners("gemma3").prepare(fsdp)
+        runners["gemma3"].prepare(fsdp)
     with pytest.raises(InputError, match=r"grid\.pp"):
-        runners("gemma3").prepare(on_engine("megatron"), fsdp)
+        runners["gemma3"].prepare(on_engine("megatron"), fsdp)

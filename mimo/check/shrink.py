@@ -1,4 +1,4 @@
-"""Scales a layout down but keeps its character, in pure integers.
+"""Scale a layout down but keep its character, in pure integers.
 
 Every axis above 1 stays above 1. Placements, SP, interleaving and the kind of lane ratio between
 each encoder and the language model stay. A layout that still needs too many ranks is covered by
@@ -46,7 +46,7 @@ class Cover(NamedTuple):
 
 
 def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
-    """The kind of lane ratio, which determines how rows and gradients are routed."""
+    """Return the kind of lane ratio, which determines how rows and gradients are routed."""
     if encoder_lanes == language_lanes:
         return "equal"
     if encoder_lanes % language_lanes == 0:
@@ -62,10 +62,10 @@ def place(
     colocated: Collection[str],
     in_blocks: bool = False,
 ) -> Layout:
-    """A layout of these grids without gaps.
+    """Return a layout of these grids without gaps.
 
     Disjoint modules stand in the order of their offsets; where these are equal, encoders come
-    first. in_blocks: with the fewest blocks of lanes above one, if there can be any.
+    first. in_blocks: with the fewest blocks of lanes above one, if the lanes can be divided.
     """
     grids, start = {**encoders, LANGUAGE: language}, 0
     disjoint = [name for name in grids if name not in colocated]
@@ -80,7 +80,7 @@ def place(
 
 
 def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
-    """Axes above 1, by module; the lanes of a colocated encoder follow from the other axes."""
+    """Return the axes above 1, without dp of colocated encoders: it follows from other axes."""
     return tuple(
         (name, axis)
         for name, grid in layout.grids.items()
@@ -90,7 +90,7 @@ def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
 
 
 def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
-    """The layout with all parallel axes but ``axes`` set to 1.
+    """Return the layout with all parallel axes but ``axes`` set to 1.
 
     None if a colocated encoder would then not fit its ranks.
     """
@@ -112,11 +112,11 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
 
 
 def shrink(layout: Layout) -> Layout:
-    """The smallest layout of the same kind.
+    """Return the smallest layout of the same kind.
 
     Each axis above 1 gets the smallest size above 1 that keeps the kind of every lane ratio.
     """
-    language, found = layout.language, {}
+    language, candidates = layout.language, {}
     for sizes in product(*(_sizes(getattr(language, axis)) for axis in _AXES)):
         axes = dict(zip(_AXES, sizes, strict=True))
         if (copies := _replicas(language, axes["dp"])) is None:
@@ -126,12 +126,12 @@ def shrink(layout: Layout) -> Layout:
         fitting = {name: grid for name, grid in encoders.items() if grid is not None}
         if len(fitting) == len(encoders):
             placed = place(candidate, fitting, layout.colocated, layout.blocks > 1)
-            found[placed.world_size, sum(sizes), sizes] = placed
-    return found[min(found)]  # the layout's own sizes are among them
+            candidates[placed.world_size, sum(sizes), sizes] = placed
+    return candidates[min(candidates)]  # the layout's sizes are among them
 
 
 def cover(layout: Layout, max_ranks: int) -> Cover:
-    """All maximal sets of parallel axes whose shrunk layout fits into ``max_ranks``.
+    """Return all maximal sets of parallel axes whose shrunk layout fits into ``max_ranks``.
 
     Raises ValueError naming the axes that no fitting layout has.
     """
@@ -159,43 +159,42 @@ def _sizes(size: int) -> tuple[int, ...]:
 
 
 def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec | None:
-    """The encoder's smallest grid that goes with this language grid; None if there is none."""
+    """Return the encoder's smallest grid that fits this language grid; None if there is none."""
     grid = layout.encoders[name]
     kind = lane_ratio(grid.dp, layout.language.dp)
-
     blocks = 1 if layout.blocks_of(name) == 1 else _fewest_blocks(layout)
 
-    def is_alike(tp: int, dp: int) -> bool:
+    def is_same_kind(tp: int, dp: int) -> bool:
         same_axes = (tp > 1, dp > 1) == (grid.tp > 1, grid.dp > 1)
-        is_cut_alike = _replicas(grid, dp) is not None
-        is_in_blocks = math.gcd(dp, language.dp) % blocks == 0
-        return same_axes and is_cut_alike and is_in_blocks and lane_ratio(dp, language.dp) == kind
+        has_replicas = _replicas(grid, dp) is not None
+        has_blocks = math.gcd(dp, language.dp) % blocks == 0
+        return same_axes and has_replicas and has_blocks and lane_ratio(dp, language.dp) == kind
 
-    def of(tp: int, dp: int) -> GridSpec:
+    def resized(tp: int, dp: int) -> GridSpec:
         return replace(grid, tp=tp, dp=dp, dp_replicate=_replicas(grid, dp) or 1)
 
     if name in layout.colocated:
         size = language.size
-        fits = [tp for tp in range(1, size + 1) if size % tp == 0 and is_alike(tp, size // tp)]
-        return of(fits[0], size // fits[0]) if fits else None
+        fits = [tp for tp in range(1, size + 1) if size % tp == 0 and is_same_kind(tp, size // tp)]
+        return resized(fits[0], size // fits[0]) if fits else None
     tp, cp, pp = (min(getattr(grid, axis), 2) for axis in ("tp", "cp", "pp"))
-    lanes = [dp for dp in (1, *_FEW_LANES, grid.dp) if is_alike(tp, dp)]
+    lanes = [dp for dp in (1, *_FEW_LANES, grid.dp) if is_same_kind(tp, dp)]
     if not lanes:
         return None
-    return replace(of(tp, lanes[0]), cp=cp, pp=pp, vpp=min(grid.vpp, 2))
+    return replace(resized(tp, lanes[0]), cp=cp, pp=pp, vpp=min(grid.vpp, 2))
 
 
 def _fewest_blocks(layout: Layout) -> int:
-    """Above one, if the lanes of the disjoint modules can be cut into blocks at all."""
+    """Return the fewest blocks above one that divide the lanes of disjoint modules; else 1."""
     disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
     lanes = math.gcd(layout.language.dp, *(grid.dp for grid in disjoint)) if disjoint else 1
     return next((number for number in range(2, lanes + 1) if lanes % number == 0), 1)
 
 
 def _replicas(grid: GridSpec, lanes: int) -> int | None:
-    """The fewest copies of the weights for so many lanes: one, as many as lanes, or fewer.
+    """Return the fewest copies of the weights for this many lanes; None if impossible.
 
-    None if these lanes cannot have as few as the grid has.
+    They are one, as many as lanes, or fewer, like the copies of the grid.
     """
     if grid.dp_replicate == 1:
         return 1

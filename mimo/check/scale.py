@@ -1,4 +1,9 @@
-"""The stand-in that is run for a recipe: tiny modules, synthetic data, a given layout."""
+"""The scaled-down copy of a recipe that is run: tiny modules, synthetic data, a chosen layout.
+
+A module with `engine: fsdp` is that of transformers in a folder. So its copy starts from a tiny
+checkpoint of the recipe's architecture, with layers of every kind, as do the modules of Megatron
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +14,28 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mimo.check.verify.stand_in import stand_in
-from mimo.check.verify.workload import Items, Workload
+from mimo.check.workload import Items, Workload
+from mimo.checkpoint.hf.architectures import ARCHITECTURES, Architecture
+from mimo.checkpoint.hf.recipes import architecture_of_folder, tower_settings
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.checkpoint.hf.tiny_configs import FAMILIES
 from mimo.config.schema import Recipe
 from mimo.config.source import dotted
 from mimo.errors import RecipeError
+from mimo.families.hf_config import read_config
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, sequence_multiple
 from mimo.parallel.levels import minimum_run_ahead
 
 NUM_STEPS = 2  # the second step reveals stale state
-TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
-# An fp32 error up to this many tolerances may be rounding: fp64 decides. A larger one is not.
-DOUBTFUL = 10.0
 
 # Few different depths and widths, so that layouts can share the one-rank run as a reference.
 _USUAL_STAGES = 4
 _USUAL_ENCODER_STAGES = 2
 _USUAL_TP = 2
 _USUAL_MICROBATCHES = 8
-_USUAL_SAMPLES = 6  # of all lanes together, in a microbatch
+_USUAL_SAMPLES = 6  # of all lanes, in a microbatch
 _SEQUENCE_LENGTH = 192
 _AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
 _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
@@ -43,6 +49,9 @@ _ADAM_EPS = 1e-3
 # Adapters begin at 0: their weights are nothing but updates, with all the rounding noise of these.
 _ADAM_EPS_OF_ADAPTERS = 1e-2
 
+_TINY_LAYERS, _TINY_LAYER_KINDS, _TINY_KEY_GROUPS = 4, 2, 2  # of a tiny checkpoint
+_VOCAB_MULTIPLE = 48  # does not divide the vocabulary, so that its last rows are padding
+
 
 @dataclass(frozen=True)
 class ScaledRecipe:
@@ -55,20 +64,20 @@ class ScaledRecipe:
 
 
 def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -> ScaledRecipe:
-    """The recipe with tiny modules on ``layout``; the recipe's sizes and data are not used.
+    """Return the recipe with tiny modules on ``layout``, without the recipe's sizes and data.
 
-    folder: where the data of all workloads go, and tiny checkpoints, which are written at once.
+    folder: where the data of all workloads go, and tiny checkpoints, which are written here.
     Raises RecipeError if a family or an engine cannot work on the layout's grids.
     """
     microbatches = _num_microbatches(layout)
     language, samples = layout.language, _samples_per_microbatch(layout)
     data, items = recipe.model_dump(mode="json"), []
     settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-    every = {LANGUAGE: language_settings(recipe), **settings}
-    models = {name: _scaled(own, layout.grids[name]) for name, own in every.items()}
-    start, in_it = stand_in(recipe, layout, folder)
-    data["init_from"] = start and str(start)
-    models |= in_it
+    all_settings = {LANGUAGE: language_settings(recipe), **settings}
+    models = {name: _scaled(s, layout.grids[name]) for name, s in all_settings.items()}
+    checkpoint, checkpoint_models = _tiny_checkpoint(recipe, layout, folder)
+    data["init_from"] = checkpoint and str(checkpoint)
+    models |= checkpoint_models
     data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
     for name, encoder in recipe.encoders.items():
         model, placeholder = models[name], f"<|{name}_pad|>"
@@ -82,7 +91,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             "placeholder": placeholder,
             "template_token": None,
             "item_text": "{placeholder}",
-            # One media shows what the encoder does; the others only share its weights.
+            # One modality is enough; the others only share the encoder's weights.
             "other_media": {},
         }
         media = type(settings[name])(**model).processor(encoder.media)
@@ -117,9 +126,9 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "tokenizer": str(directory / "tokenizer"),
         "sequence_length": longest,
         "tokens_per_microbatch": workload.tokens,
-        # No more than tokens: a sample may be nearly all rows.
+        # A sample may be nearly all embeddings.
         "rows_per_microbatch": recipe.data.rows_per_microbatch and longest,
-        "packing_window": samples,  # so the kinds of microbatches in the data are not all mixed
+        "packing_window": samples,  # keeps the kinds of microbatches in the data apart
         "shuffle_block": workload.block,
         "max_skipped_samples": 0,
     }
@@ -137,12 +146,12 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
 
 
 def changes(recipe: Recipe, precision: str) -> list[str]:
-    """What differs from the recipe besides sizes, data and layout, one sentence each."""
+    """Return what differs from the recipe besides sizes, data and layout, in short sentences."""
     train, rate, eps = recipe.train, _LEARNING_RATE[recipe.train.optimizer], _eps(recipe)
     rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in recipe.modules.items()}
-    lower = [f"{name} {own:g}" for name, own in rates.items() if own < max(rates.values())]
+    lower = [f"{name} {r:g}" for name, r in rates.items() if r < max(rates.values())]
     of_modules = f" ({', '.join(lower)})" if lower else ""
-    found = {
+    sentences = {
         f"{precision} instead of {train.precision}": train.precision != precision,
         f"no 8-bit linears (fp8: {train.fp8})": train.fp8 != "none",
         f"learning rate {rate:g}{of_modules}, so that weights move": True,
@@ -150,8 +159,8 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
             f"warm-up of {scaled} steps instead of {steps}": scaled > 0
             for steps, scaled in _scaled_warmups(recipe).items()
         },
-        f"adam_eps {eps:g} instead of {train.adam_eps:g}: a smaller one turns rounding of "
-        "gradients near zero into whole steps": train.optimizer == "adam" and eps != train.adam_eps,
+        f"adam_eps {eps:g} instead of {train.adam_eps:g}: a smaller one turns rounding noise of "
+        "gradients into whole steps": train.optimizer == "adam" and eps != train.adam_eps,
         f"no distributed optimizer: the engine has none in {precision}": (
             train.distributed_optimizer and precision == "fp64"
         ),
@@ -159,17 +168,17 @@ def changes(recipe: Recipe, precision: str) -> list[str]:
             recipe.bridge.wire_dtype != "auto"
         ),
     }
-    return [sentence for sentence, is_so in found.items() if is_so]
+    return [sentence for sentence, applies in sentences.items() if applies]
 
 
 def _eps(recipe: Recipe) -> float:
-    """Adam's eps; the same in every precision, so that fp64 settles what fp32 left open."""
-    adapts = any(module.lora is not None for module in recipe.modules.values())
-    return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if adapts else _ADAM_EPS)
+    """Return Adam's eps, the same in every precision, so that fp64 can decide for fp32."""
+    has_adapters = any(module.lora is not None for module in recipe.modules.values())
+    return max(recipe.train.adam_eps, _ADAM_EPS_OF_ADAPTERS if has_adapters else _ADAM_EPS)
 
 
 def _source_weights(recipe: Recipe) -> tuple[float, ...]:
-    """Weights of one data source, or of two like the recipe's: equal, or one larger."""
+    """Return the weights of one data source, or of two like the recipe's: equal or unequal."""
     weights = [source.weight for source in recipe.data.sources]
     if len(weights) == 1:
         return (1.0,)
@@ -179,35 +188,35 @@ def _source_weights(recipe: Recipe) -> tuple[float, ...]:
     return (1.0, _LARGER_WEIGHT) if small < large else (_LARGER_WEIGHT, 1.0)
 
 
-def _scaled_rate(recipe: Recipe, own: float | None) -> float:
-    """A module's learning rate, scaled so that the largest of all modules makes weights move.
+def _scaled_rate(recipe: Recipe, rate: float | None) -> float:
+    """Scale a module's learning rate so that the largest of all modules makes weights move.
 
-    The others keep their ratio to it, down to `_SMALLEST_RATE`. own: None for
+    The others keep their ratio to it, down to `_SMALLEST_RATE`. rate: None for
     `train.learning_rate`.
     """
     train = recipe.train
-    used = [part.learning_rate or train.learning_rate for part in recipe.modules.values()]
-    share = (own or train.learning_rate) / max(used)
+    rates = [part.learning_rate or train.learning_rate for part in recipe.modules.values()]
+    share = (rate or train.learning_rate) / max(rates)
     return _LEARNING_RATE[train.optimizer] * max(share, _SMALLEST_RATE)
 
 
 def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
-    """By warm-up of the recipe, the steps of the stand-in's: unequal ones stay unequal."""
-    every = {recipe.train.warmup_steps, *map(recipe.warmup_steps, recipe.modules)}
-    return {0: 0} | {steps: n for n, steps in enumerate(sorted(every - {0}), _WARMUP_STEPS)}
+    """Map warm-up steps of the recipe to those of the copy: unequal ones stay unequal."""
+    warmups = {recipe.train.warmup_steps, *map(recipe.warmup_steps, recipe.modules)}
+    return {0: 0} | {steps: n for n, steps in enumerate(sorted(warmups - {0}), _WARMUP_STEPS)}
 
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     """Set the optimizer so that a difference shows."""
     warmups = _scaled_warmups(recipe)
-    for name, own in recipe.modules.items():
+    for name, module in recipe.modules.items():
         part = data["language"] if name == LANGUAGE else data["encoders"][name]
-        if own.learning_rate is not None:
-            part["learning_rate"] = _scaled_rate(recipe, own.learning_rate)
-        if own.warmup_steps is not None:
-            part["warmup_steps"] = warmups[own.warmup_steps]
+        if module.learning_rate is not None:
+            part["learning_rate"] = _scaled_rate(recipe, module.learning_rate)
+        if module.warmup_steps is not None:
+            part["warmup_steps"] = warmups[module.warmup_steps]
     data["train"] |= {
-        # The last step writes a checkpoint; after every warm-up a rate may fall.
+        # Not among the steps that run: the last one, which saves, and the decay of a rate.
         "steps": max(NUM_STEPS, *warmups.values()) + 1,
         "precision": precision,
         "fp8": "none",
@@ -244,7 +253,7 @@ def _multiple(usual: int, size: int) -> int:
 
 
 def _num_microbatches(layout: Layout) -> int:
-    """Enough to fill the pipeline and let every encoder run as far ahead as it may."""
+    """Return enough microbatches to fill the pipeline and every encoder's run-ahead."""
     language, step = layout.language, layout.language.pp if layout.language.vpp > 1 else 1
     count = math.lcm(step, _USUAL_MICROBATCHES)
     # One more than needed is what `run_ahead: auto` means.
@@ -254,7 +263,7 @@ def _num_microbatches(layout: Layout) -> int:
 
 
 def _samples_per_microbatch(layout: Layout) -> int:
-    """Of all lanes together: at least two per lane, and an item for about every encoder lane."""
+    """Return the samples of all lanes: two per lane or more, and about one per encoder lane."""
     lanes = layout.language.dp
     needed = max(2 * lanes, *(grid.dp for grid in layout.encoders.values()), 0)
     is_usual = _USUAL_SAMPLES % lanes == 0 and needed <= _USUAL_SAMPLES
@@ -262,7 +271,7 @@ def _samples_per_microbatch(layout: Layout) -> int:
 
 
 def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str:
-    """'auto', or the recipe's number between what is needed and what fits."""
+    """Return 'auto', or the recipe's number, raised to what is needed or cut to what fits."""
     if value == "auto":
         return value
     needed = minimum_run_ahead(layout.language.pp, layout.language.vpp, microbatches)
@@ -270,7 +279,7 @@ def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str
 
 
 def _encode_group(value: int | str, language: GridSpec) -> int | str:
-    """'all', one, or several microbatches, as the interleaved schedule allows."""
+    """Return 'all', one, or several microbatches, as the interleaved schedule allows."""
     if value == "all":
         return value
     stages = language.pp if language.vpp > 1 else 1
@@ -278,10 +287,7 @@ def _encode_group(value: int | str, language: GridSpec) -> int | str:
 
 
 def reference_recipe(scaled: ScaledRecipe) -> Recipe:
-    """The recipe without anything about how it is spread over ranks.
-
-    Layouts for which it is equal share one run on one rank.
-    """
+    """Return the recipe for one rank; layouts for which it is equal share one run."""
     data = scaled.recipe.model_dump(mode="json")
     alone = {"grid": {"dp": 1}, "recompute": "none"}
     alone |= {"reshard_after_forward": True, "reduce_gradients": "step"}
@@ -292,8 +298,8 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     tokens = scaled.workload.tokens
     if tokens is None:
         data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
-    spread = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
-    data["train"] |= dict.fromkeys(spread, False)
+    multi_rank = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
+    data["train"] |= dict.fromkeys(multi_rank, False)
     data["data"] |= {"packing": True, "sequence_length": tokens or _SEQUENCE_LENGTH}
     return _validated(data)
 
@@ -304,3 +310,54 @@ def _validated(data: dict[str, Any]) -> Recipe:
     except ValidationError as error:
         problems = (f"{dotted(e['loc'])}: {e['msg']}; got {e['input']!r}" for e in error.errors())
         raise RecipeError(*problems) from error
+
+
+def _tiny_checkpoint(
+    recipe: Recipe, layout: Layout, folder: Path
+) -> tuple[Path | None, dict[str, dict[str, Any]]]:
+    """Return the checkpoint, and settings of its modules; None without fsdp modules.
+
+    It is written into a folder inside ``folder`` unless it exists. Raises RecipeError for an
+    architecture without a tiny checkpoint.
+    """
+    if all(grid.engine != "fsdp" for grid in layout.grids.values()):
+        return None, {}
+    architecture = _architecture_of(recipe)
+    if architecture is None or architecture.model_type not in FAMILIES:
+        families = [recipe.language.family, *(e.family for e in recipe.encoders.values())]
+        raise RecipeError(
+            f"engine: fsdp is compared on a tiny checkpoint of the recipe's architecture, but for "
+            f"the families {', '.join(families)} there is none"
+        )
+    tower = architecture.tower_of(recipe)
+    grids = [grid for name, grid in layout.grids.items() if name in (LANGUAGE, tower)]
+    # Every stage has a layer of each kind.
+    multiple = _TINY_LAYER_KINDS * math.lcm(*(grid.pp * grid.vpp for grid in grids))
+    settings = TinyCheckpoint(
+        architecture.model_type,
+        tied=language_settings(recipe).tie_word_embeddings,
+        width=math.lcm(*(grid.tp // math.gcd(grid.tp, _TINY_KEY_GROUPS) for grid in grids)),
+        num_layers=-(-_TINY_LAYERS // multiple) * multiple,
+    )
+    tied = "tied" if settings.tied else "untied"
+    checkpoint = folder / f"{settings.family}_{settings.num_layers}_{settings.width}_{tied}"
+    if not checkpoint.exists():
+        from transformers.utils import logging  # late: it takes seconds to import
+
+        logging.disable_progress_bar()
+        write_tiny(settings, checkpoint)
+    config = read_config(checkpoint)
+    models = {LANGUAGE: architecture.language_family().settings_from_hf(config)}
+    models[LANGUAGE] |= {"vocab_multiple": math.lcm(_VOCAB_MULTIPLE, layout.language.tp)}
+    if tower is not None:
+        models[tower] = tower_settings(architecture, config, checkpoint) or {}
+    return checkpoint, models
+
+
+def _architecture_of(recipe: Recipe) -> Architecture | None:
+    """Return the architecture of the recipe's folder, or without one of its families."""
+    if recipe.init_from is not None and Path(recipe.init_from).is_dir():
+        return architecture_of_folder(Path(recipe.init_from))
+    towers = {encoder.family for encoder in recipe.encoders.values()} or {None}
+    known = (a for a in ARCHITECTURES.values() if a.language == recipe.language.family)
+    return next((a for a in known if a.encoder in towers), None)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mimo.check.verify.cells import SWEEP, Cell, SweepCell, recipe_cells, sweep_cells, sweep_recipe
-from mimo.check.verify.scale import ScaledRecipe, reference_recipe, scale_recipe
-from mimo.check.verify.shrink import place
-from mimo.check.verify.verifier import Verifier
+from mimo.check.layouts import SWEEP, Cell, SweepCell, recipe_cells, sweep_cells, sweep_recipe
+from mimo.check.scale import ScaledRecipe, reference_recipe, scale_recipe
+from mimo.check.shrink import place
+from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.model.dataset import (
@@ -26,9 +26,9 @@ from mimo.parallel.build import build_layout
 from mimo.parallel.grids import LANGUAGE, GridSpec, num_microbatches
 from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
-from tests.mimo.check.verify.minimums import check_minimums
+from tests.mimo.check.minimums import check_minimums
 
-RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 MIXED = ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]
 BY_TOKENS = ["train.micro_batch_size=1", "data.tokens_per_microbatch=4096"]
@@ -51,12 +51,36 @@ REPRESENTATIVE = [
     SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
     SweepCell("tp2 sp", "dp3", ("recompute",), second="colocated"),
 ]
-
-
-@pytest.fixture(scope="module")
-def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
-    """Shares the one-rank runs; `run_ranks` has started the fork server."""
-    return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
+AUDIO = (
+    "encoders.audio={family: whisper, media: audio, placeholder: '<|audio_pad|>', model: "
+    "{num_layers: 2, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2, "
+    "num_mel_bins: 40, tokens_per_row: 2}}"
+)
+TWO_ENCODERS = {
+    "disjoint": [
+        "encoders.audio.grid={tp: 2, sp: true, dp: 1}",
+        "language.grid={tp: 1, dp: 2}",
+    ],
+    "colocated": [
+        "encoders.vision.placement=colocated",
+        "encoders.vision.grid={tp: 1}",
+        "encoders.audio.placement=colocated",
+        "encoders.audio.grid={tp: 2}",
+        "language.grid={tp: 2, pp: 2, dp: 1}",
+    ],
+    "mixed": [
+        "encoders.audio.placement=colocated",
+        "encoders.audio.grid={tp: 2, sp: true}",
+        "encoders.vision.grid.dp=2",
+        "language.grid={tp: 2, sp: true, cp: 2, dp: 1}",
+    ],
+    "audio pp2": [
+        "encoders.audio.grid={pp: 2, dp: 2}",
+        "language.grid={tp: 1, dp: 1}",
+        "encoders.vision.placement=colocated",
+        "encoders.vision.grid={tp: 1}",
+    ],
+}
 
 
 def check(verifier: Verifier, cell: Cell) -> None:
@@ -83,6 +107,23 @@ def test_a_language_model_without_encoders_takes_the_steps_of_one_rank(verifier:
     recipe = load_recipe(RECIPE, ["encoders={}", "language.grid={tp: 2, sp: true}"])
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
     check(verifier, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TWO_ENCODERS)
+def test_images_and_clips_in_the_same_samples_take_the_steps_of_one_rank(
+    verifier: Verifier, layout: str
+) -> None:
+    recipe = load_recipe(RECIPE, [AUDIO, *TWO_ENCODERS[layout]])
+    (cell,) = recipe_cells(recipe, None, 8, full=True).cells
+    result = verifier.run(cell)
+    assert result.comparison is not None, result.failure
+    assert result.passed, str(result.comparison.first)
+    media = [
+        one.media
+        for one in scale_recipe(recipe, cell.layout, verifier.folder, "fp32").workload.items
+    ]
+    assert sorted(media) == ["audio", "image"]
 
 
 @pytest.mark.slow

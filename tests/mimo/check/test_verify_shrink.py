@@ -10,15 +10,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mimo.check.verify.cells import recipe_cells
-from mimo.check.verify.scale import scale_recipe
-from mimo.check.verify.shrink import cover, keep_axes, lane_ratio, parallel_axes, place, shrink
+from mimo.check.layouts import recipe_cells
+from mimo.check.scale import scale_recipe
+from mimo.check.shrink import cover, keep_axes, lane_ratio, parallel_axes, place, shrink
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import InputError
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
-RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 AXES = ("tp", "cp", "pp", "dp")
 
 

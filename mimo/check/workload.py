@@ -1,9 +1,9 @@
-"""The data that layouts and one rank are compared on: small, but never a toy.
+"""The data that layouts and one rank are compared on: small, but with all that may go wrong.
 
 Noise of several sizes in chats, in tar shards like any other data. Every step has samples with
-several items, with one and with none, items of every media in one sample, a microbatch without any
-item, and one with a single item, which leaves all but one encoder lane empty. Several data sources
-take turns within a step, even in the middle of a microbatch.
+several items, with one and with none, items of every modality in one sample, a microbatch without
+any item, and one with a single item, which leaves all but one encoder lane empty. Several data
+sources take turns within a step, even in the middle of a microbatch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,29 @@ from typing import Any
 import numpy as np
 from webdataset.writer import TarWriter
 
+from data.modalities.image_files import png_bytes
 from data.modalities.processor import Media, Part
 from data.order import SampleOrder
 from data.text.digits import conversation, write_tokenizer
 
-_ITEMS = (2, 0, 1, 3, 0, 1)  # items of a media in a microbatch's samples, before shuffling
+_ITEMS = (2, 0, 1, 3, 0, 1)  # items of a modality in a microbatch's samples, before shuffling
 _QUESTIONS = ("read the digits", "what is this ?", "there are digits in order .")
 _MAX_ANSWER = 6  # words
 _TEMPLATE_TOKENS = 6  # of a question and an answer: where each begins and ends, and whose it is
 _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
-_SEEDS = 1000  # a tenth of these is enough for any weights in use
-_TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of another
+_SEEDS = 1000  # seeds to try; a tenth is enough for any weights in use
+_TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of a fourth
+
+# Of parity.
+# For each sample, width and height of its pictures in pixels. Two samples without pictures stand
+# together, so that one microbatch is text only.
+_PICTURES = (((61, 37), (140, 90)), (), ((97, 203),), ((28, 28), (45, 131), (33, 71)), (), ())
+_PICTURE_QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read the digit .")
 
 
 @dataclass(frozen=True)
 class Items:
-    """Items of one encoder. media: the type of their content parts. files: makes their files."""
+    """The items of an encoder. media: the type of their content parts. files: makes their files."""
 
     media: str
     placeholder: str
@@ -67,10 +74,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the data depends on; equal workloads have equal files.
+    """The parameters of the data; equal workloads have equal files.
 
-    weights: of the data sources. tokens: of a packed sequence, if samples are packed by tokens;
-    lanes: sequences of a microbatch, then.
+    weights: of the data sources. tokens: of a packed sequence, if samples are packed by tokens.
+    lanes: packed sequences in a microbatch, in that case.
     """
 
     items: tuple[Items, ...]
@@ -84,28 +91,28 @@ class Workload:
     @property
     def name(self) -> str:
         """A folder name, different for every workload."""
-        own = [(one.media, one.placeholder, one.files.fingerprint()) for one in self.items]
+        items = [(i.media, i.placeholder, i.files.fingerprint()) for i in self.items]
         sizes = (self.steps, self.microbatches, self.samples_per_microbatch, self.weights)
         sizes += (self.tokens, self.lanes)
-        return f"data_{hashlib.sha256(repr((own, sizes)).encode()).hexdigest()[:16]}"
+        return f"data_{hashlib.sha256(repr((items, sizes)).encode()).hexdigest()[:16]}"
 
     @property
     def shards(self) -> list[str]:
-        """One file for each source."""
+        """The name of each source's file."""
         return [f"source{source}-00000.tar" for source in range(len(self.weights))]
 
     @property
     def block(self) -> int:
-        """Number of samples of a source that stay together; if there is one source, all of them."""
+        """The samples of a source that stay together; of a single source, all samples."""
         if len(self.weights) == 1:
             return self.steps * self._samples_per_step
         return int(_TURN * self.samples_per_microbatch)
 
     def seed(self, first: int) -> int:
-        """The first seed from ``first`` on that shows both sources and their weights.
+        """Return the first seed from ``first`` on that shows both sources and their weights.
 
         A microbatch of the first step mixes the sources, and unequal weights draw from other
-        sources than equal ones would.
+        sources than equal weights would.
         """
         if len(self.weights) == 1:
             return first
@@ -133,72 +140,72 @@ class Workload:
         return -(-self.steps * self._samples_per_step // self.block) * self.block
 
     def samples(self, source: int = 0) -> list[Sample]:
-        """All samples of a source, in order; a block begins with microbatches of every kind."""
+        """Return the samples of a source; a block begins with microbatches of every kind."""
         rng = np.random.default_rng(source + len(self.weights) - 1)
         microbatches = self.microbatches if len(self.weights) == 1 else math.ceil(_TURN)
-        found: list[Sample] = []
-        while len(found) < self._samples_per_source:
-            together = []
+        samples: list[Sample] = []
+        while len(samples) < self._samples_per_source:
+            block: list[Sample] = []
             for microbatch in range(microbatches):
                 # Samples as long as a packed sequence cost most, so they run together. There are
                 # two microbatches of them: without items, and with one in its last sample.
                 num_full = {_EMPTY: 2 * self.lanes - 1, _SINGLE: 1}.get(microbatch, 0)
-                together += [
-                    self._sample(own, rng, fills=self.tokens is not None and number < num_full)
-                    for number, own in enumerate(self._item_counts(microbatch, rng).T.tolist())
+                block += [
+                    self._sample(counts, rng, fills=self.tokens is not None and number < num_full)
+                    for number, counts in enumerate(self._item_counts(microbatch, rng).T.tolist())
                 ]
-            found += together[: self.block]
-        return found
+            samples += block[: self.block]
+        return samples
 
     def _item_counts(self, microbatch: int, rng: np.random.Generator) -> np.ndarray:
-        """(media, samples): items of each media in each sample of one microbatch."""
+        """Return (modalities, samples) items in each sample of one microbatch."""
         counts = np.zeros((len(self.items), self.samples_per_microbatch), np.int64)
         if microbatch == _EMPTY or not self.items:
             return counts
         if microbatch == _SINGLE:
             counts[0, 0] = 1
             return counts
-        for own in counts:
-            own[:] = rng.permutation(np.resize(_ITEMS, self.samples_per_microbatch))
-        if microbatch == 0:  # however it is shuffled, one sample has items of every media
-            for own in counts:
-                own[[0, own.argmax()]] = own[[own.argmax(), 0]]
+        for row in counts:
+            row[:] = rng.permutation(np.resize(_ITEMS, self.samples_per_microbatch))
+        if microbatch == 0:  # however it is shuffled, the first sample has items of every modality
+            for row in counts:
+                row[[0, row.argmax()]] = row[[row.argmax(), 0]]
         return counts
 
     def _sample(self, counts: Sequence[int], rng: np.random.Generator, fills: bool) -> Sample:
-        """A sample with so many items of each media. fills: whether it is ``tokens`` long."""
+        """Return a sample with these items of each modality. fills: whether it has ``tokens``."""
         items = [
-            Item(own.media, own.files.suffixes[0], own.files.random_file(rng))
-            for own, count in zip(self.items, counts, strict=True)
+            Item(kind.media, kind.files.suffixes[0], kind.files.random_file(rng))
+            for kind, count in zip(self.items, counts, strict=True)
             for _ in range(count)
         ]
         digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
         shuffled = tuple(items[i] for i in rng.permutation(len(items)))
         question = _QUESTIONS[int(rng.integers(len(_QUESTIONS)))]
         if fills and self.tokens is not None:
-            own = sum(_num_tokens(self.items[0].files, item) for item in items)
-            words = self.tokens - own - len(digits) - _TEMPLATE_TOKENS
+            item_tokens = sum(_num_tokens(self.items[0].files, item) for item in items)
+            words = self.tokens - item_tokens - len(digits) - _TEMPLATE_TOKENS
             question = " ".join(np.resize(question.split(), words).tolist())
         return Sample(shuffled, question, " ".join(str(digit) for digit in digits))
 
     def write(self, directory: Path) -> None:
-        """Write the shards and ``tokenizer/``; does nothing if they are already there."""
+        """Write the shards and ``tokenizer/``, unless they exist."""
         if (directory / self.shards[-1]).exists():
             return
         directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(directory / "tokenizer", {one.media: one.placeholder for one in self.items})
+        write_tokenizer(directory / "tokenizer", {i.media: i.placeholder for i in self.items})
         for source, shard in enumerate(self.shards):
             write_shard(directory / shard, self.samples(source))
 
 
 def _num_tokens(files: Media[Any], item: Item) -> int:
-    """Tokens of an item of one file in the chat, with the two around it."""
+    """Return the tokens of an item of one file in the chat, with the two around it."""
     plan = files.plan(Part(files.probe(io.BytesIO(item.content))))
     return plan.num_items * plan.num_rows + 2
 
 
 def write_shard(path: Path, samples: Sequence[Sample]) -> None:
-    """A webdataset shard of these samples."""
+    """Write a webdataset shard of these samples."""
     with TarWriter(str(path), encoder=False) as tar:
         for number, sample in enumerate(samples):
             members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
@@ -206,3 +213,18 @@ def write_shard(path: Path, samples: Sequence[Sample]) -> None:
             for position, item in enumerate(sample.items):
                 members[f"{position}.{item.suffix}"] = item.content
             tar.write(members)
+
+
+def picture_samples(count: int) -> list[Sample]:
+    """Return chats with several pictures, with one and with none; each noise is new."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for number in range(count):
+        digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
+        noise, items = np.random.default_rng(number), []
+        for width, height in _PICTURES[number % len(_PICTURES)]:
+            pixels = noise.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            items.append(Item("image", "png", png_bytes(pixels)))
+        question = _PICTURE_QUESTIONS[number % len(_PICTURE_QUESTIONS)]
+        samples.append(Sample(tuple(items), question, " ".join(str(digit) for digit in digits)))
+    return samples

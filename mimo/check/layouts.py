@@ -1,4 +1,4 @@
-"""Which layouts are run for a recipe: its own, shrunk, or the built-in matrix.
+"""The layouts that `mimo verify` runs: the recipe's, shrunk, or the built-in matrix.
 
 The matrix is applied to a recipe's families and settings; only the layout keys come from it.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mimo.check.verify.scale import scale_recipe
-from mimo.check.verify.shrink import cover, lane_ratio, parallel_axes, place
+from mimo.check.scale import scale_recipe
+from mimo.check.shrink import cover, lane_ratio, parallel_axes, place
 from mimo.config.schema import Recipe
 from mimo.config.source import YamlSource
 from mimo.errors import InputError, RecipeError
@@ -51,7 +51,7 @@ _OPTIONS = {
         "encoders.{first}.reduce_gradients=microbatch",
     ),
 }
-# The matrix alone decides these.
+# Values that a cell starts from, whatever the recipe says.
 _RESET = {
     **{"freeze": False, "lora": None, "recompute": "none"},
     **{"reshard_after_forward": True, "reduce_gradients": "step"},
@@ -69,7 +69,7 @@ class Cell(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """All layouts of one command. notes: how they were chosen, for the report."""
+    """The layouts of one command. notes: how they were chosen, for the report."""
 
     cells: list[Cell]
     notes: list[str]
@@ -90,14 +90,14 @@ class SweepCell:
 
     @property
     def encoders(self) -> list[str]:
-        """The grids of one or two encoders."""
+        """The grids of one or two encoders, in shorthand."""
         return [self.encoder, *([] if self.second is None else [self.second])]
 
     @property
     def name(self) -> str:
         """For example `dp3 → tp2 dp2 · recompute`."""
-        lanes = " + ".join(text or "1 rank" for text in self.encoders)
-        return " · ".join([f"{lanes} → {self.language or '1 rank'}", *self.options])
+        encoders = " + ".join(grid or "1 rank" for grid in self.encoders)
+        return " · ".join([f"{encoders} → {self.language or '1 rank'}", *self.options])
 
 
 SWEEP = (
@@ -156,7 +156,7 @@ SWEEP = (
     SweepCell("tp2 sp pp2", "dp2", ("frozen language",)),
     SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
     SweepCell("pp3", "", ("frozen language",)),
-    # Only adapters learn, those of both modules or of the language model.
+    # Only adapters are trained, those of both modules or of the language model.
     SweepCell("tp2 sp pp2", "dp2", ("adapters",)),
     SweepCell("tp2 cp2", "colocated", ("adapters", "recompute")),
     SweepCell("pp2 vpp2", "tp2", ("adapters", "overlap")),
@@ -187,7 +187,7 @@ SWEEP = (
     SweepCell("fsdp dp2", "colocated fsdp", ("frozen language",)),
     SweepCell("fsdp tp2 sp dp2", "fsdp dp2", ("adapters",)),
     SweepCell("fsdp tp2", "colocated fsdp", ("language adapters",)),
-    # And of transformers on one of them.
+    # The modules of transformers on one side only.
     SweepCell("pp2", "fsdp dp2"),
     SweepCell("tp2 sp pp2", "fsdp dp3", ("recompute",)),
     SweepCell("pp2 dp2", "colocated fsdp"),
@@ -199,13 +199,13 @@ SWEEP = (
 
 
 def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bool) -> Cells:
-    """The recipe's layout, shrunk to ``max_ranks``, or in full size.
+    """Return the recipe's layout, shrunk to ``max_ranks``, or in full size.
 
     Raises InputError for a recipe that cannot run or cannot be shrunk far enough.
     """
-    layout, own = check_recipe(recipe, num_ranks), "the recipe's layout"
+    layout, title = check_recipe(recipe, num_ranks), "the recipe's layout"
     if full:
-        return Cells([Cell(own, recipe, layout)], [describe(layout)])
+        return Cells([Cell(title, recipe, layout)], [describe(layout)])
     try:
         covered = cover(layout, max_ranks)
     except ValueError as error:
@@ -213,32 +213,32 @@ def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bo
     notes = [f"the recipe: {describe(layout)}"]
     small = covered.parts[0]
     if small.layout == layout:
-        return Cells([Cell(own, recipe, layout)], notes)
+        return Cells([Cell(title, recipe, layout)], notes)
     if len(small.axes) == len(parallel_axes(layout)):
         notes.append(f"run here:   {describe(small.layout)}")
-        return Cells([Cell(f"{own}, shrunk", recipe, small.layout)], notes)
-    notes.append(f"does not fit into {max_ranks} ranks with all its axes; run here are")
+        return Cells([Cell(f"{title}, shrunk", recipe, small.layout)], notes)
+    notes.append(f"with all its axes it needs more than {max_ranks} ranks; run here:")
     notes += [f"  {part.name}: {describe(part.layout)}" for part in covered.parts]
     notes += [
-        f"  in none of them together: {'.'.join(one)} and {'.'.join(other)}"
-        for one, other in covered.uncovered
+        f"  not run together: {'.'.join(first)} and {'.'.join(second)}"
+        for first, second in covered.uncovered
     ]
     return Cells([Cell(part.name, recipe, part.layout) for part in covered.parts], notes)
 
 
 def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
-    """The built-in matrix. Raises InputError for a recipe that cannot be used."""
+    """Return the layouts of the built-in matrix. Raises InputError for an unusable recipe."""
     check_recipe(recipe, None)
     cells: list[Cell] = []
     left_out: dict[str, list[str]] = {}  # by reason
     refused = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
-        for one in SWEEP:
-            cell, reason = Cell(one.name, *sweep_recipe(recipe, one)), ""
+        for shorthand in SWEEP:
+            cell, reason = Cell(shorthand.name, *sweep_recipe(recipe, shorthand)), ""
             if cell.layout.world_size > max_ranks:
                 reason = f"they need more than {max_ranks} ranks"
             elif precision == "fp64" and cell.recipe.train.distributed_optimizer:
-                # Without that optimizer such a cell would show nothing.
+                # The cell exists to test that optimizer.
                 reason = "the engine's distributed optimizer has no fp64"
             else:
                 try:
@@ -255,15 +255,15 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     if not cells:
         raise InputError(f"--max-ranks {max_ranks}: every layout of the sweep needs more ranks")
     notes = [f"{len(cells)} layouts of the built-in matrix"]
-    notes += [f"left out, as {why}: {', '.join(names)}" for why, names in left_out.items()]
+    notes += [f"left out: {', '.join(names)}: {why}" for why, names in left_out.items()]
     unused = list(recipe.encoders)[2:]
     if unused:
-        notes.append(f"the matrix has room for two encoders; not run: {', '.join(unused)}")
+        notes.append(f"the matrix has two encoders at most; not run: {', '.join(unused)}")
     return Cells(cells, notes)
 
 
 def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
-    """The recipe with a cell's encoders and options, and the cell's layout.
+    """Return the recipe with a cell's encoders and options, and the cell's layout.
 
     Raises RecipeError for a recipe without an encoder.
     """
@@ -271,7 +271,7 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
         raise RecipeError("encoders: the sweep needs a recipe with at least one encoder")
     names = [*recipe.encoders, _SECOND][: len(cell.encoders)]
     data = recipe.model_dump(mode="json")
-    # The data of an encoder that is added are a separate media, whatever the first one's is.
+    # An added encoder has a modality of its own.
     added = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
     added |= {"template_token": None, "other_media": {}}
     first = data["encoders"][names[0]]
@@ -289,15 +289,15 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     for override in (text for option in cell.options for text in _OPTIONS[option]):
         source.override(override.format(first=names[0]))
     assert not source.problems, source.problems
-    found = Recipe.model_validate(source.data)
-    return found, _sweep_layout(cell, names, found.bridge.block_ranks == 1)
+    swept = Recipe.model_validate(source.data)
+    return swept, _sweep_layout(cell, names, swept.bridge.block_ranks == 1)
 
 
 def _sweep_layout(cell: SweepCell, names: Sequence[str], in_blocks: bool) -> Layout:
     language, encoders = _grid(LANGUAGE, cell.language), {}
-    texts = dict(zip(names, cell.encoders, strict=True))
-    colocated = [name for name, text in texts.items() if text.startswith(_COLOCATED)]
-    for name, text in texts.items():
+    shorthands = dict(zip(names, cell.encoders, strict=True))
+    colocated = [name for name, text in shorthands.items() if text.startswith(_COLOCATED)]
+    for name, text in shorthands.items():
         grid = _grid(name, text)
         lanes = language.size // grid.tp if name in colocated else grid.dp
         encoders[name] = replace(grid, dp=lanes)
@@ -318,7 +318,7 @@ def _grid(module: str, text: str) -> GridSpec:
 
 
 def describe(layout: Layout) -> str:
-    """On one line, all grids of a layout and the kinds of its lane ratios."""
+    """Return one line with all grids of a layout and the kinds of its lane ratios."""
     parts = []
     for name, grid in layout.encoders.items():
         placement = " colocated" if name in layout.colocated else ""

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from mimo.check.verify.cells import SweepCell, recipe_cells
-from mimo.check.verify.reference import scheduled_rate
-from mimo.check.verify.scale import ScaledRecipe, changes, scale_recipe
-from mimo.check.verify.verifier import Verifier
+from mimo.check.layouts import SweepCell, recipe_cells
+from mimo.check.scale import ScaledRecipe, changes, scale_recipe
+from mimo.check.steps import scheduled_rate
+from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Train
 from mimo.train.schedule import learning_rate
 from tests.cases import quick
-from tests.conftest import RunRanks
-from tests.mimo.check.verify.test_verify import RECIPE, plan_first_step
-from tests.mimo.check.verify.test_verify_faults import Case, check_fault_is_found, run
+from tests.mimo.check.test_verify import RECIPE, plan_first_step
+from tests.mimo.check.test_verify_faults import Case, check_fault_is_found, run
 
 # --------------------------------------------------------- faults, applied inside ranks
 
@@ -121,12 +120,6 @@ CASES = {
         ignore_weights_of_sources, SweepCell("dp2", ""), PATCHES, overrides=SOURCES
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
-    """Shares the one-rank runs; `run_ranks` has started the fork server."""
-    return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
 @pytest.mark.parametrize("name", quick(CASES, "an encoder's own warm-up ignored"))

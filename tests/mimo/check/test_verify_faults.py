@@ -14,16 +14,14 @@ from typing import Any
 import pytest
 
 from encoders.qwen_vl import PROJECTOR
-from mimo.check.verify.cells import Cell, SweepCell, sweep_recipe
-from mimo.check.verify.compare import Fault
-from mimo.check.verify.scale import TOLERANCE
-from mimo.check.verify.verifier import CellResult, Verifier
+from mimo.check.compare import TOLERANCE, Fault
+from mimo.check.layouts import Cell, SweepCell, sweep_recipe
+from mimo.check.verify import CellResult, Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.families.keymap import is_adapter
 from tests.cases import quick
-from tests.conftest import RunRanks
 
-RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 
 # --------------------------------------------------------- faults, applied inside ranks
@@ -266,12 +264,6 @@ CASES = {
         "vision",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
-    """Shares the one-rank runs; `run_ranks` has started the fork server."""
-    return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
 def run(

@@ -1,22 +1,27 @@
-"""`mimo verify` as a command: exit codes, what it prints, and what it writes."""
+"""`mimo verify` as a command: exit codes, what it prints and writes, and doubtful errors."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from mimo.check.verify import main
-from mimo.check.verify.cells import Cell
-from mimo.check.verify.verifier import CellResult, Verifier
+import mimo.check.verify as command
+from mimo.check.compare import Fault
+from mimo.check.layouts import Cell, SweepCell, sweep_recipe
+from mimo.check.verify import CellResult, Verifier, print_results, write_results
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.cli.main import app
 from tests.conftest import RunRanks
-from tests.mimo.check.verify.test_verify_faults import average_encoder_gradients
+from tests.mimo.check.test_verify_faults import average_encoder_gradients
 
-RECIPE = str(Path(__file__).parents[4] / "recipes" / "quickstart.yaml")
+RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
+SMALL = 2e-5  # twice the tolerance
 UNEVEN = ["language.grid={dp: 1}", "encoders.vision.grid.dp=2"]
 
 
@@ -83,7 +88,7 @@ def test_every_phase_is_compared_on_its_own_layout_with_its_own_freezing(
 def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values(
     run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "Verifier", FaultyVerifier)
+    monkeypatch.setattr(command, "Verifier", FaultyVerifier)
     path = tmp_path / "report.json"
     result = verify(*UNEVEN, "--json", str(path))
     assert result.exit_code == 1
@@ -116,7 +121,7 @@ def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values
 def test_bad_input_ends_with_2_and_a_message_before_any_rank_starts(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "warm_up_on_cpu", lambda preload: pytest.fail("ranks would start"))
+    monkeypatch.setattr(command, "warm_up_on_cpu", lambda preload: pytest.fail("ranks would start"))
     result = verify(*arguments)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
@@ -161,3 +166,120 @@ def test_a_json_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_
     result = verify("--json", str(tmp_path))
     assert result.exit_code == 2
     assert f"--json {tmp_path}: Is a directory" in result.output
+
+
+# ------------------------------------- rounding, or an error as small: fp64 decides
+
+
+def err_in_gradients() -> None:
+    """Every gradient is a little too large, in any precision."""
+    _scale_gradients(lambda dtype: True)
+
+
+def round_gradients_in_fp32() -> None:
+    """Every gradient is off as if by rounding: in fp64 it is right."""
+    import torch
+
+    _scale_gradients(lambda dtype: dtype == torch.float32)
+
+
+def _scale_gradients(concerns: Any) -> None:
+    from mimo.engines.megatron import module as model
+
+    finish = model.finish_gradients
+
+    def scaled(chunks: Any, groups: Any, num_loss_tokens: int) -> None:
+        finish(chunks, groups, num_loss_tokens)
+        for chunk in chunks:
+            if concerns(next(chunk.parameters()).dtype):
+                chunk.scale_gradients(1 + SMALL)
+
+    model.finish_gradients = scaled
+
+
+def lengthen_steps_of_distributed_optimizer() -> None:
+    """A distributed optimizer's steps are a little too long, a plain one's are right."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from mimo.engines.megatron import module as training
+
+    step = training.step_optimizer
+
+    def longer(optimizer: Any, groups: Any, rate: float, *given: Any) -> Any:
+        is_distributed = isinstance(optimizer, DistributedOptimizer)
+        return step(optimizer, groups, rate * (1 + SMALL) if is_distributed else rate, *given)
+
+    training.step_optimizer = longer
+
+
+ONE_RANK = SweepCell("", "")
+DISTRIBUTED = SweepCell("dp2", "", ("distributed optimizer",))
+
+
+def run_doubtful(verifier: Verifier, cell: SweepCell, fault: Fault) -> CellResult:
+    recipe, layout = sweep_recipe(load_recipe(Path(RECIPE)), cell)
+    result = verifier.run(Cell(cell.name, recipe, layout), fault)
+    assert result.failure is None, result.failure
+    assert result.comparison is not None
+    assert verifier.tolerance < result.comparison.error < 1e-4
+    assert result.repeated is not None
+    return result
+
+
+def printed(result: CellResult) -> str:
+    stream = io.StringIO()
+    print_results(Console(width=200, file=stream), [result], 1e-5)
+    return stream.getvalue()
+
+
+@pytest.mark.slow
+def test_what_fp64_does_not_show_is_rounding(verifier: Verifier, tmp_path: Path) -> None:
+    result = run_doubtful(verifier, ONE_RANK, round_gradients_in_fp32)
+    assert result.passed
+    assert result.repeated is not None
+    assert 0 < result.repeated.error < 1e-10
+    assert "equal (fp64)" in printed(result)
+    path = tmp_path / "report.json"
+    write_results(path, [result], Path(RECIPE), "fp32", 1e-5, [])
+    report = json.loads(path.read_text())
+    assert report["passed"] is True
+    (layout,) = report["layouts"]
+    assert (layout["verdict"], layout["first_difference"]) == ("equal (fp64)", None)
+    assert layout["gradients"].keys() == layout["repeated_in_fp64"]["gradients"].keys()
+    assert layout["against_plain_optimizer"] is None
+
+
+def test_a_small_error_differs_in_fp64_too(verifier: Verifier) -> None:
+    result = run_doubtful(verifier, ONE_RANK, err_in_gradients)
+    assert not result.passed
+    (decides,) = result.deciding
+    assert decides.first is not None
+    assert decides.first.what == "gradient"
+    assert decides.first.error == pytest.approx(SMALL, rel=0.01)
+    assert "DIFFERS (fp64)" in printed(result)
+    assert f"first:   {decides.first}" in printed(result)
+
+
+@pytest.mark.slow
+def test_rounding_under_a_distributed_optimizer_is_judged_with_the_plain_one(
+    verifier: Verifier,
+) -> None:
+    result = run_doubtful(verifier, DISTRIBUTED, round_gradients_in_fp32)
+    assert result.passed
+    assert result.plain is not None
+    assert result.plain.error < verifier.tolerance / 10
+    assert "with the plain optimizer: the engine's distributed one has no fp64" in printed(result)
+
+
+@pytest.mark.slow
+def test_a_small_error_of_the_distributed_optimizer_is_not_lost_in_fp64(
+    verifier: Verifier,
+) -> None:
+    result = run_doubtful(verifier, DISTRIBUTED, lengthen_steps_of_distributed_optimizer)
+    assert not result.passed
+    assert result.repeated is not None
+    assert result.repeated.first is None
+    assert result.plain is not None
+    assert result.plain.first is not None
+    assert result.plain.first.what == "weight"
+    assert str(result.plain.first) in printed(result)

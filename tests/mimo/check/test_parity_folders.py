@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mimo.check.parity.main import verdict
-from mimo.check.parity.runner import ParityRunner
+from mimo.check.parity import ParityRunner, verdict
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from tests.cases import quick
 

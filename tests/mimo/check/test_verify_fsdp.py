@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from mimo.check.verify.cells import SWEEP, Cell, SweepCell, recipe_cells, sweep_cells, sweep_recipe
-from mimo.check.verify.compare import Fault, gradient_floor
-from mimo.check.verify.scale import scale_recipe
-from mimo.check.verify.verifier import CellResult, Verifier
+from mimo.check.compare import Fault, gradient_floor
+from mimo.check.layouts import SWEEP, Cell, SweepCell, recipe_cells, sweep_cells, sweep_recipe
+from mimo.check.scale import scale_recipe
+from mimo.check.verify import CellResult, Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
-from tests.mimo.check.verify.test_verify import plan_first_step
-from tests.mimo.check.verify.test_verify_faults import Case, check_first_difference
+from tests.mimo.check.test_verify import plan_first_step
+from tests.mimo.check.test_verify_faults import Case, check_first_difference
 
-RECIPES = Path(__file__).parents[4] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "gemma3")
 CELLS = {cell.name: cell for cell in SWEEP if "fsdp" in cell.name}
 
@@ -37,12 +37,6 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recipe]:
         path = RECIPES / f"{family}_tiny.yaml"
         found[family] = load_recipe(path, [f"init_from={folder}"])
     return found
-
-
-@pytest.fixture(scope="module")
-def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
-    """Shares the one-rank runs; `run_ranks` has started the fork server."""
-    return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
 def run(

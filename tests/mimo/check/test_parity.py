@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from mimo.check.parity import runner
-from mimo.check.parity.compare import INPUTS, LOGITS, TOLERANCE, Parity
-from mimo.check.parity.main import main, verdict
-from mimo.check.parity.runner import ParityRunner
+from mimo.check import parity as parity_module
+from mimo.check.compare import TOLERANCE
+from mimo.check.parity import Parity, ParityRunner, main, verdict
+from mimo.check.points import INPUTS, LOGITS
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError
@@ -50,21 +50,10 @@ OTHER_LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ParityRunner]:
-    """One per family: transformers runs once for all layouts with equal samples."""
-    found = {}
-    for family in FAMILIES:
-        folder = tmp_path_factory.mktemp(family)
-        write_tiny(TinyCheckpoint(family), folder / "checkpoint")
-        found[family] = ParityRunner(folder / "checkpoint", folder, timeout_seconds=120)
-    return found
-
-
 def check(found: Parity, family: str) -> None:
-    assert found.tolerance == TOLERANCE == 1e-5
+    assert found.tolerance == TOLERANCE["fp32"] == 1e-5
     assert found.passed, verdict(found)
-    errors = {line.point: line.error for line in found.lines}
+    errors = {line.point: line.error for line in found.points}
     assert all(errors[point] == 0 for point in INPUTS)
     assert errors[LOGITS] <= 1e-5
     assert found.step.worst("weights") == 0, "weights change on their way in"
@@ -90,7 +79,7 @@ def test_of_a_large_model_some_gradients_are_left_out_and_said_to_be(
     whole = runners["qwen3_vl"].run([])
     assert whole.compared == whole.total == len(whole.step.gradients)
     assert "and every gradient within" in verdict(whole)
-    monkeypatch.setattr(runner, "_GRADIENT_ELEMENTS", 10_000)
+    monkeypatch.setattr(parity_module, "_GRADIENT_ELEMENTS", 10_000)
     found = runners["qwen3_vl"].run([])
     assert 0 < found.compared == len(found.step.gradients) < found.total
     assert f"gradients of the {found.compared} smallest of {found.total}" in verdict(found)

@@ -1,0 +1,346 @@
+"""Compare what the ranks of a layout hold with one rank, with transformers or with another layout.
+
+The error of a tensor is max|Δ| / max(max|reference|, floor). The floor of a gradient is 1e-6 of the
+global gradient norm: some gradients, such as that of a key bias, are zero in theory, and without a
+floor the comparison would be of rounding noise. See docs/parallelism.md.
+
+Both sides come as plain arrays, so comparing needs no engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+_NOISE = 1e-6  # of the global gradient norm
+_SCALARS = ("loss_tokens", "loss", "grad_norm")
+
+Fault = Callable[[], None]
+"""A deliberate bug: called in every rank before anything is built, at the top of its module."""
+
+
+class IncomparableError(Exception):
+    """One side lacks what the other has, or has it in another shape."""
+
+
+# ------------------------------------------------------------------------- both sides
+
+
+@dataclass
+class Shard:
+    """A rectangle of a parameter that a rank holds; tensors are matrices of their rows.
+
+    name: in the whole model, such as `language.decoder.layers.3.mlp.linear_fc1.weight`.
+    shape: of the whole parameter. row, column: of the first element.
+    gradients, weights: of each step, gradients before clipping; a frozen parameter has none.
+    """
+
+    name: str
+    module: str
+    rank: int
+    stage: int
+    lane: int
+    cp: int
+    tp: int
+    shape: tuple[int, ...]
+    row: int = 0
+    column: int = 0
+    gradients: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        """For example `language, rank 5 (stage 1 · lane 0 · tp 1)`."""
+        cp = f" · cp {self.cp}" if self.cp else ""
+        place = f"stage {self.stage} · lane {self.lane}{cp} · tp {self.tp}"
+        return f"{self.module}, rank {self.rank} ({place})"
+
+
+@dataclass(frozen=True)
+class PointPart:
+    """What one rank holds of a point.
+
+    index: (n,) rows of the whole tensor. columns: the first column. values: (n, k).
+    """
+
+    point: str
+    where: str
+    index: np.ndarray
+    values: np.ndarray
+    columns: int = 0
+
+
+@dataclass
+class RankSteps:
+    """Metrics of each step, and this rank's parts of parameters and of points."""
+
+    metrics: list[dict[str, Any]]
+    shards: list[Shard]
+    parts: list[PointPart] = field(default_factory=list)
+
+
+@dataclass
+class ReferenceParameter:
+    """For each step, the gradient before clipping (none if frozen) and the weights.
+
+    weight_floors: the floors of weights in each step; without them the gradient's floor applies.
+    """
+
+    gradients: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
+    weight_floors: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Reference:
+    """What a layout is compared with.
+
+    steps: `loss` per token, `loss_tokens` and `grad_norm` of each. parameters: by name, in the
+    order of the model. points: whole tensors in forward order, if activations are compared.
+    """
+
+    steps: list[dict[str, float]]
+    parameters: dict[str, ReferenceParameter]
+    points: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def assembled(results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]) -> Reference:
+    """Return what a layout's ranks hold, as a reference for another run, without points.
+
+    Of replicas the last rank's counts. weight_floors: as in `ReferenceParameter`, by parameter in
+    the order of the model. Raises IncomparableError for parameters that no rank has.
+    """
+    shards = _shards_by_name(results)
+    if missing := [name for name in weight_floors if name not in shards]:
+        raise IncomparableError(f"no rank of the other layout has {', '.join(missing)}")
+    parameters = {
+        name: ReferenceParameter(
+            joined(shards[name], "gradients"), joined(shards[name], "weights"), floors
+        )
+        for name, floors in weight_floors.items()
+    }
+    steps = [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics]
+    return Reference(steps, parameters)
+
+
+def joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
+    """Return the whole "gradients" or "weights" of a parameter in each step."""
+    tensors = []
+    for step, like in enumerate(getattr(shards[0], what)):
+        whole = np.full(_matrix(shards[0].shape), np.nan, like.dtype)
+        for shard in shards:
+            slice_of(whole, shard)[...] = getattr(shard, what)[step]
+        tensors.append(whole.reshape(shards[0].shape))
+    return tensors
+
+
+def slice_of(whole: np.ndarray, shard: Shard) -> np.ndarray:
+    """Return a view of the rectangle of a whole tensor that the shard's rank holds."""
+    rows, columns = shard.weights[0].shape
+    matrix = whole.reshape(_matrix(whole.shape))
+    return matrix[shard.row : shard.row + rows, shard.column : shard.column + columns]
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def _shards_by_name(results: Sequence[RankSteps]) -> dict[str, list[Shard]]:
+    by_name: dict[str, list[Shard]] = {}
+    for shard in (shard for result in results for shard in result.shards):
+        by_name.setdefault(shard.name, []).append(shard)
+    return by_name
+
+
+# ----------------------------------------------------------------- errors and floors
+
+
+def badness(error: float) -> tuple[bool, float]:
+    """Order errors: NaN is larger than anything."""
+    return math.isnan(error), error
+
+
+def largest(errors: Iterable[float]) -> float:
+    """Return the maximum; 0 if there are no errors."""
+    return max(errors, key=badness, default=0.0)
+
+
+def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
+    """Return 1e-6 of the global norm of the reference's gradients."""
+    return _NOISE * math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients))
+
+
+def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
+    """Return how far the optimizer moves a weight in one step for a gradient at its floor.
+
+    SGD moves it by rate · g, Adam by about rate · g / (g + eps). A weight that starts at zero is
+    the sum of its updates, so its floor is the sum over all steps. gradient_norm: of all modules.
+    eps: Adam's, None for SGD.
+    """
+    floor = _NOISE * gradient_norm
+    return rate * floor if eps is None else rate * floor / (floor + eps)
+
+
+def worst_element(
+    got: np.ndarray, expected: np.ndarray, scale: float
+) -> tuple[float, tuple[int, ...]]:
+    """Return the error of a tensor, max|Δ| / scale, and the index of that element."""
+    delta = np.abs(got - expected)
+    if not delta.size:
+        return 0.0, ()
+    index = tuple(int(i) for i in np.unravel_index(int(delta.argmax()), delta.shape))
+    return float(delta[index]) / scale, index
+
+
+# ------------------------------------------------------- loss, gradients and weights
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a layout departs from the reference.
+
+    step: counts from 1. what: "gradient", "weight", or the name of one of the step's metrics.
+    where: module, rank and pipeline stage. index: of the largest difference in the whole tensor,
+    seen as a matrix.
+    """
+
+    step: int
+    what: str
+    name: str
+    where: str
+    index: tuple[int, ...]
+    got: float
+    expected: float
+    error: float
+
+    def __str__(self) -> str:
+        place = f" at {list(self.index)}" if self.index else ""
+        return (
+            f"step {self.step}: {self.what} of {self.name}{place} on {self.where}: "
+            f"{self.got:.9g}, one rank has {self.expected:.9g} (error {self.error:.1e})"
+        )
+
+
+@dataclass
+class Comparison:
+    """Errors of a layout against a reference.
+
+    scalars: error by step and name. gradients, weights: by parameter, the worst error of all ranks
+    in each step. first: the first difference above the tolerance; within a step gradients come
+    before weights, both in model order. largest: of the same step and kind; an error in the forward
+    pass reaches every gradient, and the largest is often nearer to its origin.
+    """
+
+    scalars: list[dict[str, float]] = field(default_factory=list)
+    gradients: dict[str, list[float]] = field(default_factory=dict)
+    weights: dict[str, list[float]] = field(default_factory=dict)
+    first: Difference | None = None
+    largest: Difference | None = None
+
+    @property
+    def error(self) -> float:
+        """The largest error of anything that was compared."""
+        return largest(self.worst(what) for what in ("gradients", "weights", *_SCALARS))
+
+    def worst(self, what: str) -> float:
+        """Return the largest error of "gradients", "weights" or a metric, over all steps."""
+        if what in _SCALARS:
+            return largest(step[what] for step in self.scalars)
+        return largest(error for errors in getattr(self, what).values() for error in errors)
+
+    def note(self, difference: Difference, tolerance: float) -> None:
+        """Keep a difference that is above the tolerance, as NaN is, if first or largest."""
+        if difference.error <= tolerance:
+            return
+        if self.first is None or self.largest is None:
+            self.first = self.largest = difference
+        same_kind = (difference.step, difference.what) == (self.first.step, self.first.what)
+        if same_kind and badness(difference.error) > badness(self.largest.error):
+            self.largest = difference
+
+
+def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
+    """Compare every metric and every rank's part of every parameter, after every step.
+
+    Raises IncomparableError if the layout's parameters are not those of the reference.
+    """
+    comparison, shards = Comparison(), _shards_by_name(results)
+    _check_parameters(shards, reference)
+    for step, expected in enumerate(reference.steps):
+        noise = gradient_floor(
+            p.gradients[step] for p in reference.parameters.values() if p.gradients
+        )
+        for what in ("gradient", "weight"):
+            errors = getattr(comparison, f"{what}s")
+            for name, parameter in reference.parameters.items():
+                floors = parameter.weight_floors if what == "weight" else []
+                floor = floors[step] if floors else noise
+                worst = _worst_part(shards[name], parameter, step, what, floor)
+                if worst is not None:
+                    errors.setdefault(name, []).append(worst.error)
+                    comparison.note(worst, tolerance)
+        scalars = [_worst_scalar(results, expected[name], step, name) for name in _SCALARS]
+        for worst in scalars:
+            comparison.note(worst, tolerance)
+        comparison.scalars.append({worst.what: worst.error for worst in scalars})
+    return comparison
+
+
+def _check_parameters(shards: Mapping[str, Sequence[Shard]], reference: Reference) -> None:
+    if shards.keys() != reference.parameters.keys():
+        alone = sorted(shards.keys() ^ reference.parameters.keys())
+        raise IncomparableError(f"only the layout or only one rank has {', '.join(alone)}")
+    for name, parts in shards.items():
+        whole = reference.parameters[name].weights[0]
+        shapes = {shard.shape for shard in parts}
+        if any(_matrix(shape) != _matrix(whole.shape) for shape in shapes):
+            raise IncomparableError(f"{name} has shape {shapes}, one rank's has {whole.shape}")
+        # Rectangles are equal or do not overlap.
+        sizes = {(shard.row, shard.column): shard.weights[0].size for shard in parts}
+        if (held := sum(sizes.values())) != whole.size:
+            raise IncomparableError(f"{name}: ranks hold {held} of {whole.size} elements")
+
+
+def _worst_part(
+    shards: Sequence[Shard], parameter: ReferenceParameter, step: int, what: str, floor: float
+) -> Difference | None:
+    """Return the worst difference over all ranks' parts; None if frozen in both runs."""
+    steps = getattr(parameter, f"{what}s")
+    scale = max(float(np.abs(steps[step]).max()), floor) if steps else floor
+    differences = []
+    for shard in shards:
+        parts = getattr(shard, f"{what}s")
+        if not parts and not steps:
+            continue
+        # If only one of the two has a gradient, the other's is zero.
+        expected = slice_of(steps[step], shard) if steps else np.zeros_like(parts[step])
+        got = parts[step] if parts else np.zeros_like(expected)
+        if got.shape != expected.shape:
+            raise IncomparableError(
+                f"{shard.name} on {shard.where} has shape {got.shape}, the part of one rank's is "
+                f"{expected.shape}"
+            )
+        if not got.size:
+            continue
+        error, at = worst_element(got, expected, scale)
+        index = (shard.row + at[0], shard.column + at[1])[: len(shard.shape)]
+        values = float(got[at]), float(expected[at]), error
+        differences.append(Difference(step + 1, what, shard.name, shard.where, index, *values))
+    return max(differences, key=lambda difference: badness(difference.error), default=None)
+
+
+def _worst_scalar(
+    results: Sequence[RankSteps], expected: float, step: int, name: str
+) -> Difference:
+    differences = []
+    for rank, result in enumerate(results):
+        got = float(result.metrics[step][name])
+        error = abs(got - expected) / max(abs(expected), 1e-12)
+        values = f"rank {rank}", (), got, expected, error
+        differences.append(Difference(step + 1, name, "the step", *values))
+    return max(differences, key=lambda difference: badness(difference.error))

@@ -1,0 +1,339 @@
+"""Points: places in a model where activations are compared, with transformers or another layout.
+
+The whole tensor of a point has a row for each token of all samples, or for each patch or embedding
+of all items, in the order of the samples. `run_transformers` computes all points in transformers.
+
+Letters: L tokens of one sample, T of all, I items of one sample, P patches, C numbers per patch,
+N rows, H hidden, V vocabulary, S side of a square image in pixels.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mimo.check.compare import (
+    IncomparableError,
+    PointPart,
+    RankSteps,
+    Reference,
+    ReferenceParameter,
+    badness,
+    worst_element,
+)
+from mimo.check.workload import Sample
+from mimo.checkpoint.hf.recipes import load_processor
+from mimo.errors import InputError
+
+TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
+INPUTS = (TOKENS, PIXELS, POSITIONS)
+"""Points at which both sides must have the same numbers."""
+LOGITS = "language.head"
+_KINDS = ("embedding", "blocks", "rows", "level", "layers", "norm", "head")  # in forward order
+_SMALLEST_SCALE = 1e-30
+
+# By model type, the tower's blocks, and the module that outputs its rows.
+_QWEN = ("model.visual.blocks", "model.visual")
+_MODULES = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "gemma3": ("model.vision_tower.encoder.layers", "model.multi_modal_projector"),
+}
+_LANGUAGE = "model.language_model"
+
+Measure = Literal["difference", "relative", "unequal"]
+Keep = Callable[[str, Tensor], None]
+"""Keeps what was computed at a point."""
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """The error of one point. measure: "difference" is max|Δ|, "relative" is max|Δ| /
+    max|reference|, "unequal" is the number of entries that differ where none may.
+
+    where: the module and rank with the largest error.
+    """
+
+    point: str
+    measure: Measure
+    error: float
+    where: str
+    passed: bool
+
+
+def level_point(number: int) -> str:
+    """Return the point of a tower's output: 0 is the embeddings, other numbers are levels."""
+    return "vision.rows" if number == 0 else f"vision.level {number - 1}"
+
+
+def compare_points(
+    results: Sequence[RankSteps], points: Mapping[str, np.ndarray], tolerance: float
+) -> list[PointResult]:
+    """Compare every rank's part of every point. If an input differs, compare only inputs.
+
+    points: whole tensors in forward order. Raises IncomparableError if the ranks together do not
+    have a whole tensor.
+    """
+    parts = _parts_by_point(results)
+    if extra := parts.keys() - points.keys():
+        raise IncomparableError(f"only our side has {', '.join(sorted(extra))}")
+    compared: list[PointResult] = []
+    for point, whole in points.items():
+        if point not in INPUTS and any(r.point in INPUTS and not r.passed for r in compared):
+            break
+        compared.append(_compare_point(point, whole, parts.get(point, []), tolerance))
+    return compared
+
+
+def whole_points(
+    results: Sequence[RankSteps], others: Sequence[RankSteps]
+) -> dict[str, np.ndarray]:
+    """Return a layout's points as whole tensors in forward order, to compare ``others`` with.
+
+    Of replicas the last rank's counts; of the vocabulary, only what both sides have. Raises
+    IncomparableError if the ranks together do not have a whole tensor.
+    """
+    by_point, points = _parts_by_point(results), {}
+    for point in sorted(by_point, key=_forward_order):
+        shape = _shape(by_point[point])
+        whole, covered = np.zeros(shape, by_point[point][0].values.dtype), np.zeros(shape, bool)
+        for part in by_point[point]:
+            place = part.index, slice(part.columns, part.columns + part.values.shape[1])
+            whole[place], covered[place] = part.values, True
+        if not covered.all():
+            raise IncomparableError(f"{point}: the other layout has only a part of it")
+        points[point] = whole
+    if (logits := _parts_by_point(others).get(LOGITS)) and LOGITS in points:
+        points[LOGITS] = points[LOGITS][:, : _shape(logits)[1]]
+    return points
+
+
+def _parts_by_point(results: Sequence[RankSteps]) -> dict[str, list[PointPart]]:
+    by_point: dict[str, list[PointPart]] = {}
+    for part in (part for result in results for part in result.parts):
+        by_point.setdefault(part.point, []).append(part)
+    return by_point
+
+
+def _shape(parts: Sequence[PointPart]) -> tuple[int, int]:
+    rows = 1 + max(int(part.index.max(initial=-1)) for part in parts)
+    return rows, max(part.columns + part.values.shape[1] for part in parts)
+
+
+def _forward_order(point: str) -> tuple[int, int, int]:
+    if point in INPUTS:
+        return 0, INPUTS.index(point), 0
+    module, _, name = point.partition(".")
+    kind, _, number = name.replace(" ", ".").partition(".")
+    return 1 + (module == "language"), _KINDS.index(kind), int(number or 0)
+
+
+def _compare_point(
+    point: str, whole: np.ndarray, parts: Sequence[PointPart], tolerance: float
+) -> PointResult:
+    measure: Measure = "difference" if point == LOGITS else "relative"
+    if point in INPUTS:
+        measure, tolerance = "unequal", 0
+    scale = 1.0
+    if measure == "relative":
+        scale = max(float(np.abs(whole).max(initial=0.0)), _SMALLEST_SCALE)
+    covered = np.zeros(whole.shape, bool)
+    errors = []
+    for part in parts:
+        got = part.values
+        if point == LOGITS:  # our vocabulary may be padded further
+            got = got[:, : max(whole.shape[1] - part.columns, 0)]
+        columns = slice(part.columns, part.columns + got.shape[1])
+        fits = columns.stop <= whole.shape[1] or not got.shape[1]
+        if part.index.max(initial=-1) >= len(whole) or not fits:
+            return PointResult(point, measure, math.inf, part.where, passed=False)
+        covered[part.index, columns] = True
+        expected = whole[part.index, columns]
+        if measure == "unequal":
+            errors.append((float((got != expected).sum()), part.where))
+        else:
+            errors.append((worst_element(got, expected, scale)[0], part.where))
+    error, where = max(errors, key=lambda pair: badness(pair[0]), default=(0.0, ""))
+    if not covered.all():
+        if point in INPUTS:  # we have fewer of them
+            return PointResult(point, measure, math.inf, where, passed=False)
+        rows = int((~covered).any(axis=1).sum())
+        raise IncomparableError(f"{point}: no rank has {rows} of {len(whole)} rows")
+    return PointResult(point, measure, error, where, passed=error <= tolerance)
+
+
+# ------------------------------------------------------------------- in transformers
+
+
+def run_transformers(
+    directory: Path, samples: Sequence[Sample], keys: Collection[str]
+) -> Reference:
+    """Run all samples forward and backward, one at a time, in fp32 and in this process.
+
+    keys: names of the checkpoint's tensors whose gradients and values to return; the parameters of
+    the reference have these names.
+    """
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    processor = load_processor(directory)
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        str(directory), dtype=torch.float32, local_files_only=True
+    ).eval()
+    encoded = [_encode(processor, model, sample) for sample in samples]
+    loss_tokens = sum(int(answer.sum()) for _, answer in encoded)
+    recorder = _Recorder(model)
+    loss = 0.0
+    for inputs, answer in encoded:
+        recorder.begin(inputs)
+        logits = model(**inputs, use_cache=False).logits[0]
+        recorder.keep(LOGITS, logits)
+        labels = inputs["input_ids"][0, 1:]
+        summed = nn.functional.cross_entropy(logits[:-1][answer], labels[answer], reduction="sum")
+        (summed / loss_tokens).backward()
+        loss += float(summed.detach()) / loss_tokens
+    params = dict(model.named_parameters())
+    squares = [float(p.grad.double().pow(2).sum()) for p in params.values() if p.grad is not None]
+    step = {"loss": loss, "loss_tokens": loss_tokens, "grad_norm": sum(squares) ** 0.5}
+    parameters = {
+        key: ReferenceParameter(
+            [np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()],
+            [p.detach().numpy()],
+        )
+        for key, p in params.items()
+        if key in keys
+    }
+    return Reference([step], parameters, recorder.points())
+
+
+def _encode(processor: Any, model: Any, sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
+    """Put the chat through the checkpoint's template and processor.
+
+    Returns the model's inputs, and (L - 1,) bool: whether the next token counts in the loss.
+    """
+    pictures = [Image.open(io.BytesIO(item.content)) for item in sample.items]
+    images = {"images": [pictures]} if pictures else {}
+
+    def encode(messages: Sequence[Any], add_generation_prompt: bool) -> Any:
+        text = processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        # The template itself writes the tokens that begin a text.
+        return processor(text=[text], return_tensors="pt", add_special_tokens=False, **images)
+
+    prompt, whole = encode(sample.messages[:1], True), encode(sample.messages, False)
+    ids = whole["input_ids"][0]
+    start = prompt["input_ids"].shape[1]
+    if not torch.equal(ids[:start], prompt["input_ids"][0]):
+        raise InputError(
+            "the chat template renders a question differently after its answer is added, so the "
+            "tokens of the answer are unknown: use a template that only appends"
+        )
+    # Tokens after the end of a turn are never generated. Some folders name no end for generation.
+    eos = model.generation_config.eos_token_id
+    ends = [*(eos if isinstance(eos, list) else [eos]), processor.tokenizer.eos_token_id]
+    is_end = torch.isin(ids, torch.tensor([end for end in ends if end is not None]))
+    positions = torch.arange(1, len(ids))
+    return dict(whole), (positions >= start) & (positions <= int(is_end.nonzero().max()))
+
+
+class _Recorder:
+    """Keeps what the modules of a model compute, over several forward passes."""
+
+    def __init__(self, model: Any) -> None:
+        self._kept: dict[str, list[np.ndarray]] = {}
+        self._config = model.config
+        self._tokens = 0
+        blocks, rows = (model.get_submodule(name) for name in _MODULES[model.config.model_type])
+        watch_blocks(blocks, model.config, self.keep)
+        rows.register_forward_hook(self._keep_rows)
+        language = model.get_submodule(_LANGUAGE)
+        language.register_forward_pre_hook(self._keep_positions, with_kwargs=True)
+        watch_text(language, self.keep)
+
+    def begin(self, inputs: dict[str, Tensor]) -> None:
+        self._tokens = inputs["input_ids"].shape[1]
+        self.keep(TOKENS, inputs["input_ids"].T)
+        pixels = inputs.get("pixel_values")
+        if pixels is not None:
+            self.keep(PIXELS, pixels if pixels.dim() == 2 else self._as_patches(pixels))
+
+    def keep(self, point: str, values: Tensor) -> None:
+        self._kept.setdefault(point, []).append(values.detach().numpy().copy())
+
+    def points(self) -> dict[str, np.ndarray]:
+        """Return whole tensors in forward order, inputs first.
+
+        The order is that of the first sample, which has pictures and so reaches every point.
+        """
+        names = sorted(self._kept, key=lambda name: name not in INPUTS)
+        return {name: np.concatenate(self._kept[name]) for name in names}
+
+    def _keep_rows(self, module: nn.Module, args: object, output: Any) -> None:
+        if isinstance(output, Tensor):
+            levels = [output.flatten(0, 1)]
+        else:
+            levels = [output.pooler_output, *output.get("deepstack_features", ())]
+        for number, rows in enumerate(levels):
+            self.keep(level_point(number), rows)
+
+    def _keep_positions(self, module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(self._tokens)
+        # If there are four, the first is for plain text; the others are time, height and width.
+        three = positions.reshape(-1, self._tokens)[-3:].expand(3, -1)
+        self.keep(POSITIONS, three.T)
+
+    def _as_patches(self, pixels: Tensor) -> Tensor:
+        """Gemma-3's whole images (I, 3, S, S) -> (I·P', 3·patch²) in our order."""
+        vision = self._config.vision_config
+        patch, side = vision.patch_size, vision.image_size // vision.patch_size
+        cut = pixels.view(-1, 3, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
+        lines = cut.reshape(len(pixels), side * side, -1)
+        return lines[:, block_order(self._config)].flatten(0, 1)
+
+
+def watch_text(text: Any, keep: Keep) -> None:
+    """Keep what each part of transformers' language model computes, of one sequence (S, H)."""
+    # A layer's output is taken as the next one's input, because levels are added in between.
+    names = ["embedding", *(f"layers.{number}" for number in range(len(text.layers)))]
+    for name, module in zip(names, [*text.layers, text.norm], strict=True):
+        module.register_forward_pre_hook(
+            lambda _, args, point=f"language.{name}": keep(point, args[0][0])
+        )
+    text.norm.register_forward_hook(lambda _, __, hidden: keep("language.norm", hidden[0]))
+
+
+def watch_blocks(blocks: Any, config: Any, keep: Keep) -> None:
+    """Keep what each block of a tower of transformers computes, (P, D) in our order."""
+
+    def keep_patches(point: str, hidden: Tensor) -> None:
+        if hidden.dim() == 3:  # (I, P', D) with the patches of an image line by line
+            hidden = hidden[:, block_order(config).to(hidden.device)].flatten(0, 1)
+        keep(point, hidden)
+
+    blocks[0].register_forward_pre_hook(lambda _, args: keep_patches("vision.embedding", args[0]))
+    for number, block in enumerate(blocks):
+        block.register_forward_hook(
+            lambda _, __, hidden, point=f"vision.blocks.{number}": keep_patches(point, hidden)
+        )
+
+
+def block_order(config: Any) -> Tensor:
+    """Return (P',) the raster index of each patch of a Gemma-3 image, in order of pooled blocks."""
+    vision = config.vision_config
+    side = vision.image_size // vision.patch_size
+    block = side // round(config.mm_tokens_per_image**0.5)
+    lines = torch.arange(side * side).view(side // block, block, side // block, block)
+    return lines.transpose(1, 2).flatten()

@@ -1,0 +1,313 @@
+"""What our modules compute in one training step, on the ranks of a layout of either engine.
+
+Hooks record it call by call; the step's plan tells which rows of the whole tensors that is. Both
+engines reach the same points. Megatron's tensors are sequence first (S, 1, H); those of
+transformers' modules batch first (1, S, H), or flat in a tower.
+
+Letters: n rows of a tensor on this rank, k columns, T packed tokens of a lane, S local tokens,
+P patches, N rows of a tower, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast, override
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.index.reader import SampleReader
+from mimo.check.compare import Fault, PointPart, RankSteps, Shard
+from mimo.check.points import (
+    LOGITS,
+    PIXELS,
+    POSITIONS,
+    TOKENS,
+    level_point,
+    watch_blocks,
+    watch_text,
+)
+from mimo.check.steps import WatchedSteps, open_trainer, train_watched
+from mimo.config.schema import Recipe
+from mimo.engines.contract import Module
+from mimo.engines.fsdp.language import LanguageModel
+from mimo.engines.fsdp.towers import Tower
+from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.module import MegatronModule
+from mimo.families.registry import language_settings
+from mimo.model.step_plan import StepPlan
+from mimo.ops.segments import zigzag_indices
+from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.train.rank import join_world
+
+_ROWS = "rows"  # a tower's whole output: embeddings and all levels side by side
+_PADDING = -1  # the index of padding
+
+
+def run_points(
+    recipe: Recipe, layout: Layout, names: Collection[str], fault: Fault | None = None
+) -> RankSteps:
+    """Run one step as one rank of a world launched for this, and record all points.
+
+    names: of the parameters whose gradients and weights to return. fault: a deliberate bug.
+    """
+    if fault is not None:
+        fault()
+    join_world(recipe)
+    trainer, dataset = open_trainer(recipe, layout)
+    modules, rank = trainer.model.modules, dist.get_rank()
+    watched = _WatchedStep(modules, rank, names)
+    towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
+    chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
+    steps = train_watched(trainer, dataset, watched, 1)
+    assert watched.plan is not None
+    rows = _WholeRows(dataset.readers[0], watched.plan)
+    parts: list[PointPart] = []
+    for chunk in chunks:
+        parts += _language_parts(chunk, modules[LANGUAGE], rows, rank)
+    size, count = language_settings(recipe).hidden_size, len(watched.plan.microbatches)
+    for name, recording in towers.items():
+        group = (trainer.model.encode_group or count) if name in layout.colocated else 1
+        batches = [range(n, min(n + group, count)) for n in range(0, count, group)]
+        parts += _tower_parts(recording, modules[name], rows, batches, size, rank)
+    return RankSteps(steps.metrics, steps.shards, parts)
+
+
+class _WatchedStep(WatchedSteps):
+    """Copies the plan of the only step, its gradients, and the weights before it."""
+
+    def __init__(self, modules: Mapping[str, Module], rank: int, names: Collection[str]) -> None:
+        super().__init__(modules, rank)
+        self._names = names
+        self.plan: StepPlan | None = None
+
+    @property
+    @override
+    def shards(self) -> list[Shard]:
+        return [shard for shard in super().shards if shard.name in self._names]
+
+    @override
+    def planned(self, step: int, plan: StepPlan) -> None:
+        self.plan = plan
+        self.note_weights()
+
+    @override
+    def updated(self, step: int, modules: Mapping[str, Module]) -> None:
+        """Do nothing: the new weights are not compared."""
+
+
+class _WholeRows:
+    """Indices into the whole tensors, in the order of the samples, of what a step's plan packs."""
+
+    def __init__(self, reader: SampleReader, plan: StepPlan) -> None:
+        index, self._plan = reader.index, plan
+        patches = [int(np.prod(reader.plan(item).grid)) for item in range(index.num_items)]
+        self._token_start = np.cumsum([0, *index.column("token_length")])
+        self._row_start = np.cumsum([0, *index.column("item_rows")])
+        self._patch_start = np.cumsum([0, *patches])
+
+    def tokens(self, microbatch: int, lane: int, length: int) -> np.ndarray:
+        """Return (T,) rows of the tokens of a lane, which has ``length`` of them."""
+        samples = self._plan.microbatches[microbatch].samples
+        rows = np.full(length, _PADDING)
+        for i in samples.samples_of_lane(lane).tolist():
+            start, count = int(samples.start[i]), int(samples.length[i])
+            first = int(self._token_start[int(samples.sample[i])])
+            rows[start : start + count] = np.arange(first, first + count)
+        return rows
+
+    def items(self, microbatches: Sequence[int], encoder: str, lane: int, rows: bool) -> np.ndarray:
+        """Return (N,) rows, or (P,) patches, of the items that a lane encodes in one call."""
+        starts = self._row_start if rows else self._patch_start
+        indices = [np.zeros(0, np.int64)]
+        for planned in (self._plan.microbatches[m] for m in microbatches):
+            items = planned.samples.item[planned.encoders[encoder].of_lane(lane)].tolist()
+            indices += [np.arange(int(starts[item]), int(starts[item + 1])) for item in items]
+        return np.concatenate(indices)
+
+
+def _language_parts(
+    chunk: Recording, module: Module, rows: _WholeRows, rank: int
+) -> Iterator[PointPart]:
+    """Yield what a chunk of the language model computed of each point."""
+    groups, where = module.groups, f"{module.name}, rank {rank}"
+    for point, calls in chunk.states.items():
+        for number, (lengths, values) in enumerate(zip(chunk.lengths, calls, strict=True)):
+            of_lane = rows.tokens(number, groups.dp.rank(), sum(lengths))
+            held = _held_tokens(len(values), lengths, groups)
+            columns = groups.tp.rank() * values.shape[1] if point == LOGITS else 0
+            yield _part(point, where, of_lane[held], values, columns)
+
+
+def _held_tokens(
+    count: int, lengths: tuple[int, ...], groups: ProcessGroupCollection
+) -> np.ndarray:
+    """Return positions in the lane (n,) of the ``count`` tokens of a tensor on this rank.
+
+    They are all tokens, its context-parallel share, or its sequence-parallel share of that.
+    lengths: of the segments, padded.
+    """
+    held = np.arange(sum(lengths))
+    if count < len(held) and groups.cp.size() > 1:
+        held = zigzag_indices(lengths, groups.cp.size(), groups.cp.rank()).numpy()
+    if count < len(held):
+        held = held.reshape(groups.tp.size(), count)[groups.tp.rank()]
+    return held
+
+
+def _tower_parts(
+    recording: Recording,
+    module: Module,
+    rows: _WholeRows,
+    batches: list[range],
+    hidden_size: int,
+    rank: int,
+) -> Iterator[PointPart]:
+    """Yield what a tower computed of each point. batches: microbatches of each call."""
+    groups, where = module.groups, f"{module.name}, rank {rank}"
+    for point, calls in recording.states.items():
+        is_split = point != PIXELS and module.sequence_parts > 1
+        for batch, values in zip(batches, calls, strict=True):
+            whole = rows.items(batch, module.name, groups.dp.rank(), rows=point == _ROWS)
+            count = len(values)
+            start = groups.tp.rank() * count if is_split else 0
+            # Blank rows, which come last, are padding.
+            index = np.append(whole, np.full(start + count, _PADDING))[start:][:count]
+            if point != _ROWS:
+                yield _part(point, where, index, values)
+                continue
+            for number, level in enumerate(values.split(hidden_size, dim=1)):
+                yield _part(level_point(number), where, index, level)
+
+
+def _part(point: str, where: str, index: np.ndarray, values: Tensor, columns: int = 0) -> PointPart:
+    """Return the values that are not padding, as a part of ``point``."""
+    real = index != _PADDING
+    return PointPart(point, where, index[real], values.numpy()[real], columns)
+
+
+# ----------------------------------------------------------------------------- hooks
+
+
+@dataclass
+class Recording:
+    """The calls of one model chunk, in the order of the microbatches.
+
+    states: by point, (n, k) of each call. lengths: of the language model's segments.
+    """
+
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+
+    def keep(self, point: str, values: Tensor) -> None:
+        """Copy what a call computed, because the schedules free it once it is sent."""
+        self.states.setdefault(point, []).append(values.detach().clone())
+
+    def keep_inputs(self, kwargs: dict[str, Any]) -> None:
+        """Keep input_ids (1, S) and position_ids (3, 1, S) of a call of a language model."""
+        self.lengths.append(kwargs["packed_seq_params"].lengths)
+        self.keep(TOKENS, kwargs["input_ids"].T)
+        self.keep(POSITIONS, kwargs["position_ids"][:, 0].T)
+
+    def keep_output(self, point: str, layer: nn.Module) -> None:
+        """Keep a layer's output (S, 1, H), which comes alone or as the first of several."""
+        layer.register_forward_hook(
+            lambda _, __, output: self.keep(
+                point, (output if isinstance(output, Tensor) else output[0])[:, 0]
+            )
+        )
+
+
+def record_language(module: Module) -> list[Recording]:
+    """Watch all chunks of a language model; the recordings fill as the next steps compute."""
+    if isinstance(module, MegatronModule):
+        return [_record_chunk(cast("Any", chunk)) for chunk in module.raw]
+    return [_record_text(cast("LanguageModel", module.whole))]
+
+
+def record_tower(module: Module) -> Recording:
+    """Watch an encoder; the recording fills as the next steps compute."""
+    if isinstance(module, MegatronModule):
+        return _record_stage(module)
+    return _record_transformers_tower(cast("Tower", module.whole))
+
+
+def _record_chunk(chunk: Any) -> Recording:
+    recording = Recording()
+    chunk.register_forward_pre_hook(
+        lambda _, __, kwargs: recording.keep_inputs(kwargs), with_kwargs=True
+    )
+    if chunk.pre_process:
+        _keep_first_input(recording, "language.embedding", chunk.decoder)
+    for layer in chunk.decoder.layers:
+        recording.keep_output(f"language.layers.{layer.layer_number - 1}", layer)
+    if chunk.post_process:
+        recording.keep_output("language.norm", chunk.decoder.final_layernorm)
+
+        def keep_logits(head: nn.Module, args: tuple[Tensor, Tensor | None]) -> None:
+            """Keep logits (S, 1, V/tp) of all tokens, which a step does not compute.
+
+            args: hidden states and the head's weight if it is tied. A collective of tp.
+            """
+            with torch.no_grad():
+                recording.keep(LOGITS, head.forward(*args)[0][:, 0])
+
+        chunk.output_layer.register_forward_pre_hook(keep_logits)
+    return recording
+
+
+def _record_stage(module: MegatronModule) -> Recording:
+    tower, recording = cast("Any", module.raw[0]), Recording()
+    stage, stages = module.groups.pp.rank(), module.groups.pp.size()
+    if stage == 0:
+        tower.register_forward_pre_hook(
+            lambda _, args: recording.keep(PIXELS, tower.values(args[0]))
+        )
+        _keep_first_input(recording, "vision.embedding", tower.blocks)
+    for layer in tower.blocks.layers:
+        recording.keep_output(f"vision.blocks.{layer.layer_number - 1}", layer)
+    if stage == stages - 1:
+        tower.register_forward_hook(lambda _, __, output: recording.keep(_ROWS, output.values))
+    return recording
+
+
+def _keep_first_input(recording: Recording, point: str, blocks: nn.Module) -> None:
+    """Keep the hidden_states (S, 1, H) that a stack of layers receives."""
+    blocks.register_forward_pre_hook(
+        lambda _, __, kwargs: recording.keep(point, kwargs["hidden_states"][:, 0]),
+        with_kwargs=True,
+    )
+
+
+def _record_text(model: LanguageModel) -> Recording:
+    recording = Recording()
+    model.register_forward_pre_hook(lambda _, args: recording.keep_inputs(args[0].kwargs))
+    watch_text(model.text, recording.keep)
+
+    def keep_logits(norm: nn.Module, args: object, hidden: Tensor) -> None:
+        """Keep the logits of this rank, V/tp, from hidden (1, S, H): a collective of tp."""
+        with torch.no_grad():
+            logits, tp = model.logits(hidden)[0], model.ctx.tp
+        recording.keep(
+            LOGITS, logits if tp is None else logits.chunk(tp.size(), 1)[tp.get_local_rank()]
+        )
+
+    model.text.norm.register_forward_hook(keep_logits)
+    return recording
+
+
+def _record_transformers_tower(tower: Tower) -> Recording:
+    recording = Recording()
+    tower.register_forward_pre_hook(
+        lambda _, args: recording.keep(PIXELS, tower.values(args[0].args[0]))
+    )
+    watch_blocks(tower.units, tower.config, recording.keep)
+
+    def keep_rows(_: nn.Module, __: object, output: Any) -> None:
+        recording.keep(_ROWS, output.values)
+
+    tower.register_forward_hook(keep_rows)
+    return recording
