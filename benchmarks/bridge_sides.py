@@ -30,10 +30,8 @@ from mimo.device import (
     set_threads,
     synchronize,
 )
-from mimo.parallel.defaults import variables_of
-from mimo.parallel.grids import LANGUAGE
+from mimo.parallel.grids import LANGUAGE, Link, variables_of
 from mimo.parallel.groups import Topology, build_topology, comm_grid
-from mimo.parallel.levels import Link
 from mimo.runtime.environment import set_variables
 from mimo.runtime.ranks import rank_environment
 

@@ -18,8 +18,8 @@ from mimo.families.wire import WirePatches
 from mimo.model.decoding import Decoding
 from mimo.model.loader import StepLoader, gather_items, pack_language
 from mimo.model.step_plan import StepPlanner
+from mimo.parallel.connections import SHARED_MEMORY, Host
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
-from mimo.parallel.hosts import SHARED_MEMORY, Host
 
 _VISION, _ENDLESS = "vision", 1_000_000  # steps
 

@@ -25,8 +25,7 @@ from mimo.errors import RecipeError
 from mimo.families.hf_config import read_config
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.model.recipe_checks import check_recipe
-from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, sequence_multiple
-from mimo.parallel.levels import minimum_run_ahead
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, minimum_run_ahead, sequence_multiple
 
 NUM_STEPS = 2  # the second step reveals stale state
 

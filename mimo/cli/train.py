@@ -90,7 +90,7 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
 
 def _print_defaults(recipe: Recipe, layout: Layout) -> None:
     """Print the resolved keys for speed, and the environment variables of ranks."""
-    from mimo.parallel.defaults import overlap_of, variables_of
+    from mimo.parallel.grids import overlap_of, variables_of
 
     on_gpu, on_cpu = overlap_of(recipe.train, True), overlap_of(recipe.train, False)
     for key in ("grad_reduce", "param_gather"):

@@ -2,7 +2,7 @@
 
 `read_recipe` reads a YAML file and overrides (`train.steps=20`) into frozen models. Unknown keys,
 wrong types and values out of range are collected and raised together, each with file and line.
-`mimo.parallel.layout` checks what depends on the number of ranks.
+`mimo.parallel.build` checks what depends on the number of ranks.
 """
 
 import re

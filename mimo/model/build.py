@@ -51,8 +51,7 @@ from mimo.families.wire import DTYPES
 from mimo.model.flops import learning_names
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_device
-from mimo.parallel.defaults import overlap_of
-from mimo.parallel.grids import LANGUAGE, encode_group, posted_ahead, run_ahead
+from mimo.parallel.grids import LANGUAGE, encode_group, overlap_of, posted_ahead, run_ahead
 from mimo.parallel.groups import Topology
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS

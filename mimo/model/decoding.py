@@ -19,8 +19,8 @@ from data.handover import HandoverFolder, arrays_in
 from data.index.reader import SampleReader
 from data.workers import WorkerPool
 from mimo.config.schema import Recipe
+from mimo.parallel.connections import SHARED_MEMORY, Host, find_host
 from mimo.parallel.grids import LANGUAGE, Layout
-from mimo.parallel.hosts import SHARED_MEMORY, Host, find_host
 
 logger = logging.getLogger(__name__)
 

@@ -42,8 +42,7 @@ from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_la
 from mimo.model.loader import EncoderItems
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.model.step_plan import StepPlan
-from mimo.parallel.grids import LANGUAGE
-from mimo.parallel.levels import Link
+from mimo.parallel.grids import LANGUAGE, Link
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
 

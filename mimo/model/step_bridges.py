@@ -31,8 +31,7 @@ from bridge import (
 )
 from bridge.runs import Ints, count_up, totals
 from data.batch import GlobalMicrobatch
-from mimo.parallel.grids import GridSpec, Layout
-from mimo.parallel.levels import Link
+from mimo.parallel.grids import GridSpec, Layout, Link
 
 
 @dataclass(frozen=True, eq=False)

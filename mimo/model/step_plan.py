@@ -16,8 +16,7 @@ from data.index.samples import Index, column
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
 from mimo.model.step_bridges import StepRows
-from mimo.parallel.grids import Layout, segment_multiple, sequence_multiple
-from mimo.parallel.levels import Link
+from mimo.parallel.grids import Layout, Link, segment_multiple, sequence_multiple
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Places the modules of a recipe on ranks.
+"""Places the modules of a recipe on ranks, and checks the layout.
 
 Disjoint encoders come first, then the language model, unless a recipe gives `rank_offset`.
 """
 
 import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mimo.config.bounds import MAX_RANKS
@@ -11,9 +13,16 @@ from mimo.config.schema import Recipe, key_of, refusals
 from mimo.config.source import dotted
 from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
-from mimo.parallel.checks import layout_problems
-from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
-from mimo.parallel.levels import Link, links_of
+from mimo.ops.acceleration import fp8_multiple
+from mimo.parallel.grids import (
+    LANGUAGE,
+    GridSpec,
+    Layout,
+    Link,
+    links_of,
+    minimum_run_ahead,
+    sequence_multiple,
+)
 
 
 def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
@@ -22,9 +31,8 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     With a `world_size`, one module may leave out `dp`: it gets the remaining ranks. Without one, a
     missing `dp` is 1 and the world is as large as the grids need.
 
-    Raises RecipeError with one line per finding: grids that overlap, leave ranks unused or need
-    another number of ranks, batch and sequence sizes that do not divide, a run-ahead that would
-    deadlock, and what this version does not support yet.
+    Raises RecipeError with one line per error: grids that overlap, leave ranks unused or need
+    another number of ranks, sizes that do not divide, a run-ahead that would deadlock.
     """
     problems = [*refusals(recipe)]
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
@@ -63,25 +71,25 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 
 
 def _blocks(grids: dict[str, GridSpec], most_ranks: int) -> int:
-    """The fewest blocks of lanes with so few ranks at an end of a bridge; else the most.
+    """Fewest blocks of lanes with at most `most_ranks` at an end of a bridge; else the most.
 
-    grids: the language model's and those of disjoint encoders.
+    grids: of the language model and of disjoint encoders.
     """
     lanes = math.gcd(*(grid.dp for grid in grids.values()))
     ranks = max(grid.size // grid.pp for grid in grids.values())
     possible = [number for number in range(1, lanes + 1) if lanes % number == 0]
-    return next((one for one in possible if ranks <= one * most_ranks), lanes)
+    return next((number for number in possible if ranks <= number * most_ranks), lanes)
 
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
-    """The bridges of each encoder with feature levels; too many levels are added to `problems`."""
+    """Bridges of each encoder with feature levels; errors are added to `problems`."""
     links = {}
     try:
         layers = language_settings(recipe).num_layers
-        found = {name: encoder_settings(recipe, name).num_levels for name in recipe.encoders}
+        num_levels = {name: encoder_settings(recipe, name).num_levels for name in recipe.encoders}
     except RecipeError:
         return links  # reported elsewhere
-    for name, levels in found.items():
+    for name, levels in num_levels.items():
         if levels > layers:
             problems.append(
                 recipe.problem(
@@ -96,7 +104,7 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
 
 
 def _grid(recipe: Recipe, module: str) -> GridSpec:
-    """The grid of `module`, not yet placed, with one lane if `dp` is left out."""
+    """Grid of `module`, not yet placed, with one lane if `dp` is left out."""
     part = recipe.module(module)
     grid = part.grid
     return GridSpec(
@@ -115,7 +123,7 @@ def _grid(recipe: Recipe, module: str) -> GridSpec:
 def _derive_lanes(
     recipe: Recipe, grids: dict[str, GridSpec], world_size: int | None, problems: list[str]
 ) -> dict[str, GridSpec]:
-    """`grids` with every `dp` filled in; where that is impossible, `problems` gets the reason."""
+    """Fill in the missing `dp`; if that is impossible, add the reason to `problems`."""
     missing = [name for name in grids if recipe.module(name).grid.dp is None]
     if world_size is None or not missing:
         return grids
@@ -148,7 +156,7 @@ def _derive_lanes(
 
 
 def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
-    """Grids with offsets: given offsets stand, every other module takes the lowest free block."""
+    """Place grids: a given offset stands, every other module takes the lowest free block."""
     placed: dict[str, GridSpec] = {}
     for name, grid in grids.items():
         if (offset := recipe.module(name).grid.rank_offset) is not None:
@@ -165,3 +173,192 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
                 )
             )
     return placed
+
+
+# -------------------------------------------------------------------------- checks
+
+
+def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Yield errors of a layout: grids that do not tile the world, sizes that do not divide."""
+    yield from _tiling_problems(recipe, layout)
+    yield from _colocation_problems(recipe, layout)
+    yield from _size_problems(recipe, layout)
+    for grid in layout.grids.values():
+        yield from _engine_problems(recipe, grid)
+
+
+# Axes that only Megatron has, and what to use instead.
+_MEGATRON_ONLY = {
+    "pp": "raise dp or tp, which shard the weights too",
+    "vpp": "without pipeline stages there is nothing to interleave",
+    "cp": "raise tp with sp, which splits long sequences too",
+}
+
+
+def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
+    """Yield errors of keys that the module's engine does not have."""
+    key = key_of(grid.module)
+    replicas = (*key, "grid", "dp_replicate")
+    if grid.engine == "megatron":
+        if grid.dp_replicate > 1:
+            yield recipe.problem(
+                replicas,
+                f"got {grid.dp_replicate}, but engine: megatron does not shard weights over lanes; "
+                f"remove it, or set engine: fsdp",
+            )
+        if not recipe.module(grid.module).reshard_after_forward:
+            yield recipe.problem(
+                (*key, "reshard_after_forward"),
+                "got false, but engine: megatron gathers no weights; remove it, or set engine: "
+                "fsdp",
+            )
+        if recipe.module(grid.module).reduce_gradients != "step":
+            yield recipe.problem(
+                (*key, "reduce_gradients"),
+                "got microbatch, but engine: megatron reduces gradients once a step; remove it, or "
+                "set engine: fsdp",
+            )
+        return
+    for axis, instead in _MEGATRON_ONLY.items():
+        if (size := getattr(grid, axis)) > 1:
+            yield recipe.problem(
+                (*key, "grid", axis),
+                f"got {size}, which engine: fsdp does not have; {instead}, or set engine: megatron",
+            )
+    if grid.dp % grid.dp_replicate:
+        yield recipe.problem(
+            replicas,
+            f"got {grid.dp_replicate}, but it must divide the number of lanes, dp {grid.dp}",
+        )
+    if recipe.init_from is None:
+        yield recipe.problem(
+            (*key, "engine"),
+            "got fsdp, which runs the module of transformers in the folder of init_from, but the "
+            "recipe has none; set init_from, or engine: megatron",
+        )
+    if grid.module == LANGUAGE and (fp8 := recipe.train.fp8) != "none":
+        yield recipe.problem(
+            ("train", "fp8"), f"got {fp8}, which needs language.engine: megatron; set it to none"
+        )
+
+
+def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Yield errors of colocated grids, which have exactly the language model's ranks."""
+    for name in sorted(layout.colocated):
+        grid, size = layout.encoders[name], layout.language.size
+        if grid.size != size:
+            yield recipe.problem(
+                (*key_of(name), "grid"),
+                f"got {grid}, but a colocated encoder has all {size} ranks of the language model; "
+                f"choose tp · dp = {size}, or leave dp out",
+            )
+        if grid.pp > 1:
+            yield recipe.problem(
+                (*key_of(name), "grid", "pp"),
+                f"got {grid.pp}, but a colocated encoder runs on one stage; set it to 1",
+            )
+        if recipe.encoders[name].grid.rank_offset is not None:
+            yield recipe.problem(
+                (*key_of(name), "grid", "rank_offset"),
+                "a colocated encoder has the ranks of the language model; remove rank_offset",
+            )
+        group, first = (
+            recipe.encoders[n].encode_group for n in (name, sorted(layout.colocated)[0])
+        )
+        if group != first:
+            yield recipe.problem(
+                (*key_of(name), "encode_group"),
+                f"got {group}, but encoders.{sorted(layout.colocated)[0]} has {first}; colocated "
+                f"encoders share their groups, give both the same",
+            )
+        stages = layout.language.pp if layout.language.vpp > 1 else 1
+        if group != "all" and group % stages:
+            yield recipe.problem(
+                (*key_of(name), "encode_group"),
+                f"got {group}, needs a multiple of language.grid.pp {stages}, because its stages "
+                f"are interleaved",
+            )
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Yield errors of grids that do not use every rank of the world exactly once."""
+    grids = {name: grid for name, grid in layout.grids.items() if name not in layout.colocated}
+    places = ", ".join(f"{name} {_format_ranks(grid.ranks)}" for name, grid in grids.items())
+    moved = [name for name in grids if recipe.module(name).grid.rank_offset]
+    offset = (*key_of(moved[-1] if moved else LANGUAGE), "grid", "rank_offset")
+    needed = sum(grid.size for grid in grids.values())
+    if layout.world_size != needed:
+        sizes = ", ".join(f"{name}: {grid}" for name, grid in grids.items())
+        yield recipe.problem(
+            (LANGUAGE, "grid"),
+            f"got {layout.world_size} ranks, but the grids need {needed} ({sizes}); "
+            f"start {needed}, or change dp",
+        )
+    used = Counter(rank for grid in grids.values() for rank in grid.ranks)
+    twice = sorted(rank for rank, times in used.items() if times > 1)
+    unused = sorted(set(range(needed)) - used.keys())
+    if twice:
+        yield recipe.problem(
+            offset,
+            f"{_format_ranks(twice)} would be used twice ({places}), but disjoint grids differ; "
+            f"remove rank_offset",
+        )
+    elif unused and layout.world_size == needed:
+        yield recipe.problem(
+            offset,
+            f"{_format_ranks(unused)} of {needed} would be used by no module ({places}); "
+            f"remove rank_offset",
+        )
+
+
+def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Yield errors of batch, sequence and run-ahead sizes."""
+    train, language = recipe.train, layout.language
+    step = train.micro_batch_size * language.dp
+    if train.global_batch_size % step:
+        nearby = max(1, round(train.global_batch_size / step)) * step
+        yield recipe.problem(
+            ("train", "global_batch_size"),
+            f"got {train.global_batch_size}, needs a multiple of {step} (train.micro_batch_size "
+            f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}",
+        )
+    divisor = sequence_multiple(language.cp, language.tp, language.sp, fp8_multiple(train.fp8))
+    if recipe.data.sequence_length % divisor:
+        nearby = (recipe.data.sequence_length // divisor + 1) * divisor
+        yield recipe.problem(
+            ("data", "sequence_length"),
+            f"got {recipe.data.sequence_length}, needs a multiple of {divisor} "
+            f"(language.grid tp {language.tp}, sp {str(language.sp).lower()}, cp {language.cp}; "
+            f"train.fp8 {train.fp8}), such as {nearby}",
+        )
+    microbatches = max(1, train.global_batch_size // step)
+    if language.vpp > 1:
+        yield from _interleaving_problems(recipe, language, microbatches)
+    needed = minimum_run_ahead(language.pp, language.vpp, microbatches)
+    for name, encoder in recipe.encoders.items():
+        if name in layout.colocated or encoder.run_ahead == "auto":
+            continue
+        if encoder.run_ahead < needed:
+            yield recipe.problem(
+                ("encoders", name, "run_ahead"),
+                f"got {encoder.run_ahead}, which would deadlock: language.grid.pp {language.pp} "
+                f"with vpp {language.vpp} needs at least {needed}; use auto",
+            )
+
+
+def _interleaving_problems(recipe: Recipe, language: GridSpec, microbatches: int) -> Iterator[str]:
+    if language.pp == 1:
+        yield recipe.problem(
+            (LANGUAGE, "grid", "vpp"),
+            f"got {language.vpp}, but interleaving needs pipeline stages; set pp to 2 or more",
+        )
+    elif microbatches % language.pp:
+        yield recipe.problem(
+            ("train", "global_batch_size"),
+            f"gives {microbatches} microbatches per step, but with vpp {language.vpp} their number "
+            f"must be a multiple of language.grid.pp {language.pp}",
+        )

@@ -1,25 +1,32 @@
-"""First messages and collectives: all that a step may need are made when groups are.
+"""What ranks do together before the first step: connect to each other, and find their hosts.
 
 NCCL connects two ranks at the first message from one to the other in a group, and blocks both
-hosts until each has made its call. Inside a step that could close a circle of ranks that wait for
-each other. A collective connects ranks only for collectives, and the first one of a group blocks
-the hosts of all its ranks.
+hosts until each has made its call. Inside a step that could close a circle of waiting ranks, so
+every pair that may exchange messages is connected when the groups are created. A collective
+connects ranks only for collectives, and its first call blocks the hosts of all its ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
 from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from mimo.device import has_gpu, local_device
-from mimo.parallel.grids import GridSpec, Layout
-from mimo.parallel.levels import Link
+from mimo.device import has_gpu, local_device, send
+from mimo.parallel.grids import GridSpec, Layout, Link
 
 
 def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]:
-    """For each block of lanes, the ranks that may send rows over a link and to which they go."""
+    """For each block of lanes, the ranks at a link's sending and at its receiving end."""
     encoder, language = layout.encoders[link.encoder], layout.language
     blocks = layout.blocks_of(link.encoder)
 
@@ -46,10 +53,9 @@ def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]
 
 
 def connect_collectives(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Sum a word over each group, which makes NCCL's communicators.
+    """Sum a word over each group, which creates NCCL's communicators; gloo needs none.
 
-    All ranks of a group call it, with the groups that they share in the same order. Gloo connects
-    the ranks of a group when it is made, so there it does nothing.
+    All ranks of a group call it, with the groups that they share in the same order.
     """
     for group in dict.fromkeys(groups):
         if has_gpu() and group.size() > 1:
@@ -67,14 +73,14 @@ def connect_bridge(
     Every rank of the two groups calls it, and no other.
     """
     rank = dist.get_rank()
-    receivers_of_mine = receivers if rank in senders else ()
-    senders_of_mine = senders if rank in receivers else ()
-    _connect(forward, receivers_of_mine, senders_of_mine)
-    _connect(backward, senders_of_mine, receivers_of_mine)
+    my_receivers = receivers if rank in senders else ()
+    my_senders = senders if rank in receivers else ()
+    _connect(forward, my_receivers, my_senders)
+    _connect(backward, my_senders, my_receivers)
 
 
 def connect_all(group: dist.ProcessGroup) -> None:
-    """Connect every pair of ranks of a group: those that share out rows. All of them call it."""
+    """Connect every pair of ranks of a group, which exchange rows. All of them call it."""
     ranks = dist.get_process_group_ranks(group)
     _connect(group, ranks, ranks)
 
@@ -82,15 +88,15 @@ def connect_all(group: dist.ProcessGroup) -> None:
 def connect_stages(pipeline: dist.ProcessGroup, interleaved: bool) -> None:
     """Connect the stages of a pipeline with their neighbours; every stage calls it.
 
-    Batches of messages have the whole group's connections. An interleaved pipeline, whose last
-    stage also sends to the first, sends messages one by one. A pair of ranks has connections of
-    its own for those; with two stages Megatron also takes the world's for one direction.
+    Batched messages use the whole group's connections. An interleaved pipeline, whose last stage
+    also sends to the first, sends single messages, for which each pair of ranks has separate
+    connections; with two stages Megatron uses the world's for one direction.
     """
     ranks = dist.get_process_group_ranks(pipeline)
-    own, last = pipeline.rank(), len(ranks) - 1
+    stage, last = pipeline.rank(), len(ranks) - 1
     if not interleaved:
-        beside = [ranks[stage] for stage in (own - 1, own + 1) if 0 <= stage <= last]
-        _connect(pipeline, beside, beside)
+        neighbours = [ranks[other] for other in (stage - 1, stage + 1) if 0 <= other <= last]
+        _connect(pipeline, neighbours, neighbours)
         return
     world = dist.group.WORLD
     assert world is not None, "the world exists before its groups"
@@ -100,7 +106,7 @@ def connect_stages(pipeline: dist.ProcessGroup, interleaved: bool) -> None:
 def connect_context(group: dist.ProcessGroup) -> None:
     """Connect a ring of context-parallel ranks, in which Transformer Engine passes keys on.
 
-    All ranks of the group call it. Two ranks send batches, more of them single messages.
+    All ranks of the group call it. Two ranks send batches, more ranks single messages.
     """
     if group.size() == 2:
         connect_all(group)
@@ -109,18 +115,18 @@ def connect_context(group: dist.ProcessGroup) -> None:
 
 
 def _connect_ring(ring: dist.ProcessGroup, groups: Collection[dist.ProcessGroup]) -> None:
-    """Connect each rank of a ring with the next one for single messages in ``groups``."""
+    """Connect each rank of a ring with the next for single messages in `groups`."""
     ranks = dist.get_process_group_ranks(ring)
-    own, last = ring.rank(), len(ranks) - 1
-    pairs = {(place, place + 1) for place in range(last)} | {(0, last)}
-    # Pair after pair in one order everywhere, so that no two ranks wait for each other's next one.
-    for pair in sorted(pair for pair in pairs if own in pair):
-        (other,) = {ranks[place] for place in pair} - {ranks[own]}
+    place, last = ring.rank(), len(ranks) - 1
+    pairs = {(first, first + 1) for first in range(last)} | {(0, last)}
+    # All ranks take the pairs in the same order, so that no ranks wait for each other in a circle.
+    for pair in sorted(pair for pair in pairs if place in pair):
+        (other,) = {ranks[end] for end in pair} - {ranks[place]}
         for group in groups:
             sent, received = _word(), _word()
             calls = [(dist.isend, sent), (dist.irecv, received)]
             works = [
-                call(word, other, group) for call, word in calls[:: 1 if own == pair[0] else -1]
+                call(word, other, group) for call, word in calls[:: 1 if place == pair[0] else -1]
             ]
             for work in works:
                 assert work is not None, "both ranks are in the group"
@@ -128,9 +134,9 @@ def _connect_ring(ring: dist.ProcessGroup, groups: Collection[dist.ProcessGroup]
 
 
 def _connect(group: dist.ProcessGroup, to: Collection[int], source: Collection[int]) -> None:
-    """One batch of a word to each rank of ``to`` and from each of ``source``, but to itself.
+    """Exchange a word with other ranks in one batch: sent to `to`, received from `source`.
 
-    As one batch, because one after another ranks could wait for each other in a circle.
+    One batch, because with single messages ranks could wait for each other in a circle.
     """
     rank = dist.get_rank()
     calls = [(dist.irecv, peer) for peer in source] + [(dist.isend, peer) for peer in to]
@@ -141,3 +147,57 @@ def _connect(group: dist.ProcessGroup, to: Collection[int], source: Collection[i
 
 def _word() -> torch.Tensor:
     return torch.zeros(1, device=local_device())
+
+
+# --------------------------------------------------------------------------- hosts
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Host:
+    """This rank's host.
+
+    ranks: on it, ascending. job: a name that is unique to this world. free_bytes: of its shared
+    memory; 0 without. cores_per_rank: among the cores that this rank may use.
+    """
+
+    ranks: tuple[int, ...]
+    job: str
+    free_bytes: int
+    cores_per_rank: int
+
+
+def find_host() -> Host:
+    """Find the ranks that share this rank's memory; every rank of the world calls it."""
+    cores, free = os.sched_getaffinity(0), 0
+    with suppress(OSError):
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    job = int.from_bytes(os.urandom(7))
+    facts = torch.tensor([_number(_identity()), _number(sorted(cores)), free, job])
+    facts = send(facts, local_device())
+    gathered = [torch.empty_like(facts) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, facts)
+    table = torch.stack(gathered).tolist()
+    host, my_cores, *_ = table[dist.get_rank()]
+    ranks = [rank for rank, row in enumerate(table) if row[0] == host]
+    sharing = sum(table[rank][1] == my_cores for rank in ranks)
+    return Host(
+        ranks=tuple(ranks),
+        job=f"{table[0][3]:014x}",
+        free_bytes=min(table[rank][2] for rank in ranks),
+        cores_per_rank=len(cores) // sharing,
+    )
+
+
+def _identity() -> list[object]:
+    """Facts that are equal for processes with the same shared memory and temporary files."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text() if boot.exists() else socket.gethostname()
+    folders = [path for path in (SHARED_MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
+    return [name, os.getuid(), *((str(path), path.stat().st_dev) for path in folders)]
+
+
+def _number(value: object) -> int:
+    """Hash a value to 56 bits."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])

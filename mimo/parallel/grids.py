@@ -1,15 +1,41 @@
-"""Which rank does what: every module's grid as pure integers, before any process group exists.
+"""Layouts: which rank does what, as pure integers, before any process group exists.
 
 A grid is a block of consecutive ranks seen as `arange(size).view(pp, dp, cp, tp) + rank_offset`:
 tp varies fastest, then cp, then dp, then pp. `mimo.parallel.build` places the grids of a recipe.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mimo.config.schema import LANGUAGE, Recipe
-from mimo.parallel.levels import Link, minimum_run_ahead
+from mimo.config.schema import LANGUAGE, Recipe, Train
+from mimo.runtime.environment import Variable
+
+_REPEATS = 4  # of the schedule's pattern, with its beginning and end
+
+
+@dataclass(frozen=True)
+class Link:
+    """The bridge between an encoder and one stage of the language model that needs its rows.
+
+    levels: ascending; one message holds the rows of all. chunks: for each level, the chunk of the
+    stage that needs it, ascending. Level 0 is the embeddings, for the first layer's input; level k
+    is added after the k-th layer (DeepStack), so it goes to the chunk that owns that layer.
+    """
+
+    encoder: str
+    stage: int = 0
+    levels: tuple[int, ...] = (0,)
+    chunks: tuple[int, ...] = (0,)
+
+    @property
+    def name(self) -> str:
+        """Name in messages to users."""
+        if self.levels == (0,) and self.stage == 0:
+            return self.encoder
+        return f"{self.encoder} (levels {', '.join(map(str, self.levels))})"
 
 
 class Coords(NamedTuple):
@@ -25,8 +51,8 @@ class Coords(NamedTuple):
 class GridSpec:
     """The axis sizes of one module, and the first of its consecutive ranks.
 
-    engine: `megatron` or `fsdp`. dp_replicate: under fsdp, copies of the weights; the dp lanes of
-    each copy, dp / dp_replicate of them, share it out.
+    engine: `megatron` or `fsdp`. dp_replicate: under fsdp, copies of the weights, each sharded over
+    dp / dp_replicate lanes.
     """
 
     module: str
@@ -42,7 +68,7 @@ class GridSpec:
 
     @property
     def lane_size(self) -> int:
-        """Ranks of one DP replica."""
+        """Ranks of one lane."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -56,14 +82,14 @@ class GridSpec:
         return range(self.rank_offset, self.rank_offset + self.size)
 
     def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The global id of the rank at these coordinates. Raises IndexError outside the grid."""
+        """Global id of the rank at these coordinates. Raises IndexError outside the grid."""
         for axis, index in (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)):
             if not 0 <= index < getattr(self, axis):
                 raise IndexError(f"{self.module}: {axis} {index} is not in {self}")
         return self.rank_offset + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def coords(self, rank: int) -> Coords:
-        """The coordinates of a global rank. Raises IndexError for a rank of another module."""
+        """Coordinates of a global rank. Raises IndexError for a rank of another module."""
         if rank not in self.ranks:
             raise IndexError(f"{self.module}: rank {rank} is not in {self}")
         rest, tp = divmod(rank - self.rank_offset, self.tp)
@@ -83,11 +109,11 @@ class GridSpec:
 class Layout:
     """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
 
-    colocated: names of the encoders that run on the language model's ranks.
+    colocated: encoders that run on the language model's ranks.
     links: for encoders that emit feature levels, one per stage that needs any. They follow from
-        the models, so they do not count when layouts are compared.
-    blocks: of lanes, the same number of disjoint encoders and of the language model. Rows go from a
-        block of an encoder's lanes to that block of the language model's alone.
+        the models, so comparisons of layouts ignore them.
+    blocks: number of blocks into which the lanes of each module are cut. Rows go only from a block
+        of a disjoint encoder's lanes to the same block of the language model's.
     """
 
     language: GridSpec
@@ -98,11 +124,11 @@ class Layout:
     blocks: int = 1
 
     def links_of(self, encoder: str) -> tuple[Link, ...]:
-        """The bridges of an encoder; without levels, one to the language model's first stage."""
+        """Bridges of an encoder; without levels, one to the language model's first stage."""
         return self.links.get(encoder, (Link(encoder),))
 
     def blocks_of(self, encoder: str) -> int:
-        """The blocks of lanes between which an encoder's rows do not go."""
+        """Number of blocks of lanes between which an encoder's rows do not travel."""
         return 1 if encoder in self.colocated else self.blocks
 
     @property
@@ -111,12 +137,12 @@ class Layout:
         return {**self.encoders, LANGUAGE: self.language}
 
     def modules_of(self, rank: int) -> tuple[str, ...]:
-        """The modules of which `rank` holds a part."""
+        """Modules of which `rank` holds a part."""
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
 
 
 def encode_group(recipe: Recipe) -> int | None:
-    """Microbatches that colocated encoders encode in one go; None for all."""
+    """Microbatches that colocated encoders encode at once; None for all."""
     return min(
         (
             encoder.encode_group
@@ -133,7 +159,7 @@ def num_microbatches(recipe: Recipe, layout: Layout) -> int:
 
 
 def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
-    """The run-ahead of `encoder`; 'auto' is one more than needed, so that the sides overlap."""
+    """Run-ahead of `encoder`; 'auto' is one more than needed, so that both sides overlap."""
     value = recipe.encoders[encoder].run_ahead
     if value != "auto":
         return value
@@ -141,10 +167,10 @@ def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
 
 
 def posted_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
-    """Microbatches whose rows the language model asks for before it needs them.
+    """Microbatches whose receives the language model posts before it needs the rows.
 
-    As many as the encoder works ahead beyond the least. With fewer, the encoder's device could hold
-    sends that nobody has asked for yet; with more, this one's receives that wait for its gradients.
+    As many as the run-ahead exceeds the minimum. With fewer, sends without a receive would pile up
+    on the encoder's device; with more, receives would wait for this rank's own gradients.
     """
     return run_ahead(recipe, layout, encoder) - _least_run_ahead(recipe, layout)
 
@@ -155,15 +181,123 @@ def _least_run_ahead(recipe: Recipe, layout: Layout) -> int:
 
 
 def segment_multiple(cp: int) -> int:
-    """The multiple for the tokens of each segment of a packed sequence: it has 2·cp chunks."""
+    """Multiple for the tokens of each segment of a packed sequence, which has 2·cp chunks."""
     return 2 * cp if cp > 1 else 1
 
 
 def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> int:
-    """The multiple for the tokens of each whole sequence, packed or not.
+    """Multiple for the tokens of each whole sequence, packed or not.
 
-    Sequence parallelism cuts a context-parallel rank's share of the sequence into tp parts.
-    tokens_on_rank: the multiple for the part of it that a rank holds.
+    Sequence parallelism cuts a context-parallel rank's share into tp parts. tokens_on_rank: the
+    multiple for the tokens that a rank holds.
     """
     parts = tp if sp else 1
     return math.lcm(segment_multiple(cp) * parts, tokens_on_rank * cp * parts)
+
+
+# ------------------------------------------------------------- levels and run-ahead
+
+
+def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) -> tuple[Link, ...]:
+    """Links for the embeddings and `num_levels` further levels, in the order of their stages.
+
+    Megatron splits the layers evenly: chunk c of stage s is the (c·pp + s)-th part. There must be a
+    layer for every level.
+    """
+    assert num_levels <= num_layers, f"{num_levels} levels for {num_layers} layers"
+    per_chunk = max(1, num_layers // (pp * vpp))
+    # Layers that do not divide evenly are refused elsewhere.
+    parts = [min(layer // per_chunk, pp * vpp - 1) for layer in range(num_levels)]
+    stages, chunks = [0, *(part % pp for part in parts)], [0, *(part // pp for part in parts)]
+    links = []
+    for stage in sorted(set(stages)):
+        levels = [level for level, owner in enumerate(stages) if owner == stage]
+        links.append(Link(encoder, stage, tuple(levels), tuple(chunks[n] for n in levels)))
+    return tuple(links)
+
+
+def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
+    """Fewest microbatches that a disjoint encoder must send before it waits for a gradient.
+
+    With fewer, both sides wait for each other: the encoder for the gradients of a microbatch, the
+    language model for the rows of a later one. The number follows from the order in which
+    Megatron's schedule (1F1B, or interleaved with `vpp` chunks) runs the first stage. Only the
+    stage's first chunk matters: it takes rows before all other stages and chunks, and returns
+    gradients after them.
+    """
+    # The order repeats every pp microbatches.
+    microbatches = min(microbatches, _REPEATS * pp)
+    table = [
+        chunk
+        for first in range(0, microbatches, pp)
+        for chunk in range(vpp)
+        for _ in range(first, min(first + pp, microbatches))
+    ]
+    behind = pp - 1
+    warmup = min(behind if vpp == 1 else behind * 2 + (vpp - 1) * pp, len(table))
+    received = table[:warmup].count(0)
+    returned = needed = 0
+    for step, chunk in enumerate(table):
+        if warmup + step < len(table):
+            received += table[warmup + step] == 0
+        if chunk == vpp - 1:  # backward runs the chunks in reverse
+            needed = max(needed, received - 1 - returned)
+            returned += 1
+    return needed
+
+
+# --------------------------------------------------------------- defaults for speed
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which exchanges between lanes overlap with computation."""
+
+    grad_reduce: bool
+    param_gather: bool
+
+
+def overlap_of(train: Train, on_gpu: bool) -> Overlap:
+    """Resolve the recipe's `auto`: yes on GPUs. On a CPU the exchange would compete for cores."""
+    reduce = on_gpu if train.overlap_grad_reduce == "auto" else train.overlap_grad_reduce
+    gather = train.overlap_param_gather
+    if gather == "auto":
+        gather = reduce and train.distributed_optimizer
+    elif gather:
+        reduce = True
+    return Overlap(reduce, gather)
+
+
+def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
+    """Environment variables of this rank that depend on its place in the layout.
+
+    At an end of a disjoint encoder's bridge kernels load at the start: loading one at its first use
+    may wait for a transfer that is posted ahead, whose sender may wait for the kernel. Elsewhere
+    kernels load when used: all of them take 1 to 2 GiB.
+
+    With one hardware queue a GPU starts kernels in launch order, so the exchange inside a
+    tensor-parallel layer starts before the matrix product that it overlaps with. But one wait
+    blocks all streams, so ranks with transfers posted ahead (an end of a disjoint encoder's bridge,
+    context parallelism, FSDP2) keep the device's several queues.
+    """
+    grids = [layout.grids[name] for name in layout.modules_of(rank)]
+    if _at_end_of_bridge(layout, rank):
+        return (Variable("CUDA_MODULE_LOADING", "EAGER"),)
+    posts_ahead = any(grid.cp > 1 or grid.engine == "fsdp" for grid in grids)
+    if posts_ahead or all(grid.tp == 1 for grid in grids):
+        return ()
+    return (Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
+
+
+def _at_end_of_bridge(layout: Layout, rank: int) -> bool:
+    """Whether rows of a disjoint encoder come from this rank or arrive at it."""
+    for name, grid in layout.encoders.items():
+        if name in layout.colocated:
+            continue
+        if rank in grid.ranks and grid.coords(rank).pp == grid.pp - 1:
+            return True
+        if rank in layout.language.ranks:
+            stage = layout.language.coords(rank).pp
+            if any(link.stage == stage for link in layout.links_of(name)):
+                return True
+    return False

@@ -1,4 +1,4 @@
-"""Process groups of every module and of every bridge, made here and nowhere else.
+"""Process groups of every module and every bridge, created only here.
 
 Each module is a separate Megatron job on its own grid of ranks, so each gets a
 `ProcessGroupCollection`; no global `parallel_state` is initialised.
@@ -29,11 +29,10 @@ from mimo.parallel.connections import (
     connect_context,
     connect_stages,
 )
-from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
-from mimo.parallel.levels import Link
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, Link
 
-# Megatron's names for groups, and the axes of our grid that each spans. Without experts, the
-# expert groups are those of the dense model with one expert rank.
+# Megatron's names of groups, and the axes of our grid that each spans. Without experts, the expert
+# groups are those of the dense model with one expert rank.
 _GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -53,9 +52,7 @@ _GROUP_AXES: dict[str, tuple[str, ...]] = {
     # The whole module, so that the distributed optimizer never reduces over the world.
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
-
-
-# Those with collectives in every step; a module on FSDP2 has its mesh for all but the first.
+# Groups with collectives in every step; a module on FSDP2 uses its mesh for all but the first.
 _GROUPS_OF_STEPS = ("tp", "cp", "dp_cp", "embd")
 
 
@@ -93,7 +90,7 @@ class Topology:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for the run: the first of the language model's last stage."""
+        """Whether this rank reports for the run: the first of the language model's last stage."""
         language = self.layout.language
         return self.rank == language.rank(pp=language.pp - 1)
 
@@ -109,9 +106,9 @@ class Topology:
 
 
 class _GroupFactory:
-    """Creates groups by their ranks, each set of ranks once. Every rank makes the same calls.
+    """Creates groups, each set of ranks once. Every rank of the world makes the same calls.
 
-    timeout: of each group's collectives; None for the backend's, which may be far longer.
+    timeout: of each group's collectives; None for the backend's default, which may be longer.
     """
 
     def __init__(
@@ -123,23 +120,23 @@ class _GroupFactory:
         self.rank = rank
         self.groups = groups
         self.timeout = timeout
-        self.made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self.created: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
-        """The group of ``enumeration`` that has this rank; None if none does."""
-        found = None
+        """The group of `enumeration` with this rank; None if there is none."""
+        group = None
         for ranks in enumeration:
             key = tuple(ranks)
-            if key not in self.made:
-                self.made[key] = self.fresh(key, name)
+            if key not in self.created:
+                self.created[key] = self.fresh(key, name)
             if self.rank in key:
-                found = self.made[key]
-        return found
+                group = self.created[key]
+        return group
 
     def fresh(
         self, ranks: Sequence[int], name: str, options: Any = None
     ) -> dist.ProcessGroup | None:
-        """A separate group, even if another with the same ranks exists. options: the backend's."""
+        """Create a group even if another has the same ranks. options: the backend's."""
         if options is not None and self.timeout is not None:
             options._timeout = self.timeout  # torch warns where the two differ
         group = dist.new_group(
@@ -158,9 +155,9 @@ def comm_grid(spec: GridSpec) -> HyperCommGrid:
 
 
 def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
-    """All groups that Megatron 0.19 wants for a module; None if this rank has no part of it."""
+    """Create all groups of a module for Megatron 0.19; None on ranks without a part of it."""
     grid = comm_grid(spec)
-    made = {
+    created = {
         name: factory.mine(
             grid.get_rank_enum(list(axes)) if axes else [[r] for r in spec.ranks],
             f"{spec.module}.{name}",
@@ -168,17 +165,17 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
         for name, axes in _GROUP_AXES.items()
     }
     if spec.module == LANGUAGE:
-        # Tied embeddings need a real [first stage, last stage] group: without one Megatron skips
-        # their synchronisation silently. Middle stages hold no embedding and have none.
+        # Tied embeddings need a [first stage, last stage] group, else Megatron silently skips their
+        # synchronisation. Middle stages hold no embedding.
         stages = grid.get_rank_enum(["pp"])
         ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
-        made["embd"] = factory.mine(ends, f"{spec.module}.embd")
-        made["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
+        created["embd"] = factory.mine(ends, f"{spec.module}.embd")
+        created["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
     if factory.rank not in spec.ranks:
         return None
-    groups = {name: group for name, group in made.items() if group is not None}
-    of_steps = _GROUPS_OF_STEPS[: 1 if spec.engine == "fsdp" else None]
-    connect_collectives(groups[name] for name in of_steps if name in groups)
+    groups = {name: group for name, group in created.items() if group is not None}
+    names = _GROUPS_OF_STEPS[: 1 if spec.engine == "fsdp" else None]
+    connect_collectives(groups[name] for name in names if name in groups)
     return ProcessGroupCollection(**groups)
 
 
@@ -189,18 +186,18 @@ def _mesh(
     sizes: tuple[int, int, int],
     timeout: datetime.timedelta | None,
 ) -> DeviceMesh | None:
-    """Ranks from ``first`` on as (dp_replicate, dp_shard, tp); None if this one is not among them.
+    """Mesh (dp_replicate, dp_shard, tp) of the ranks from `first` on; None on other ranks.
 
-    Lanes that share out one copy of the weights are next to each other. A mesh lasts as long as its
-    world: DTensor remembers meshes by their ranks, and would go on with groups that are destroyed.
+    Lanes that shard one copy of the weights are adjacent. A mesh lives as long as its world:
+    DTensor caches meshes by their ranks, and would otherwise use destroyed groups.
     """
     factory, names = _GroupFactory(world.rank(), [], timeout), (DP_REPLICATE, DP_SHARD, TP)
     ranks = torch.arange(first, first + math.prod(sizes)).view(sizes)
-    found = []
-    for axis, size in enumerate(sizes):
-        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
-        found.append(factory.mine(lines, names[axis]))
-    groups = [group for group in found if group is not None]
+    by_axis = [
+        factory.mine(ranks.movedim(axis, -1).reshape(-1, size).tolist(), names[axis])
+        for axis, size in enumerate(sizes)
+    ]
+    groups = [group for group in by_axis if group is not None]
     if not groups:
         return None
     connect_collectives(groups)
@@ -226,7 +223,7 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
             topology.modules[name] = groups
             if spec.pp > 1:
                 connect_stages(groups.pp, interleaved=spec.vpp > 1)
-            if spec.tp > 1 and not spec.sp and layout.encoders:  # they share out rows
+            if spec.tp > 1 and not spec.sp and layout.encoders:  # they exchange rows
                 connect_all(groups.tp)
             if spec.cp > 1 and TRANSFORMER_ENGINE in this_machine().installed:
                 connect_context(groups.cp)
@@ -251,9 +248,9 @@ def _add_bridge(
 ) -> None:
     """Create and connect the groups of a bridge's block; every rank of the world calls it.
 
-    One for each way over both ends is the least: items are balanced over the encoder's lanes, so
-    each may have rows for any of the language model's. A group for each pair would be lanes times
-    as many. As a rank connects to the whole other end, large ends are cut into blocks of lanes.
+    Two groups over both ends are the minimum: items are balanced over the encoder's lanes, so each
+    lane may have rows for any lane of the language model. As a rank connects to the whole other
+    end, large ends are cut into blocks of lanes.
     """
     ends = sorted({*senders, *receivers})
     forward, backward = (

@@ -1,11 +1,9 @@
-"""Gives each language rank its part of sequences: context parallel first, then sequence parallel.
+"""Splits sequences over language ranks: context parallelism (CP), then sequence parallelism (SP).
 
-Context parallelism (CP) gives every rank its zigzag share of each segment of a packed sequence, or
-of each sequence of a batch; see `mimo.ops.segments`. Sequence parallelism (SP) then
-scatters a CP rank's part of the sequence over its tensor-parallel group, in tp equal parts.
-
-Embeddings get both. Labels and loss mask get CP only, because logits come back gathered from SP,
-and so do position ids, because queries and keys do.
+CP gives every rank its zigzag share of each segment of a packed sequence, or of each sequence of a
+batch; see `mimo.ops.segments`. SP then scatters a CP rank's share over its tensor-parallel group,
+in tp equal parts. Embeddings get both. Labels and loss mask get CP only, because logits come back
+gathered from SP, and so do position ids, because queries and keys do.
 
 Letters: B batch (1 for packed), S sequence (T packed tokens), H hidden.
 """
@@ -21,7 +19,7 @@ from mimo.parallel.grids import sequence_multiple
 
 
 class PartitionAdapter:
-    """Cuts sequences over explicit groups of one language rank; exists on language ranks only.
+    """Splits sequences over explicit groups of one language rank.
 
     cp, tp: this rank's context- and tensor-parallel groups. sequence_parallel: whether embeddings
     are scattered over ``tp``. No communication happens in a forward; the backward of the SP
@@ -58,7 +56,8 @@ class PartitionAdapter:
     def slice_tokens(self, tokens: Tensor, packed_seq_params: PackedSegments | None) -> Tensor:
         """(B, S) -> (B, S/cp), CP only: labels, masks, positions, token ids before the lookup.
 
-        packed_seq_params, Raises: as of `shard_embeddings`.
+        packed_seq_params: the segments of a packed sequence; None for a batch. Raises ValueError,
+        naming the recipe key, for lengths that do not divide.
         """
         return self._cut(tokens, 1, packed_seq_params)
 

@@ -11,8 +11,7 @@ from typing import Any
 from mimo.config.schema import Recipe
 from mimo.device import local_device
 from mimo.ops.acceleration import this_machine
-from mimo.parallel.defaults import variables_of
-from mimo.parallel.grids import Layout
+from mimo.parallel.grids import Layout, variables_of
 from mimo.runtime.environment import set_variables
 from mimo.runtime.ranks import rank_environment
 

@@ -102,7 +102,7 @@ def test_an_entry_of_a_list_that_is_unknown_or_wrong_is_named_with_its_line(path
     assert "tiny.yaml:10: phases.1.data.sources.0.weight: " in second
     doubled = "{0: {weight: 2.0}, '0': {weight: 3.0}}"
     path.write_text(text.replace("{sources: [{path: other.tar}]}", f"{{sources: {doubled}}}"))
-    assert "named already" in problems(path)[0]
+    assert "names no further entry" in problems(path)[0]
 
 
 def test_every_phase_is_a_run_inside_the_folder_of_the_job(path: Path) -> None:

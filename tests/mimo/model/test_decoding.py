@@ -24,7 +24,7 @@ from mimo.model.decoding import Decoding
 from mimo.model.loader import DecoderLate, LoadedStep, StepLoader
 from mimo.model.step_plan import StepPlanner
 from mimo.parallel.build import build_layout
-from mimo.parallel.hosts import Host
+from mimo.parallel.connections import Host
 from tests.data.traps import Trap
 from tests.mimo import tiny
 from tests.ranks import running

@@ -100,7 +100,7 @@ def test_a_stage_that_only_receives_levels_takes_part_in_the_check_of_plans(
 def _run_with_another_plan_on_the_last_stage(rank: int, recipe: Path) -> None:
     from mimo.model import decoding
     from mimo.model.step_plan import StepPlanner
-    from mimo.parallel.hosts import Host
+    from mimo.parallel.connections import Host
 
     # Ranks with other plans would wait for each other's texts.
     decoding.find_host = lambda: Host((rank,), "alone", 0, 1)

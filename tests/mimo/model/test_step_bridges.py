@@ -23,8 +23,7 @@ from data.order import SampleOrder
 from data.packing import TokenBudget
 from mimo.model.step_plan import PlannedMicrobatch, StepPlan, StepPlanner
 from mimo.parallel.connections import bridge_ends
-from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
-from mimo.parallel.levels import Link
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, Link
 from tests.bridge.layouts import cut_together, lanes_of
 
 INDEX = DrawnIndex(ImageProcessor(), num_samples=90)

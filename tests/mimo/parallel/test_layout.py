@@ -10,8 +10,14 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
 from mimo.parallel.build import build_layout
-from mimo.parallel.grids import GridSpec, Layout, num_microbatches, run_ahead
-from mimo.parallel.levels import Link, minimum_run_ahead
+from mimo.parallel.grids import (
+    GridSpec,
+    Layout,
+    Link,
+    minimum_run_ahead,
+    num_microbatches,
+    run_ahead,
+)
 from tests.mimo.config.test_recipe import RECIPE
 
 SIZE = st.integers(1, 4)

@@ -14,8 +14,7 @@ from mimo.check.scale import scale_recipe
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.parallel.build import build_layout
-from mimo.parallel.grids import run_ahead
-from mimo.parallel.levels import Link, links_of, minimum_run_ahead
+from mimo.parallel.grids import Link, links_of, minimum_run_ahead, run_ahead
 from tests.mimo import tiny
 
 SIZE = st.integers(1, 4)

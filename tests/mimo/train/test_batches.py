@@ -22,7 +22,7 @@ import pytest
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.dataset import open_dataset
 from mimo.parallel.build import build_layout
-from mimo.parallel.hosts import SHARED_MEMORY
+from mimo.parallel.connections import SHARED_MEMORY
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import corrupt
@@ -196,7 +196,7 @@ def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -
     shared: whether the ranks know that they are on one host.
     """
     from mimo.model import decoding
-    from mimo.parallel.hosts import Host
+    from mimo.parallel.connections import Host
 
     found, decoded, hosts = decoding.find_host, list[str](), list[Host]()
 

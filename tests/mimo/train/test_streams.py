@@ -27,7 +27,7 @@ from mimo.config.schema import Recipe
 from mimo.model import decoding
 from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.parallel.build import build_layout
-from mimo.parallel.hosts import Host
+from mimo.parallel.connections import Host
 from mimo.train import batches, loop
 from mimo.train.continuation import continue_order
 from mimo.train.loop import Trainer
