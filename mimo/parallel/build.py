@@ -304,8 +304,7 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if twice:
         yield recipe.problem(
             offset,
-            f"{_format_ranks(twice)} would be used twice ({places}), but disjoint grids differ; "
-            f"remove rank_offset",
+            f"{_format_ranks(twice)} would be used twice ({places}); remove rank_offset",
         )
     elif unused and layout.world_size == needed:
         yield recipe.problem(
