@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,9 +62,8 @@ def launch(
     ] = None,
 ) -> int | None:
     """Write a recipe's batch script, or submit it. Without SLURM, train on this machine."""
-    from mimo.slurm.hosts import torchrun_lines, variables_of
-    from mimo.slurm.script import Form, prepare
-    from mimo.slurm.submit import array_scripts
+    from mimo.slurm.script import prepare
+    from mimo.slurm.submit import array_scripts, torchrun_lines, variables_of
 
     overrides = overrides or []
     others = [Path(word) for word in overrides if "=" not in word] if array else []
@@ -76,9 +76,10 @@ def launch(
         raise InputError("--dry-run only prints what --submit would submit; remove one of the two")
     if hosts is not None and (submit or hetjob or chain or array):
         raise InputError("--hosts is for hosts without SLURM; remove the options of SLURM jobs")
-    form: Form = "heterogeneous" if hetjob else "fixed"
-    jobs = [prepare(path, overrides, cluster, form) for path in (recipe, *others)]
+    jobs = [prepare(path, overrides, cluster, hetjob) for path in (recipe, *others)]
     job = jobs[0]
+    for line in dict.fromkeys(line for each in jobs for line in each.warnings):
+        print(f"warning: {line}", file=sys.stderr)
     if explain:
         for each in jobs:
             print(each.placement_text, end="")
@@ -129,12 +130,3 @@ def _print_resume_point(job: Job) -> None:
 
     if checkpoints := candidates(job.phased, True, None):
         print(f"the job resumes from {checkpoints[0]}; move {job.run} away to start afresh")
-
-
-def rendezvous(
-    interface: Annotated[str | None, typer.Option(help="A network interface.")] = None,
-) -> None:
-    """Print this host's address and a free port for the ranks' rendezvous."""
-    from mimo.slurm.rendezvous import address_and_port
-
-    print(*address_and_port(interface))

@@ -6,7 +6,7 @@ exists), 75 the run has saved and wants to be resumed.
 
 import typer
 
-from mimo.cli.cluster import launch, preflight, rendezvous
+from mimo.cli.cluster import launch, preflight
 from mimo.cli.data import (
     checkpoint_inspect,
     checkpoint_prune,
@@ -40,7 +40,6 @@ for panel, commands in {
 }.items():
     for command in commands:
         app.command(cls=Command, rich_help_panel=panel)(readable_errors(command))
-app.command(hidden=True)(readable_errors(rendezvous))  # job scripts call it
 
 for panel, name, purpose, commands in (
     ("Prepare", "data", "Index, inspect and pack samples.", (data_index, data_doctor, data_pack)),

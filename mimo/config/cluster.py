@@ -25,10 +25,9 @@ def _line(text: str) -> str:
 # Variables of job scripts, SLURM, torchrun and bash; a test reads the scripts for them.
 _RESERVED = re.compile(
     r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
-    r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
-    r"|MIMO_(JOB_SECRET|BEGAN|RENDEZVOUS|OVERRIDES|NODE_OF_RANK)"
-    r"|run|launch|logs|recipe|chain|number|kind|container|jobs|failures|overrides|nodes|entry|i"
-    r"|rank|ranks_of_\w+|meeting|code|runs|log|own|from|to|taker|asked"
+    r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|MIMO_RENDEZVOUS"
+    r"|run|launch|logs|recipe|chain|number|kind|container|jobs|failures|nodes|entry|i"
+    r"|rank|ranks_of_\w+|code|runs"
 )
 
 
@@ -125,15 +124,10 @@ class Cluster(Section):
     environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
     """Environment variables of all ranks."""
     interface: Interface | None = None
-    """Network interface of rendezvous and gloo, such as `ib0`; null for that of the nodes'
-    names."""
+    """Network interface of gloo and NCCL, such as `ib0`; null lets them choose."""
     log_dir: bounds.PathText | None = None
     """Folder of the output of jobs and ranks, which gets a folder of the run's name; null for
     `launch` in the run folder."""
-    local_logs: bounds.PathText | None = None
-    """Folder on each node, which all users may write to, such as `/tmp`, where ranks write logs and
-    output first; these are taken to the run's folders every ten seconds and when a rank ends. Null
-    writes them there directly."""
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """How long before the time limit the job saves and ends: enough for a step and a checkpoint."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3

@@ -28,6 +28,7 @@ PHASES = "phases"
 
 REMOVED: dict[Location, str] = {
     ("stages",): f"it is now called '{PHASES}'",
+    ("cluster", "local_logs"): "ranks write their logs to the run folder, or to cluster.log_dir",
     ("train", "tp_comm_overlap"): "sends no longer overlap with tensor-parallel linears",
     ("data", "prepare"): "`python -m examples.digits` writes the example data",
     ("data", "prepare_settings"): "give its options to `python -m examples.digits`",

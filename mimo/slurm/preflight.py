@@ -1,74 +1,151 @@
-"""`mimo preflight`: are the nodes of a job fit for it, and who is not, within a minute.
+"""`mimo preflight`: check the nodes of a job within two minutes, before its ranks train.
 
-All ranks meet, say what they see, and talk in pairs. What one finds out goes to rank 0 through the
-store of the meeting, so that a rank or a network that is stuck does not keep the verdict back.
+Each rank checks its node; then the ranks of each tensor-parallel group and of each edge of a bridge
+measure their bandwidth. Results go to rank 0 through the store of the rendezvous, so that a rank
+or a network that is stuck does not delay the report.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 import sys
 import tempfile
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
-from mimo.device import choose_before_fork, initialize_distributed
+from mimo.device import (
+    choose_before_fork,
+    initialize_distributed,
+)
 from mimo.errors import InputError, StartError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.runtime.meeting import Meeting, Refused
 from mimo.runtime.ranks import RankEnv, hosts_of, launch, node_name, rank_environment
-from mimo.slurm.facts import KERNELS, facts_of
-from mimo.slurm.links import Link, Measured, Pair, best_of, measure, pairs_of, rounds_of
-from mimo.slurm.table import PREFLIGHT, Table
-from mimo.slurm.verdict import Facts, Finding, absent, differences, odd_clocks, skews, slow
+from mimo.slurm.node_checks import Facts, Link, Measured, facts_of, links_of, measure, ranks_of
 
-_JOIN_SECONDS = 120.0  # how far apart ranks may come: containers start slowly
-_ROUNDS_SECONDS = 30.0  # after which no more pairs begin to talk
-_TALK_SECONDS = 60.0  # after which a rank that still talks is stuck
-_NAMED_TALKS = 5
-_LISTS_OF_COMPONENTS = "SLURM_JOB_NODELIST_HET_GROUP_"
+PREFLIGHT = "launch/preflight.json"
+"""The report for programs, in the run folder."""
+_JOIN_SECONDS = 120.0  # in which all ranks must join: containers start slowly
+_MEASURE_SECONDS = 60.0  # after which a rank that still measures is stuck
+_SKEW_SECONDS = 1.0
+_HETJOB_NODES = "SLURM_JOB_NODELIST_HET_GROUP_"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence about what is wrong, and the node at fault, "" where that is unknown."""
+
+    text: str
+    node: str = ""
+
+
+@dataclass
+class Report:
+    """All results. nodes: the node of each rank, "" for an absent rank. speeds: kind, ranks and
+    bytes per second of each link. clocks: seconds ahead of the median, by node.
+    """
+
+    nodes: list[str]
+    findings: list[Finding] = field(default_factory=list)
+    facts: list[Facts] = field(default_factory=list)
+    speeds: list[tuple[str, list[int], float]] = field(default_factory=list)
+    clocks: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exclude(self) -> list[str]:
+        """The nodes at fault; empty if that leaves none."""
+        named = {finding.node for finding in self.findings} - {""}
+        return sorted(named) if {*self.nodes} - named - {""} else []
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report for people."""
+        present = [*dict.fromkeys(filter(None, self.nodes))]
+        shown = f"{', '.join(present[:4])}{', ...' * (len(present) > 4)}"
+        yield f"preflight: {_count(self.nodes, 'rank')}, {_count(present, 'node')}: {shown}"
+        for name in dict.fromkeys(name for facts in self.facts for name in facts.free):
+            size, node = min((f.free[name], f.node) for f in self.facts if name in f.free)
+            yield f"  {name}: {size / 2**30:.1f} GiB free at least ({node})"
+        yield from dict.fromkeys(f"  kernels: {f.kernels}" for f in self.facts if f.kernels)
+        for kind in dict.fromkeys(kind for kind, _, _ in self.speeds):
+            speeds = [(speed, ranks) for other, ranks, speed in self.speeds if other == kind]
+            median, (least, ranks) = statistics.median(s for s, _ in speeds) / 1e9, min(speeds)
+            where = f"at least {least / 1e9:.2f} (ranks {_listed(ranks)})"
+            yield f"  {kind}: {_count(speeds, 'link')}, {median:.2f} GB/s, {where}"
+        for node, ahead in self.clocks.items():
+            if abs(ahead) > _SKEW_SECONDS:
+                way = "ahead of" if ahead > 0 else "behind"
+                yield f"note: {node}: its clock is {abs(ahead):.1f} s {way} the others'"
+        nodes_of = defaultdict[str, list[str]](list)
+        for finding in dict.fromkeys(self.findings):
+            nodes_of[finding.text] += filter(None, [finding.node])
+        for text, nodes in nodes_of.items():
+            where = ", ".join(nodes) if len(nodes) < max(2, len(present)) else "all nodes"
+            yield f"BROKEN: {where}{': ' * bool(nodes)}{text}"
+        if self.exclude:
+            yield f"leave out: --exclude={','.join(self.exclude)}"
+        yield f"preflight: {'do not begin' if self.findings else 'ok'}"
+
+    def write(self, run_dir: Path) -> None:
+        """Write the report for programs. Raises OSError."""
+        table = {"ok": not self.findings, "exclude": self.exclude, **asdict(self)}
+        path = run_dir / PREFLIGHT
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}")
+        partial.write_text(json.dumps(table, indent=1) + "\n")
+        os.replace(partial, path)
+
+
+def _count(items: Sequence[object], name: str) -> str:
+    return f"{len(items)} {name}{'s' * (len(items) != 1)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+
+
+# ------------------------------------------------------------------------------- whole check
 
 
 def main(
     path: Path, overrides: Sequence[str], num_ranks: int | None = None, site: Path | None = None
 ) -> int:
-    """Check this machine, or be one rank of a srun or torchrun job; returns an exit code.
+    """Check this machine, or be one rank of a srun or torchrun job; return an exit code.
 
-    site: a file whose keys lie over the recipe's `cluster:`.
+    site: a file whose keys are merged over the recipe's `cluster:`.
     """
     environment = rank_environment()
     if environment is not None:
         code = be_a_rank(path, overrides, site, environment)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # a normal end could wait for a backend that waits for other ranks
+        os._exit(code)  # a normal exit could wait for a backend that waits for other ranks
     _, _, layout = _read(path, overrides, site, num_ranks)
     if (note := choose_before_fork(layout.world_size)) is not None:
         print(note)
-    own = "mimo.slurm.preflight"
-    return launch(f"{own}:run_rank", (path, tuple(overrides), site), layout.world_size, (own,))
+    module = "mimo.slurm.preflight"
+    arguments = (path, tuple(overrides), site)
+    return launch(f"{module}:be_a_rank", arguments, layout.world_size, (module,))
 
 
-def run_rank(path: Path, overrides: Sequence[str], site: Path | None) -> int:
-    """Be one rank of those that `main` starts on this machine."""
-    environment = rank_environment()
+def be_a_rank(
+    path: Path, overrides: Sequence[str], site: Path | None, environment: RankEnv | None = None
+) -> int:
+    """Check this rank's node together with all other ranks; return the same code on all of them."""
+    environment = environment or rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    return be_a_rank(path, overrides, site, environment)
-
-
-def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None, environment: RankEnv) -> int:
-    """Check this rank's node together with the others; the same exit code on all ranks."""
-    problem, read = None, None
+    problem, recipes = None, None
     try:
-        read = _read(path, overrides, site, environment.world_size)
+        recipes = _read(path, overrides, site, environment.world_size)
     except InputError as error:
         problem = error
     try:
@@ -78,10 +155,10 @@ def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None, environme
             print(f"BROKEN: {error}", file=sys.stderr)
         return 1
     try:
-        table = _meet(meeting, problem)
-        if read is not None and not table.findings:
-            _check(meeting, environment, table, *read)
-        return meeting.from_rank_0(lambda: _conclude(table, read and read[0].run_dir))
+        report = _join(meeting, problem)
+        if recipes is not None and not report.findings:
+            _check_nodes(meeting, environment, report, *recipes)
+        return meeting.from_rank_0(lambda: _conclude(report, recipes and recipes[0].run_dir))
     except Refused as refused:
         return refused.exit_code
     finally:
@@ -91,61 +168,58 @@ def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None, environme
 def _read(
     path: Path, overrides: Sequence[str], site: Path | None, num_ranks: int | None
 ) -> tuple[PhasedRecipe, Recipe, Layout]:
-    """The recipe, and that of the phase with the most ranks, with its layout. Raises InputError."""
+    """Read all phases, and the recipe and layout of the largest one. Raises InputError."""
     phased = load_phases(path, overrides, None if site is None else {"cluster": site})
-    found = phased.each(lambda recipe: (recipe, check_recipe(recipe, num_ranks)))
-    return phased, *max(found, key=lambda one: one[1].world_size)
+    phases = phased.each(lambda recipe: (recipe, check_recipe(recipe, num_ranks)))
+    return phased, *max(phases, key=lambda phase: phase[1].world_size)
 
 
-def _meet(meeting: Meeting, problem: InputError | None) -> Table:
-    """Who is there, and on which node; with findings if the job cannot go on.
+def _join(meeting: Meeting, problem: InputError | None) -> Report:
+    """Collect the nodes of all ranks. Raises Refused where all ranks have the same problem."""
+    message = "" if problem is None else str(problem)
+    texts = meeting.gather(json.dumps([node_name(), message]))
 
-    Raises Refused where all ranks have the same problem.
-    """
-    own = "" if problem is None else str(problem)
-    said = meeting.gather(json.dumps([node_name(), own]))
-
-    def judge() -> Table:
-        present = {rank: json.loads(one) for rank, one in enumerate(said) if one is not None}
-        if problem is not None and all(text == own for _, text in present.values()):
+    def report() -> Report:
+        present = {rank: json.loads(text) for rank, text in enumerate(texts) if text is not None}
+        if problem is not None and all(other == message for _, other in present.values()):
             raise problem
-        node_of = {rank: node for rank, (node, _) in present.items()}
-        findings = [*absent(node_of, _hosts(), len(said))]
-        findings += [Finding(text, node) for node, text in present.values() if text]
-        return Table([node_of.get(rank, "") for rank in range(len(said))], findings)
+        nodes = [present[rank][0] if rank in present else "" for rank in range(len(texts))]
+        findings = [Finding(text, node) for node, text in present.values() if text]
+        return Report(nodes, [*absent(nodes, _hosts()), *findings])
 
-    return meeting.from_rank_0(judge)
+    return meeting.from_rank_0(report)
 
 
 def _hosts() -> list[str]:
-    """Of the job, if SLURM says them: in a heterogeneous one each component has a list."""
-    lists = [os.environ[one] for one in sorted(os.environ) if one.startswith(_LISTS_OF_COMPONENTS)]
+    """Return the hosts of the job; a heterogeneous job has a list for each component."""
+    lists = [os.environ[name] for name in sorted(os.environ) if name.startswith(_HETJOB_NODES)]
     lists.append(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
-    return [*dict.fromkeys(host for one in lists for host in hosts_of(one))]
+    return [*dict.fromkeys(host for nodes in lists for host in hosts_of(nodes))]
 
 
-def _conclude(table: Table, run_dir: Path | None) -> int:
+def _conclude(report: Report, run_dir: Path | None) -> int:
     if run_dir is not None:
         try:
-            table.write(run_dir)
+            report.write(run_dir)
         except OSError as error:
-            table.findings.append(Finding(f"{run_dir / PREFLIGHT} cannot be written: {error}"))
-    print("\n".join(table.lines()), flush=True)
-    return table.exit_code
+            text = f"{run_dir / PREFLIGHT} cannot be written: {error}"
+            report.findings.append(Finding(text))
+    print("\n".join(report.lines()), flush=True)
+    return int(bool(report.findings))
 
 
-def _check(
+def _check_nodes(
     meeting: Meeting,
     environment: RankEnv,
-    table: Table,
+    report: Report,
     phased: PhasedRecipe,
     recipe: Recipe,
     layout: Layout,
 ) -> None:
-    """What ranks see by themselves; then, where they can, how they talk. Fills rank 0's table."""
+    """Check each node, then the bandwidth of links; fill rank 0's report. All ranks call it."""
     folder = (phased.run_dir / PREFLIGHT).parent
 
-    def write() -> Path:
+    def write_probe() -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix=".preflight-", dir=folder)
@@ -154,74 +228,87 @@ def _check(
         os.close(descriptor)
         return Path(name)
 
-    word = meeting.from_rank_0(write)
-    facts = facts_of(phased, recipe, layout, environment, word)
-    told = meeting.gather(json.dumps(asdict(facts)))
+    probe = meeting.from_rank_0(write_probe)
+    facts = facts_of(phased, recipe, layout, environment, probe)
+    texts = meeting.gather(json.dumps(asdict(facts)))
 
-    def judge() -> bool:
-        word.unlink(missing_ok=True)
-        table.facts = [Facts(**json.loads(one)) for one in told if one is not None]
-        table.findings += [Finding(one, own.node) for own in table.facts for one in own.problems]
-        table.findings += differences(table.facts)
-        kernels = dict.fromkeys(one.same[KERNELS] for one in table.facts if KERNELS in one.same)
-        table.findings += [Finding(f"kernels: {one}", is_note=True) for one in kernels]
-        table.findings += _silent(table.nodes, told, "did not say what it sees")
-        return None not in told and len({one.same["device"] for one in table.facts}) == 1
+    def add_facts() -> bool:
+        probe.unlink(missing_ok=True)
+        report.facts = [Facts(**json.loads(text)) for text in texts if text is not None]
+        for found in report.facts:
+            report.findings += [Finding(text, found.node) for text in found.problems]
+        report.findings += [*differences(report.facts), *_silent(report.nodes, texts)]
+        devices = {found.same["device"] for found in report.facts}
+        return None not in texts and len(devices) == 1
 
-    if not meeting.from_rank_0(judge):
+    if not meeting.from_rank_0(add_facts):
         return
-    own, rank = Measured([], []), environment.rank
-    rounds = rounds_of(pairs_of(layout, table.nodes), table.nodes)
+    rank, measured, links = environment.rank, Measured(), links_of(layout)
     size, local_rank = environment.world_size, environment.local_rank
-    initialize_distributed(rank, size, meeting.store, 2 * _TALK_SECONDS, local_rank)
-    given = (own, rounds, _ROUNDS_SECONDS, rank, local_rank)
-    thread = threading.Thread(target=measure, args=given, daemon=True)
+    initialize_distributed(rank, size, meeting.store, 2 * _MEASURE_SECONDS, local_rank)
+    arguments = (measured, links, rank, local_rank)
+    thread = threading.Thread(target=measure, args=arguments, daemon=True)
     thread.start()
-    thread.join(_TALK_SECONDS)
-    told = meeting.gather(json.dumps(asdict(own)))
+    thread.join(_MEASURE_SECONDS)
+    texts = meeting.gather(json.dumps(asdict(measured)))
     if rank == 0:
-        _judge_talks(table, told)
+        report.findings += _silent(report.nodes, texts)
+        _add_measurements(report, links, texts)
 
 
-def _judge_talks(table: Table, told: Sequence[str | None]) -> None:
-    found = {rank: _measured(one) for rank, one in enumerate(told) if one is not None}
-    table.links = best_of(link for one in found.values() for link in one.links)
-    table.findings += _silent(table.nodes, told, "did not come back from talking to others")
-    table.findings += failed_talks(found, table.nodes)
-    if all(one.is_done for one in found.values()):
-        table.clocks = skews({rank: one.clock for rank, one in found.items()}, table.nodes)
-        table.findings += odd_clocks(table.clocks)
-    table.findings += slow(table.links, table.nodes)
-    if left_out := max((one.num_left_out for one in found.values()), default=0):
-        text = f"{left_out} pairs were not tried for lack of time"
-        table.findings.append(Finding(text, is_note=True))
+# ------------------------------------------------------------------------------------- rules
 
 
-def _silent(node_of: Sequence[str], told: Sequence[str | None], text: str) -> Iterator[Finding]:
-    for rank, one in enumerate(told):
-        if one is None:
-            yield Finding(f"rank {rank} {text}", node_of[rank])
+def absent(nodes: Sequence[str], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Name the ranks that did not join, and the hosts of the job without any rank."""
+    missing = [rank for rank, node in enumerate(nodes) if not node]
+    if missing:
+        yield Finding(f"rank{'s' * (len(missing) > 1)} {_listed(missing)} did not join")
+        yield from (Finding("no rank joined", host) for host in hosts if host not in nodes)
 
 
-def _measured(told: str) -> Measured:
-    given = json.loads(told)
-    now = given["now"] and Pair(**given["now"])
-    links = [Link(**{**one, "pair": Pair(**one["pair"])}) for one in given["links"]]
-    return Measured(**{**given, "now": now, "links": links})
+def _silent(nodes: Sequence[str], texts: Sequence[str | None]) -> Iterator[Finding]:
+    for rank, text in enumerate(texts):
+        if text is None:
+            yield Finding(f"rank {rank} did not answer", nodes[rank])
 
 
-def failed_talks(found: Mapping[int, Measured], node_of: Sequence[str]) -> Iterator[Finding]:
-    """Of pairs that failed or do not answer; with none, whatever else kept ranks from ending."""
-    failed = {one.now: one.error or "no answer" for one in found.values() if one.now is not None}
-    for pair, error in [*failed.items()][:_NAMED_TALKS]:
-        ends = " and ".join(f"rank {rank} on {node_of[rank]}" for rank in (pair.a, pair.b))
-        yield Finding(f"{ends} cannot talk ({pair.kind}): {error}")
-    if not failed:
-        for error in {one.error or "no answer" for one in found.values() if not one.is_done}:
-            yield Finding(f"the ranks cannot talk together: {error}")
-    counts = Counter(
-        node for pair in failed for node in {node_of[pair.a], node_of[pair.b]}
-    ).most_common(2)
-    # Two nodes alone could blame each other.
-    if counts and counts[0][1] > max([1, *(count for _, count in counts[1:])]):
-        yield Finding(f"{counts[0][1]} of its talks failed", counts[0][0])
+def differences(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Name the nodes that differ from most others, and GPUs that two ranks share."""
+    nodes_of = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
+    ranks_of = defaultdict[tuple[str, str], list[int]](list)
+    for facts in all_facts:
+        for key, value in facts.same.items():
+            if facts.node not in nodes_of[key][value]:
+                nodes_of[key][value].append(facts.node)
+        if facts.gpu:
+            ranks_of[facts.node, facts.gpu].append(facts.rank)
+    for key, values in nodes_of.items():
+        usual, nodes = max(values.items(), key=lambda pair: len(pair[1]))
+        if len(values) > 1 and 2 * len(nodes) <= sum(map(len, values.values())):
+            text = "; ".join(f"{value} on {', '.join(on)}" for value, on in values.items())
+            yield Finding(f"{key} differs: {text}")
+        else:
+            for value in values.keys() - {usual}:
+                text = f"{key} is {value}, but {usual} on {len(nodes)} other nodes"
+                yield from (Finding(text, node) for node in values[value])
+    for (node, _), ranks in ranks_of.items():
+        if len(ranks) > 1:
+            yield Finding(f"ranks {', '.join(map(str, ranks))} share a GPU", node)
+
+
+def _add_measurements(report: Report, links: Sequence[Link], texts: Iterable[str | None]) -> None:
+    """Add bandwidths and clocks, and name the ranks that could not measure them."""
+    results = {rank: json.loads(text) for rank, text in enumerate(texts) if text is not None}
+    stuck = defaultdict[str, list[int]](list)
+    for rank, result in results.items():
+        if not result["is_done"]:
+            stuck[f"cannot talk ({result['doing']}): {result['error']}"].append(rank)
+    report.findings += [Finding(f"ranks {_listed(ranks)} {text}") for text, ranks in stuck.items()]
+    for number, link in enumerate(links):
+        speeds = [result["speeds"].get(str(number), math.inf) for result in results.values()]
+        if (least := min(speeds)) < math.inf:
+            report.speeds.append((link[0], ranks_of(link), least))
+    median = statistics.median(result["clock"] for result in results.values())
+    for rank, result in results.items() if not stuck else ():
+        report.clocks.setdefault(report.nodes[rank], result["clock"] - median)

@@ -1,23 +1,21 @@
-"""The batch script of a job: what a person would write for SLURM, from recipe and placement.
+"""The batch script of a job, made from its recipe and placement.
 
-Whatever comes from a recipe is quoted where bash reads it, and refused where SLURM reads a line
-that knows no quotes. `python -m pytest tests/mimo/slurm` compares whole scripts.
+Values of a recipe are quoted where bash reads them, and refused where a line of SLURM cannot quote
+them. `python -m pytest tests/mimo/slurm` compares whole scripts.
 """
 
 from __future__ import annotations
 
 import json
+import os.path
 import re
 import shlex
 import sys
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -25,20 +23,15 @@ from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.cluster import Cluster
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
-from mimo.errors import InputError, RecipeError, StartError
+from mimo.config.source import Location
+from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
-from mimo.slurm.containers import Container
-from mimo.slurm.elastic import fit
-from mimo.slurm.explain import explain
-from mimo.slurm.placement import Component, Placement, place
-
-Form = Literal["fixed", "heterogeneous", "elastic"]
-"""Nodes of one kind and number, of two kinds, or of one kind and as many as there are."""
+from mimo.slurm.placement import Component, Placement, explain, place, split_groups
 
 _ENTRIES_PER_LINE = 12
 # Options of sbatch that the layout or the script decide.
-_OURS = (
+_RESERVED_OPTIONS = (
     *("array", "chdir", "dependency", "distribution", "error", "gpus-per-node", "job-name"),
     *("nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"),
     *("mincpus", "requeue", "signal", "test-only", "wait", "wrap"),
@@ -47,90 +40,90 @@ _OURS = (
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on its nodes. folder: the absolute one that the recipe's paths begin in.
+    """A recipe on its nodes.
 
-    least_nodes: with fewer than the placement's, down to so many, an elastic job begins as well.
-    bin: the folder of the `mimo` that nodes without a container or a venv of the recipe run.
+    folder: the absolute folder in which the recipe's relative paths begin. bin: the folder of the
+    `mimo` that nodes without a container or a venv of the recipe run.
     """
 
     phased: PhasedRecipe
     layouts: Sequence[Layout]
     placement: Placement
     folder: Path
-    least_nodes: int | None = None
     bin: Path = Path(sys.executable).parent
 
     @property
     def recipe(self) -> Recipe:
-        """That of the first phase; all have the same machines."""
+        """The recipe of the first phase; all phases have the same machines."""
         return self.phased.phases[0].recipe
 
     @property
     def cluster(self) -> Cluster:
-        """The machines."""
+        """The recipe's `cluster:` section."""
         return self.recipe.cluster
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """The name of the run."""
         return self.phased.run_dir.name
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
+        """The run folder."""
         return self.folder / self.phased.run_dir
 
     @property
     def launch(self) -> Path:
-        """The folder of the script and of all that is about jobs."""
+        """The folder of the script and of everything else about jobs."""
         return self.run / "launch"
 
     @property
     def logs(self) -> Path:
         """The folder of what jobs and ranks print."""
-        given = self.cluster.log_dir
-        return self.launch if given is None else self.folder / given / self.name
+        log_dir = self.cluster.log_dir
+        return self.launch if log_dir is None else self.folder / log_dir / self.name
+
+    @property
+    def venv_bin(self) -> Path:
+        """The folder of `mimo` and `torchrun` on the nodes."""
+        return self.bin if self.cluster.venv is None else self.folder / self.cluster.venv / "bin"
 
     @property
     def placement_text(self) -> str:
-        """Which rank is where, and what crosses nodes."""
+        """The node and the grid coordinates of each rank."""
         return explain(self.phased, self.layouts, self.placement)
 
     @property
+    def warnings(self) -> list[str]:
+        """Tensor-parallel groups that no node holds."""
+        return split_groups(self.layouts, self.placement)
+
+    @property
     def text(self) -> str:
-        """The script. Raises RecipeError for what no script can say."""
-        venv = self.cluster.venv
-        bin = self.bin if venv is None else self.folder / venv / "bin"
+        """The script. Raises RecipeError for values that no script can quote."""
         inside = self.cluster.container is not None
+        mimo = str(self.venv_bin / "mimo")
         return template("job.sh.j2").render(
             job=self,
             cluster=self.cluster,
             script=json.dumps(str(self.launch / "job.sh")),
             components=[*self._components()],
             container=Container(self.phased, self.folder),
-            path=None if inside else bin,
-            mimo=shlex.quote(str(bin / "mimo")) if inside and venv is not None else "mimo",
+            path=None if inside else self.venv_bin,
+            mimo=shlex.quote(mimo) if inside and self.cluster.venv is not None else "mimo",
         )
 
     def directives(self, number: int = 0) -> Iterator[str]:
-        """What SLURM is asked for: for all of the job's nodes, or for one component of several."""
+        """Yield the options of sbatch for the nodes of one component."""
         cluster, component = self.cluster, self.placement.components[number]
         encoders = cluster.encoder_nodes if component.name == "encoders" else None
         gpus, partition, constraint = cluster.gpus_per_node, cluster.partition, cluster.constraint
         if encoders is not None:
             gpus = gpus if encoders.gpus_per_node is None else encoders.gpus_per_node
             partition, constraint = encoders.partition or partition, encoders.constraint
-        num_nodes = str(len(component.nodes))
-        room = {"ntasks-per-node": max(map(len, component.nodes))}
-        if self.least_nodes is not None:
-            if self.least_nodes < len(component.nodes):
-                num_nodes = f"{self.least_nodes}-{num_nodes}"
-            # With tasks per node, SLURM keeps the number of tasks of a job's first start, and puts
-            # it into the queue again for no fewer nodes.
-            room = {"mincpus": cluster.places_per_node * (cluster.cpus_per_rank or 1)}
-        asked = {
-            "nodes": num_nodes,
-            **room,
+        options = {
+            "nodes": len(component.nodes),
+            "ntasks-per-node": max(map(len, component.nodes)),
             "gpus-per-node": gpus or None,
             "cpus-per-task": cluster.cpus_per_rank,
             "mem": cluster.memory_per_node,
@@ -141,34 +134,35 @@ class Job:
             "reservation": cluster.reservation,
             "time": cluster.time_limit,
         }
-        yield from (f"--{key}={value}" for key, value in asked.items() if value is not None)
+        yield from (f"--{key}={value}" for key, value in options.items() if value is not None)
         if cluster.exclusive:
             yield "--exclusive"
         yield f"--signal=USR1@{cluster.signal_seconds}"
         yield "--requeue"
         for index, option in enumerate(cluster.options):
             name = option.removeprefix("--").partition("=")[0]
-            if any(own.startswith(name) for own in _OURS):  # SLURM takes beginnings for the whole
+            # SLURM accepts abbreviations of option names.
+            if any(reserved.startswith(name) for reserved in _RESERVED_OPTIONS):
                 message = f"got {option!r}, which `mimo launch` decides itself; remove it"
                 raise RecipeError(self.recipe.problem(("cluster", "options", index), message))
             yield option
 
     def output(self, name: str) -> Iterator[str]:
-        """Where a script's own output goes. Raises RecipeError if SLURM cannot read the path."""
+        """Yield the options for a script's output. Raises RecipeError if SLURM cannot read it."""
         path = f"{str(self.logs).replace('%', '%%')}/{name}"
         if not path.isprintable() or re.search(r"""["'\\#]""", path):
-            given = self.cluster.log_dir is not None
             message = (
                 f"jobs would write to {path!r}, but SLURM reads no path with quotes, '\\', '#' or "
                 f"line breaks; set cluster.log_dir to another folder"
             )
-            key = ("cluster", "log_dir") if given else ("train", "run_dir")
+            has_log_dir = self.cluster.log_dir is not None
+            key = ("cluster", "log_dir") if has_log_dir else ("train", "run_dir")
             raise RecipeError(self.recipe.problem(key, message))
         yield f'--output="{path}"'
         yield "--open-mode=append"
 
     def _components(self) -> Iterator[dict[str, Any]]:
-        """For each component of the job: its directives, options of srun, and table of nodes."""
+        """Yield the directives, options of srun and table of nodes of each component."""
         placement, cluster = self.placement, self.cluster
         several = len(placement.components) > 1
         for number, component in enumerate(placement.components):
@@ -178,23 +172,18 @@ class Job:
                 directives = [f"--job-name={self.name}", *output, *directives]
             hosts = f"hosts_{component.name}"
             options = [f"--het-group={number}"] if several else []
-            table = [*_table(component)]
-            if self.least_nodes is None:
-                num_ranks = sum(map(len, component.nodes))
-                options.append(f"--nodes={len(component.nodes)} --ntasks={num_ranks}")
-                if _is_in_order(component):
-                    options[-1] += f" --ntasks-per-node={len(component.nodes[0])}"
-                    options[-1] += " --distribution=block"
-                    table = []
+            sizes, table = [*map(len, component.nodes)], list[str]()
+            options.append(f"--nodes={len(sizes)} --ntasks={sum(sizes)}")
+            if len(set(sizes)) == 1:
+                options[-1] += f" --ntasks-per-node={sizes[0]} --distribution=block"
             else:
-                options.append(f'--nodes="$(sort -u "$launch/{hosts}" | wc -l)"')
-                options.append(f'--ntasks="$(wc -l <"$launch/{hosts}")"')
-            if table:
+                table = [*_table(component)]
                 options.append(f'--distribution=arbitrary --nodelist="$launch/{hosts}"')
             if cluster.cpus_per_rank is not None:
                 options.append(f"--cpus-per-task={cluster.cpus_per_rank}")
-            if any(one.startswith("--gpus-per-node=") for one in directives):
+            if any(option.startswith("--gpus-per-node=") for option in directives):
                 options.append(f"--gpu-bind={cluster.gpu_binding}")
+            group = f"_HET_GROUP_{number}" if several else ""
             yield {
                 "directives": directives,
                 "srun": options,
@@ -204,53 +193,31 @@ class Job:
                 ],
                 "variable": f"ranks_of_{component.name}",
                 "hosts": hosts,
-                "node_list": f"SLURM_JOB_NODELIST_HET_GROUP_{number}"
-                if several
-                else "SLURM_JOB_NODELIST",
+                "node_list": f"SLURM_JOB_NODELIST{group}",
             }
 
 
-def prepare(
-    path: Path,
-    overrides: Sequence[str] = (),
-    site: Path | None = None,
-    form: Form = "fixed",
-) -> Job:
-    """Check a recipe and place its ranks. site: a file whose keys lie over `cluster:`.
+def _table(component: Component) -> Iterator[str]:
+    """Yield RANKSxNODE for each run of neighbouring nodes' ranks, in the order of ranks."""
+    return (f"{len(ranks)}x{node}" for node, ranks in enumerate(component.nodes))
 
-    Raises RecipeError with all problems, as `mimo check` finds them.
+
+def prepare(
+    path: Path, overrides: Sequence[str] = (), site: Path | None = None, hetjob: bool = False
+) -> Job:
+    """Check a recipe and place its ranks.
+
+    site: a file whose keys are merged over `cluster:`. hetjob: disjoint encoders get nodes of their
+    own. Raises RecipeError with all problems that `mimo check` finds.
     """
     phased = load_phases(path, overrides, None if site is None else {"cluster": site})
     layouts = phased.each(lambda recipe: check_recipe(recipe, None))
-    if form == "fixed" and phased.phases[0].recipe.cluster.encoder_nodes is not None:
-        form = "heterogeneous"
-    placement = place(phased, layouts, form == "heterogeneous")
-    least = None
-    if form == "elastic":
-        least = _least_nodes(phased, len(placement.nodes))
-    return Job(phased, layouts, placement, Path.cwd(), least)
-
-
-def _least_nodes(phased: PhasedRecipe, most: int) -> int:
-    """The fewest nodes for which there is a layout."""
-    with TemporaryDirectory() as folder:
-        recipe = Path(folder) / "recipe.yaml"
-        recipe.write_text(phased.to_yaml(), encoding="utf-8")
-
-        def fits(num_nodes: int) -> bool:
-            try:
-                fit(recipe, (), num_nodes)
-            except (RecipeError, StartError):
-                raise
-            except InputError:
-                return False
-            return True
-
-        return bisect_left(range(1, most), True, key=fits) + 1
+    hetjob = hetjob or phased.phases[0].recipe.cluster.encoder_nodes is not None
+    return Job(phased, layouts, place(phased, layouts, hetjob), Path.cwd())
 
 
 def write(job: Job) -> Path:
-    """Write the script and what it needs to the run's folder; returns the script."""
+    """Write the script and the files it needs into the run folder; return the script."""
     text = job.text
     for folder in (job.launch, job.logs):
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,12 +226,13 @@ def write(job: Job) -> Path:
     partial = job.launch / ".job.sh"
     partial.write_text(text, encoding="utf-8")
     partial.chmod(0o755)
-    return partial.replace(job.launch / "job.sh")  # one that bash reads now stays as it is
+    # A job that runs keeps the old file, which its bash is still reading.
+    return partial.replace(job.launch / "job.sh")
 
 
 @cache
 def template(name: str) -> Template:
-    """One of the scripts beside this file; its filter `q` makes a value one word of bash."""
+    """Return a script template of this folder; its filter `q` makes a value one word of bash."""
     environment = Environment(
         loader=PackageLoader("mimo.slurm", ""),
         undefined=StrictUndefined,
@@ -283,14 +251,78 @@ def _quoted(text: str) -> str:
     return shlex.quote(text) if "," not in text else f"'{text.replace("'", """'"'"'""")}'"
 
 
-def _table(component: Component) -> Iterator[str]:
-    """RANKSxNODE for each run of neighbouring ranks on one node, in the order of ranks."""
-    node_of = sorted((rank, node) for node, ranks in enumerate(component.nodes) for rank in ranks)
-    for node, ranks in groupby(node for _, node in node_of):
-        yield f"{len([*ranks])}x{node}"
+class Container:
+    """The words of a script that run commands in the recipe's container, or without one.
+
+    words: the array `container` of a script: options of pyxis, or the whole call of apptainer.
+    prefix: what precedes a command on the first node. step_prefix: what precedes the command of a
+    rank, after the options of srun.
+    Raises RecipeError for a path that no mount can have.
+    """
+
+    def __init__(self, phased: PhasedRecipe, folder: Path) -> None:
+        self.words = list[str]()
+        self.prefix = self.step_prefix = ""
+        self._recipe = phased.phases[0].recipe
+        cluster = self._recipe.cluster
+        if cluster.container is None:
+            return
+        image = cluster.container.image
+        mounts = [*self._folder_mounts(phased, folder), *self._listed_mounts(cluster)]
+        if image.startswith("-"):
+            raise self._refusal(("cluster", "container", "image"), image, "begins with '-'")
+        self.prefix = self.step_prefix = '"${container[@]}" '
+        if cluster.container.runtime == "pyxis":
+            options = {"image": image, "mounts": ",".join(mounts), "workdir": str(folder)}
+            self.words = [f"--container-{key}={value}" for key, value in options.items()]
+            srun = 'srun --export=ALL --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" '
+            self.prefix = f"{srun}{self.prefix}"
+        else:
+            self.words = ["apptainer", "exec", f"--pwd={folder}"]
+            self.words += ["--nv"] if cluster.gpus_per_node else []
+            self.words += [*(f"--bind={mount}" for mount in mounts), image]
+
+    def _folder_mounts(self, phased: PhasedRecipe, folder: Path) -> Iterator[str]:
+        """Yield `HOST:CONTAINER` for the folders that the recipe names."""
+        mounted: list[str] = []
+        for key, path in sorted(_folders(phased, folder), key=lambda pair: pair[1]):
+            if any(path == parent or path.startswith(f"{parent}/") for parent in mounted):
+                continue
+            if re.search(r"[:,]", path):
+                raise self._refusal(key, path, "has ':' or ','")
+            mounted.append(path)
+            yield f"{path}:{path}"
+
+    def _listed_mounts(self, cluster: Cluster) -> Iterator[str]:
+        """Yield the mounts of `cluster.container.mounts`."""
+        for index, mount in enumerate(cluster.container.mounts if cluster.container else ()):
+            if "," in mount:
+                raise self._refusal(("cluster", "container", "mounts", index), mount, "has ','")
+            yield mount
+
+    def _refusal(self, key: Location, value: str, why: str) -> RecipeError:
+        message = f"got {value!r}, which {why}; container options cannot express it; rename it"
+        return RecipeError(self._recipe.problem(key, message))
 
 
-def _is_in_order(component: Component) -> bool:
-    """Whether SLURM's own order, all nodes alike, is the one that is wanted."""
-    ranks = [rank for node in component.nodes for rank in node]
-    return len({len(node) for node in component.nodes}) == 1 and ranks == sorted(ranks)
+def _folders(phased: PhasedRecipe, folder: Path) -> Iterator[tuple[Location, str]]:
+    """Yield the folders that commands read and write, with the keys that name them."""
+    yield (), str(folder)
+    for phase in phased.phases:
+        recipe, data, cluster = phase.recipe, phase.recipe.data, phase.recipe.cluster
+        named: dict[Location, str | None] = {
+            ("init_from",): recipe.init_from,
+            ("train", "run_dir"): str(phased.run_dir.parent),
+            ("data", "tokenizer"): data.tokenizer,
+            ("data", "cache_directory"): data.cache_directory,
+            ("cluster", "log_dir"): cluster.log_dir,
+        }
+        splits = {"sources": data.sources, "validation": data.validation, "test": data.test}
+        for split, sources in splits.items():
+            for index, source in enumerate(sources):
+                if "://" not in source.path:
+                    plain = re.split(r"[*?\[{]", source.path)[0]
+                    named["data", split, index, "path"] = os.path.dirname(plain)
+        for key, path in named.items():
+            if path is not None:
+                yield key, os.path.normpath(folder / path)

@@ -1,42 +1,48 @@
-"""Jobs are given to SLURM, and each is noted in its run's `launch/jobs.jsonl`."""
+"""Start jobs: by sbatch on a SLURM cluster, or by one line of torchrun for each host without it.
+
+Submitted jobs are recorded in `launch/jobs.jsonl` of their run.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mimo.errors import InputError
-from mimo.slurm.script import Job, template, write
+from mimo.config.cluster import Cluster
+from mimo.errors import InputError, RecipeError
+from mimo.slurm.script import Container, Job, template, write
 
-_SBATCH_SECONDS = 120.0  # a controller that is busy takes its time
+_SBATCH_SECONDS = 120.0  # a busy controller answers late
+_TORCHRUN_PORT = 29500  # torchrun's own default
 
 
 def submit(job: Job) -> str:
-    """Write the job's script and submit it; returns the job's number. Raises InputError."""
+    """Write and submit the job's script; return the job's number. Raises InputError."""
     script = write(job)
-    return _noted(job, _sbatch(script), "job", script)
+    return _record(job, _sbatch(script), "job", script)
 
 
 def submit_chain(job: Job, num_jobs: int) -> list[str]:
-    """Submit jobs each of which begins when the one before has ended; returns their numbers.
+    """Submit jobs, each of which begins when the previous one has ended; return their numbers.
 
-    A job that is done, or whose input is wrong, cancels those after it. Raises InputError.
+    A job that is done, or whose input is wrong, cancels the later ones. Raises InputError.
     """
     script, chain = write(job), job.launch / time.strftime("chain_%Y%m%dT%H%M%S")
-    found: list[str] = []
+    numbers: list[str] = []
     for _ in range(num_jobs):
-        after = [f"--dependency=afterany:{found[-1]}"] if found else []
-        found.append(_noted(job, _sbatch(script, after, [str(chain)]), "chain", script))
+        after = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []
+        numbers.append(_record(job, _sbatch(script, after, [str(chain)]), "chain", script))
         with chain.open("a") as file:
-            print(found[-1], file=file)
-    return found
+            print(numbers[-1], file=file)
+    return numbers
 
 
 def submit_array(jobs: Sequence[Job]) -> list[str]:
-    """Submit several runs as arrays, one for each kind of nodes; returns a number for each run.
+    """Submit several runs as arrays, one for each kind of nodes; return a number for each run.
 
     Raises InputError.
     """
@@ -47,12 +53,12 @@ def submit_array(jobs: Sequence[Job]) -> list[str]:
         array.write_text(text, encoding="utf-8")
         number = _sbatch(array)
         for index, (job, script) in enumerate(zip(group, scripts, strict=True)):
-            numbers[job.name] = _noted(job, f"{number}_{index}", "array", script)
+            numbers[job.name] = _record(job, f"{number}_{index}", "array", script)
     return [numbers[job.name] for job in jobs]
 
 
 def array_scripts(jobs: Sequence[Job]) -> list[tuple[list[Job], str]]:
-    """The jobs of each array, one for each kind of nodes, and its script; writes nothing.
+    """Return the jobs and the script of each array, one for each kind of nodes; write nothing.
 
     Raises InputError for jobs that cannot be in an array.
     """
@@ -64,7 +70,7 @@ def array_scripts(jobs: Sequence[Job]) -> list[tuple[list[Job], str]]:
             raise InputError(f"{job.name}: SLURM has no arrays of heterogeneous jobs; submit it")
         shell = "bash -l" if job.cluster.modules else "bash"  # which knows `module`
         groups.setdefault((str(job.folder), shell, *job.directives()), []).append(job)
-    return [(group, _array(group, *asked[1:])) for asked, group in groups.items()]
+    return [(group, _array(group, *options[1:])) for options, group in groups.items()]
 
 
 def _array(group: Sequence[Job], shell: str, *directives: str) -> str:
@@ -85,7 +91,7 @@ def _array(group: Sequence[Job], shell: str, *directives: str) -> str:
 def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SBATCH_SECONDS
         )
     except FileNotFoundError:
@@ -96,18 +102,77 @@ def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] 
             f"`squeue --me` before you submit it again"
         )
         raise InputError(message) from None
-    if told.returncode != 0:
-        raise InputError(f"sbatch refused {script}: {told.stderr.strip()}")
-    return told.stdout.strip().partition(";")[0]  # of `number;cluster`
+    if done.returncode != 0:
+        raise InputError(f"sbatch refused {script}: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]  # of `number;cluster`
 
 
-def _noted(job: Job, number: str, kind: str, script: Path) -> str:
+def _record(job: Job, number: str, kind: str, script: Path) -> str:
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "job_id": number,
         "kind": kind,
         "script": str(script),
     }
+    # One write, because the job may append a line at the same time.
     with (job.launch / "jobs.jsonl").open("a", encoding="utf-8") as file:
-        file.write(f"{json.dumps(line)}\n")  # at once: the job may be adding a line of its own
+        file.write(f"{json.dumps(line)}\n")
     return number
+
+
+# ------------------------------------------------------------------------ hosts without SLURM
+
+
+def torchrun_lines(
+    job: Job, hosts: Sequence[str], recipe: Path, overrides: Sequence[str], site: Path | None
+) -> Iterator[str]:
+    """Yield the command line of each host; rank 0 runs on the first one.
+
+    site: a file whose keys are merged over `cluster:`. Raises InputError for another number of
+    hosts than the placement has nodes, and RecipeError for a container that only srun can start.
+    """
+    sizes = [*map(len, job.placement.nodes)]
+    if len(hosts) != len(sizes) or len(set(hosts)) != len(hosts):
+        raise InputError(
+            f"--hosts: got {', '.join(hosts)}, but {sum(sizes)} ranks, at most "
+            f"{job.cluster.places_per_node} on a host, need {len(sizes)} different hosts; "
+            f"name them, or change cluster.ranks_per_node"
+        )
+    cluster = job.cluster
+    commands = [f"cd {shlex.quote(str(job.folder))}"]
+    commands += [f"module load {shlex.quote(module)}" for module in cluster.modules]
+    variables = dict.fromkeys(("HF_HUB_OFFLINE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED"), "1")
+    if cluster.interface is not None:
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        variables |= dict.fromkeys(names, cluster.interface)
+    variables |= variables_of(cluster)
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    words += [*_torchrun(job), f"--nnodes={len(hosts)}"]
+    train = ["-m", "mimo.cli.main", "train", str(recipe), *overrides]
+    train += ["--cluster", str(site)] if site is not None else []
+    for number, (host, num_ranks) in enumerate(zip(hosts, sizes, strict=True)):
+        options = [f"--node-rank={number}", f"--nproc-per-node={num_ranks}"]
+        options += [f"--master-addr={hosts[0]}", f"--master-port={_TORCHRUN_PORT}"]
+        line = " ".join([*words, shlex.join([*options, *train])])
+        yield f"{' && '.join([*commands, line])} # on {shlex.quote(host)}"
+
+
+def variables_of(cluster: Cluster) -> dict[str, str]:
+    """Return the environment variables of ranks that do not depend on the network."""
+    threads = cluster.cpus_per_rank
+    return ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}) | cluster.environment
+
+
+def _torchrun(job: Job) -> Iterator[str]:
+    """Yield the words of bash that call torchrun on a host, in the recipe's container."""
+    cluster, container = job.cluster, job.cluster.container
+    if container is not None and container.runtime != "apptainer":
+        key = ("cluster", "container", "runtime")
+        message = (
+            f"got {container.runtime!r}, which only srun starts; for --hosts choose apptainer, or "
+            f"leave cluster.container out"
+        )
+        raise RecipeError(job.recipe.problem(key, message))
+    yield from map(shlex.quote, Container(job.phased, job.folder).words)
+    is_on_path = container is not None and cluster.venv is None
+    yield "torchrun" if is_on_path else shlex.quote(str(job.venv_bin / "torchrun"))

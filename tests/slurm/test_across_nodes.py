@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 def test_a_recipe_trains_across_two_nodes_as_it_does_on_one(
     slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    settings = ["cluster.preflight=true", f"cluster.local_logs={tmp_path / 'node'}"]
-    job = launch(slurm, tiny(tmp_path), *settings, "--submit")
+    job = launch(slurm, tiny(tmp_path), "cluster.preflight=true", "--submit")
     job.wait_for_step(0)
     first, second = slurm.nodes_of(job.job)
     assert slurm.ranks_of(job.job) == {0: first, 1: first, 2: second}

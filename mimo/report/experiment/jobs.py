@@ -25,13 +25,13 @@ def submit(runs: Sequence[Run], path: Path, cluster: Path | None) -> list[Outcom
     for run, job in waiting.items():
         print(f"{run.name}: not submitted again; {job}")
     free = [run for run in runs if run not in waiting]
-    check_layouts(free, path, lambda run: prepare(path, run.overrides, cluster, "fixed"))
+    check_layouts(free, path, lambda run: prepare(path, run.overrides, cluster))
     for run in free:
         if (known := make_ready(run, path)) is not None:
             refused += [known] if known.error else []
             continue
         try:
-            job = prepare(run.recipe_file, [], cluster, "fixed")
+            job = prepare(run.recipe_file, [], cluster)
             # SLURM may refuse some nodes, and has no arrays of heterogeneous jobs.
             alone = run.name if len(job.placement.components) > 1 else ""
             kind = (alone, *job.directives())

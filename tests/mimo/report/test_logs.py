@@ -109,7 +109,7 @@ def test_following_prints_what_comes_until_the_run_ends(run: Path) -> None:
     (run / "launch" / "rank_1.log").write_text("of another rank\n")
     say(run, 0)
     given = ["logs", str(run), "--rank", "0", "--follow"]
-    set_up = "from mimo.slurm import logs; logs._LOOK_SECONDS = 0; from mimo.cli.main import app"
+    set_up = "from mimo.report import logs; logs._LOOK_SECONDS = 0; from mimo.cli.main import app"
     command = [sys.executable, "-c", f"{set_up}; app({given})"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

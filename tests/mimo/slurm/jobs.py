@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mimo.slurm.script import Form, Job, prepare
+from mimo.slurm.script import Job, prepare
 from tests.mimo.tiny import RECIPE
 
 FOLDER = Path("/project")
@@ -22,19 +22,17 @@ SEVENTEEN = ["language.grid={tp: 8, dp: 2}", "train.global_batch_size=12"]
 
 
 def write_recipe(directory: Path) -> Path:
-    """A recipe whose data need not be there."""
+    """Write a recipe whose data need not exist."""
     path = directory / "tiny.yaml"
     path.write_text(RECIPE.format(directory="/data"))
     return path
 
 
-def job_of(
-    directory: Path, overrides: Sequence[str] = (), site: str = "", form: Form = "fixed"
-) -> Job:
-    """A job that was launched in `FOLDER`. site: text of the file of `--cluster`."""
+def job_of(directory: Path, overrides: Sequence[str] = (), site: str = "") -> Job:
+    """Return a job that was launched in `FOLDER`. site: text of the file of `--cluster`."""
     file = None
     if site:
         file = directory / "site.yaml"
         file.write_text(site)
-    job = prepare(write_recipe(directory), [*WIDE, *overrides], file, form)
+    job = prepare(write_recipe(directory), [*WIDE, *overrides], file)
     return replace(job, folder=FOLDER, bin=FOLDER / ".venv/bin")

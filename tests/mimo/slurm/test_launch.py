@@ -252,41 +252,41 @@ def lines_of(result: Result) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in result.stdout.splitlines()]
 
 
-def test_each_host_gets_a_line_with_as_many_ranks_as_it_has(folder: Path) -> None:
-    given = (*SEVENTEEN, "--hosts=a,b,c", "cluster.environment={X: 'a $(b)'}")
-    lines, other = lines_of(launch(*given)), lines_of(launch(*given))[0]
+def test_each_host_gets_a_line_of_torchrun_with_its_number_of_ranks(folder: Path) -> None:
+    lines = lines_of(launch(*SEVENTEEN, "--hosts=a,b,c", "cluster.environment={X: 'a $(b)'}"))
     assert len(lines) == 3
     for number, (words, count) in enumerate(zip(lines, (1, 8, 8), strict=True)):
         assert words[:3] == ["cd", str(folder), "&&"]
-        assert words[3] == lines[0][3] != other[3]
-        assert len(words[3].removeprefix("MIMO_JOB_SECRET=")) == 32
         assert "X=a $(b)" in words
-        assert f"--rdzv-conf=rank={number}" in words
-        assert f"--nproc-per-node={count}" in words
-        assert len({*words} & {f"--rdzv-endpoint=a:{port}" for port in range(20000, 30000)}) == 1
+        start = words.index("--nnodes=3")
+        assert Path(words[start - 1]).name == "torchrun"
+        assert words[start + 1 : words.index("-m")] == [
+            f"--node-rank={number}",
+            f"--nproc-per-node={count}",
+            "--master-addr=a",
+            "--master-port=29500",
+        ]
         assert words[-1] == "cluster.environment={X: 'a $(b)'}"
 
 
-def test_lines_of_hosts_say_what_the_script_of_a_job_says(folder: Path) -> None:
+def test_lines_of_hosts_set_what_the_script_of_a_job_sets(folder: Path) -> None:
     Path("site.yaml").write_text(
-        "{venv: env, modules: [cuda/12, 'my gcc'], cpus_per_rank: 6, local_logs: /tmp/my logs, "
-        "interface: ib0, environment: {HF_HUB_OFFLINE: '0'}}"
+        "{venv: env, modules: [cuda/12, 'my gcc'], cpus_per_rank: 6, interface: ib0, "
+        "environment: {HF_HUB_OFFLINE: '0'}}"
     )
     (words,) = lines_of(launch("--hosts=a", "--cluster=site.yaml"))
     modules = ["module", "load", "cuda/12", "&&", "module", "load", "my gcc", "&&"]
     assert words[:11] == ["cd", str(folder), "&&", *modules]
-    variables = dict(word.split("=") for word in words[: words.index("-m")] if "=" in word)
-    del variables["MIMO_JOB_SECRET"]
-    assert variables == {
+    at = words.index("--nnodes=1")
+    assert dict(word.split("=") for word in words[11 : at - 1]) == {
         "HF_HUB_OFFLINE": "0",
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
         "OMP_NUM_THREADS": "6",
-        "MIMO_LOCAL_LOGS": "/tmp/my logs",
     }
-    assert words[words.index("-m") - 1] == f"{folder}/env/bin/python"
+    assert words[at - 1] == f"{folder}/env/bin/torchrun"
     assert words[-2:] == ["--cluster", "site.yaml"]
 
 
@@ -295,7 +295,7 @@ def test_hosts_start_apptainer_but_not_a_container_that_only_srun_knows(folder: 
     (words,) = lines_of(launch("--hosts=a", f"{image}apptainer}}"))
     at = words.index("apptainer")
     assert words[at : at + 3] == ["apptainer", "exec", f"--pwd={folder}"]
-    assert words[words.index("x.sif") :][:3] == ["x.sif", "python", "-m"]
+    assert words[words.index("x.sif") :][:2] == ["x.sif", "torchrun"]
     result = launch("--hosts=a", f"{image}pyxis}}")
     assert result.exit_code == 2
     assert "cluster.container.runtime: got 'pyxis'" in result.stderr

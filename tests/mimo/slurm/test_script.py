@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,13 @@ from pydantic import ValidationError
 
 from mimo.config.cluster import Cluster
 from mimo.errors import RecipeError
-from mimo.slurm.script import Form, Job, write
+from mimo.slurm.script import Job, write
 from mimo.slurm.submit import array_scripts
 from tests.mimo.slurm.jobs import SEVENTEEN, job_of
 from tests.mimo.slurm.test_golden import GOLDEN
 
 _STAND_INS = {
-    "mimo": 'echo "mimo $*" >>calls; case $1 in rendezvous) echo 10.0.0.1 20037 ;; esac\n'
+    "mimo": 'echo "mimo $*" >>calls\n'
     'if [ -f "$1.code" ]; then read -r code <"$1.code"; exit "$code"; fi',
     "srun": 'echo "srun $*" >>calls; read -r code <srun.code; exit "$code"',
     "scancel": 'echo "scancel $*" >>calls',
@@ -40,19 +41,11 @@ class Stage:
     folder: Path
     job: Job
 
-    def run(
-        self,
-        *arguments: str,
-        srun: int = 0,
-        check: int = 0,
-        fit: int = 0,
-        job_id: int = 7,
-        nodes: int = 3,
-    ) -> int:
+    def run(self, *arguments: str, srun: int = 0, check: int = 0, job_id: int = 7) -> int:
         """The exit code of the script, with those of srun and of commands of mimo."""
-        for name, code in (("srun", srun), ("check", check), ("fit", fit)):
+        for name, code in (("srun", srun), ("check", check)):
             (self.folder / f"{name}.code").write_text(f"{code}\n")
-        slurm = {"JOB_ID": job_id, "JOB_NODELIST": "n[0-2]", "JOB_NUM_NODES": nodes}
+        slurm = {"JOB_ID": job_id, "JOB_NODELIST": "n[0-2]"}
         return subprocess.run(
             ["bash", str(self.job.launch / "job.sh"), *arguments],
             env={"PATH": os.environ["PATH"], **{f"SLURM_{k}": str(v) for k, v in slurm.items()}},
@@ -72,13 +65,13 @@ def stage(tmp_path: Path) -> Stage:
     return stage_of(tmp_path, "preflight: false")
 
 
-def stage_of(folder: Path, site: str, form: Form = "fixed") -> Stage:
+def stage_of(folder: Path, site: str) -> Stage:
     bin = folder / "bin"
     bin.mkdir(parents=True)
     for name, text in _STAND_INS.items():
         (bin / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin / name).chmod(0o755)
-    job = replace(job_of(folder, SEVENTEEN, site, form), folder=folder, bin=bin)
+    job = replace(job_of(folder, SEVENTEEN, site), folder=folder, bin=bin)
     write(job)
     return Stage(folder, job)
 
@@ -140,28 +133,6 @@ def test_a_failed_preflight_keeps_ranks_from_training(tmp_path: Path) -> None:
     assert stage.run(srun=1) == 1
     (call,) = stage.calls("srun")
     assert " preflight " in call
-    assert "mimo rendezvous --interface ib0" in stage.calls("mimo")
-
-
-def test_an_elastic_job_with_fewer_nodes_trains_what_fits_them(tmp_path: Path) -> None:
-    stage = stage_of(tmp_path, "preflight: false", "elastic")
-    assert "#SBATCH --nodes=2-3" in stage.job.text
-    fitted = "MIMO_OVERRIDES=(language.grid.dp=1)\nMIMO_NODE_OF_RANK=(1 0 0 0)\n"
-    (stage.job.launch / "fit.sh").write_text(fitted)
-    assert stage.run(nodes=3) == 0
-    assert not [call for call in stage.calls("mimo") if call.startswith("mimo fit")]
-    assert "--nodes=3 --ntasks=17" in stage.calls("srun")[-1]
-    assert stage.run(nodes=2) == 0
-    assert (stage.job.launch / "hosts_all").read_text().split() == ["n1", "n0", "n0", "n0"]
-    assert "--nodes=2 --ntasks=4" in stage.calls("srun")[-1]
-    assert stage.calls("srun")[-1].endswith("language.grid.dp=1 --resume")
-    assert stage.calls("mimo")[-2].endswith("language.grid.dp=1"), "what is checked is what trains"
-
-
-def test_a_job_for_which_no_layout_fits_the_nodes_ends(tmp_path: Path) -> None:
-    stage = stage_of(tmp_path, "preflight: false", "elastic")
-    assert stage.run(nodes=1, fit=2) == 2
-    assert not stage.calls("srun")
 
 
 def test_a_job_that_was_submitted_by_hand_notes_itself_once(tmp_path: Path) -> None:
@@ -175,39 +146,26 @@ def test_a_job_that_was_submitted_by_hand_notes_itself_once(tmp_path: Path) -> N
     assert task == ("20", {"job_id": "6_1", "kind": "array", "script": script})
 
 
-def test_what_ranks_print_goes_to_the_node_first_and_to_the_run_in_time_and_once(
-    tmp_path: Path,
-) -> None:
-    stage = stage_of(tmp_path, "{preflight: false, local_logs: node}")
-    script, log = stage.job.launch / "job.sh", stage.job.launch / "rank_3.log"
-    script.write_text(script.read_text().replace("read -rt 10", "read -rt 0.1"))
+def test_ranks_get_the_first_node_and_a_port_of_the_job_that_is_free(tmp_path: Path) -> None:
+    stage = stage_of(tmp_path, "preflight: false")
+    srun = stage.folder / "bin/srun"
+    srun.write_text('#!/bin/bash\necho "$MASTER_ADDR $MASTER_PORT" >>place\n')
+    host, ports = os.uname().nodename, [20000 + 37 * number for number in (7, 8)]
+    assert stage.run(job_id=7) == 0
+    with socket.create_server(("", ports[1])):
+        assert stage.run(job_id=8) == 0
+    places = (stage.folder / "place").read_text().splitlines()
+    assert places == [f"{host} {ports[0]}", f"{host} {ports[1] + 1}"]
+
+
+def test_what_a_rank_prints_goes_to_its_log_and_its_exit_code_to_srun(tmp_path: Path) -> None:
+    stage = stage_of(tmp_path, "preflight: false")
     srun, mimo = stage.folder / "bin/srun", stage.folder / "bin/mimo"
     srun.write_text('#!/bin/bash\nuntil [ $1 = bash ]; do shift; done; SLURM_PROCID=3 exec "$@"')
-
-    def train(text: str) -> int:
-        rank = f"[ $1 = train ] || exit 0; echo out; echo error >&2; {text}"
-        mimo.write_text(f"#!/bin/bash\n[ $1 = rendezvous ] && echo a 1; {rank}\n")
-        return stage.run()
-
-    is_seen = f"for i in {{1..300}}; do grep -sq out {log} && echo seen && break; sleep 0.1; done"
-    assert train(f"kill -USR1 $PPID; kill -TERM $PPID; {is_seen}; exit 75") == 75
-    said = "out\nerror\nseen\n"
-    assert log.read_text() == said, "signals are the rank's alone, its exit code is srun's"
-    assert train("kill -KILL $$") == 137
-    said += "out\nerror\n"
-    assert log.read_text() == said
-    assert train("kill -KILL $PPID $$") == 137, "all of the step, as at the end of scancel"
-    assert train("exit 0") == 0
-    assert log.read_text() == said + "out\nerror\n" * 2, "what was left is taken later, once"
-    (node,) = (stage.job.folder / "node").iterdir()
-    assert not [*node.iterdir()], "nothing is left on the node"
-    mimo.write_text("#!/bin/bash\nif [ $1 = rendezvous ]; then echo a 1; fi\n")
-    early = script.read_text().replace("  coproc", "  kill -TERM $$\n  coproc")
-    script.write_text(early)
-    assert stage.run() == 143, "asked to end before there was a rank"
-    node.rename(stage.job.folder / "elsewhere")
-    node.symlink_to(stage.job.folder / "elsewhere")
-    assert stage.run() == 2, "a folder that somebody else may have put there"
+    mimo.write_text("#!/bin/bash\n[ $1 = train ] || exit 0; echo out; echo error >&2; exit 75\n")
+    for starts in (1, 2):
+        assert stage.run() == 75
+        assert (stage.job.launch / "rank_3.log").read_text() == "out\nerror\n" * starts
 
 
 # ------------------------------------------------------------------------------- quoting
@@ -268,9 +226,8 @@ def test_no_variable_that_a_script_uses_is_set_by_a_recipe(job: Job, tmp_path: P
     texts += [text for _, text in array_scripts([job])]
     found = re.findall(r"(?<!\\)\$\{?[#!]?([A-Za-z_]\w*)|^ *(\w+)=", "\n".join(texts), re.M)
     used = {name for names in found for name in names if name}
-    assert {"chain", "meeting", "from", "ranks_of_all", "SLURM_JOB_ID"} <= used
-    used -= {"MIMO_LOCAL_LOGS"}  # whose value is as good as that of cluster.local_logs
-    for name in {*used, "MASTER_ADDR", "MIMO_JOB_SECRET", "RANK", "IFS", "BASH_ENV"}:
+    assert {"chain", "MASTER_PORT", "ranks_of_all", "SLURM_JOB_ID"} <= used
+    for name in {*used, "MASTER_ADDR", "RANK", "IFS", "BASH_ENV"}:
         with pytest.raises(ValidationError, match="need this variable|ranks would not find"):
             Cluster(environment={name: "x"})
     usual: dict[str, str] = dict.fromkeys(("http_proxy", "OMP_NUM_THREADS", "runs_of"), "x")
@@ -291,7 +248,8 @@ def test_what_the_layout_decides_is_no_option(option: str, tmp_path: Path) -> No
         ("log_dir: /a'b", "cluster.log_dir"),
         ("container: {runtime: pyxis, image: a, mounts: ['/a,/b:/c']}", "cluster.container.mounts"),
         ("container: {runtime: apptainer, image: --x}", "cluster.container.image"),
-        ("{container: {runtime: pyxis, image: a}, local_logs: '/a:b'}", "cluster.local_logs"),
+        ("{container: {runtime: pyxis, image: a}, log_dir: '/a:b'}", "cluster.log_dir"),
+        ("local_logs: /tmp", "cluster.local_logs"),
     ],
 )
 def test_what_slurm_or_a_container_cannot_be_told_is_refused(

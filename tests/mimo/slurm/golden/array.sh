@@ -1,5 +1,5 @@
 #!/bin/bash
-# 2 runs, each a task of one array of jobs, written by `mimo launch`.
+# 2 runs, each a task of one array job. Written by `mimo launch`.
 #SBATCH --job-name=first-array
 #SBATCH --array=0-1
 #SBATCH --output="/scratch/mimo logs/first/array_%A_%a.out"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # tiny: 22 ranks, 4 nodes. Written by `mimo launch`.
-# placement.txt beside this file says which rank is where.
+# placement.txt beside this file has the node of each rank.
 #SBATCH --job-name=tiny
 #SBATCH --output="/project/runs/tiny/launch/job_%j.out"
 #SBATCH --open-mode=append
@@ -33,7 +33,7 @@ recipe="$launch/recipe.yaml"
 chain="$1" # the file that lists the jobs of a chain, if this is one of them
 mkdir -p "$launch" "$logs" || exit 1
 
-# `mimo status` knows jobs from this list. Who submits one by hand does not add it.
+# `mimo status` reads the jobs from this list; a job submitted by hand adds itself.
 number="${2:-$SLURM_JOB_ID}" # of a task of an array: the array's and its own
 kind="by hand"
 if [ -n "$1" ]; then kind=chain; elif [ -n "$2" ]; then kind=array; fi
@@ -43,14 +43,14 @@ if ! grep -qsF "\"job_id\": \"$number\"" "$launch/jobs.jsonl"; then
 fi
 
 # -------------------------------------------------------------------------- environment
-# SLURM hands on what the submitting shell had set; it may have been in another job.
+# The submitting shell may itself be in a job, and SLURM passes its environment on.
 unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 unset MIMO_RENDEZVOUS "${!TORCHELASTIC_@}"
 export PATH=/project/.venv/bin:"$PATH"
 export HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 
 
-# A command of mimo, once, on this node.
+# Run a command of mimo once, on this node.
 here() {
   mimo "$@"
 }
@@ -64,12 +64,12 @@ finish() {
   local jobs failures
   echo "exit code $1 at $(date)"
   case $1 in
-    0 | 2) # done; or a mistake in the input, which another start would meet again
+    0 | 2) # done, or a mistake in the input, with which another start would fail as well
       mapfile -t jobs < <(later_jobs)
       if [ "${#jobs[@]}" -gt 0 ]; then scancel "${jobs[@]}"; fi
       ;;
-    75 | 138 | 143) # saved, or asked to end (SIGUSR1, SIGTERM) before it could say so;
-      # to be continued: by the next job of the chain, or by this one
+    75 | 138 | 143) # saved, or stopped by SIGUSR1 or SIGTERM before it had begun;
+      # the next job of the chain continues, or this one after its requeue
       if [ -z "$chain" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
       ;;
     *)
@@ -82,9 +82,9 @@ finish() {
 }
 
 # ------------------------------------------------------------------------ ranks and nodes
-unset SLURM_NTASKS_PER_NODE # the tables below say which rank is where
+unset SLURM_NTASKS_PER_NODE # the tables below have the node of each rank
 
-# The node of each rank, one to a line. $1: nodes; others: RANKSxNODE in the order of ranks.
+# Print the node of each rank, one per line. $1: nodes; others: RANKSxNODE in the order of ranks.
 hosts() {
   local nodes entry i
   mapfile -t nodes < <(scontrol show hostnames "$1")
@@ -96,7 +96,7 @@ hosts() {
 ranks_of_encoders=(4x0 2x1)
 hosts "$SLURM_JOB_NODELIST_HET_GROUP_0" "${ranks_of_encoders[@]}" >"$launch/hosts_encoders"
 
-# A command of mimo as every rank; the others get the time to leave with an exit code, too.
+# Run a command of mimo as every rank. When one fails, the others get time for their exit codes.
 rank=()
 ranks() {
   srun --export=ALL --kill-on-bad-exit=0 --wait=120 \
@@ -114,18 +114,19 @@ ranks() {
 # ------------------------------------------------------------------------------ the job
 here check "$recipe" || finish $?
 
-# Ranks meet on this node, the first, which runs rank 0.
-meeting=$(here rendezvous) || finish $?
-MIMO_JOB_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-export MIMO_JOB_SECRET MASTER_ADDR="${meeting% *}" MASTER_PORT="${meeting#* }"
+# Ranks meet on this node, the first, which runs rank 0. A port that answers is another program's.
+MASTER_ADDR=$(uname -n) MASTER_PORT=$((20000 + SLURM_JOB_ID * 37 % 10000))
+while (: >"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do
+  MASTER_PORT=$((MASTER_PORT + 1))
+done
+export MASTER_ADDR MASTER_PORT
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
 ranks preflight "$recipe" || finish $?
 
 # Not srun's --output: it miscounts the ranks of heterogeneous jobs.
 rank=(bash -c 'exec "$@" >>"$logs/rank_$SLURM_PROCID.log" 2>&1' rank)
-MIMO_BEGAN=$(date +%s.%N)
-export logs MIMO_BEGAN
+export logs
 ranks train "$recipe" --resume
 code=$?
 case $code in
