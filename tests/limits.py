@@ -58,8 +58,10 @@ def count_code_lines(text: str) -> int:
         if token.type not in _NO_CODE:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             docstring = node.body[0]
             lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
     return len(lines)
