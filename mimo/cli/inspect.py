@@ -79,13 +79,13 @@ def generate(
     Runs in one process, for checks: no KV cache. To serve a model, export it with
     `mimo convert to-hf`. Images, the video and other items stand before the question.
     """
-    from mimo.generate.answer import GivenItem
+    from mimo.generate.answer import ItemFiles
     from mimo.generate.answer import main as answer
 
-    items = [GivenItem("--image", "image", [path]) for path in image or []]
+    items = [ItemFiles("--image", "image", [path]) for path in image or []]
     if frame:
-        items.append(GivenItem("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
-    items += [GivenItem.parse("--item", text) for text in item or []]
+        items.append(ItemFiles("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
+    items += [ItemFiles.parse("--item", text) for text in item or []]
     return answer(run, items, prompt, max_new_tokens, ema)
 
 

@@ -1,7 +1,7 @@
 """`mimo generate`: greedy answers from a trained checkpoint, in one process.
 
-There is no cache of keys and values: each new token costs a forward pass over the whole sequence.
-It computes what training computes, item attention and windows included, and is meant for checks.
+There is no KV cache: each new token costs a forward pass over the whole sequence. It computes what
+training computes, item attention and windows included, and is meant for checks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from mimo.model.dataset import item_processors, open_tokenizer
 class Request:
     """A chat without its answer.
 
-    messages: Hugging Face chat list. files: those of its content parts, in order of mention, each
-    as its media decodes it. name: what errors call the request.
+    messages: Hugging Face chat list. files: of its content parts, in order of mention, decoded by
+    their modality. name: the request's name in errors.
     """
 
     messages: Sequence[dict]
@@ -44,10 +44,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class GivenItem:
-    """A content part given on the command line.
+class ItemFiles:
+    """The files of one content part from the command line.
 
-    option: the option that gave it, for messages. keys: of the content part, besides its type.
+    option: its command-line option, for messages. keys: of the content part, besides its type.
     """
 
     option: str
@@ -56,8 +56,8 @@ class GivenItem:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, option: str, text: str) -> GivenItem:
-        """Read ``media=path``. Raises InputError for any other form."""
+    def parse(cls, option: str, text: str) -> ItemFiles:
+        """Parse ``media=path``. Raises InputError for any other form."""
         media, equals, path = text.partition("=")
         if not (media and equals and path):
             raise InputError(f"{option} {text}: need the media and a file, such as image=scan.png")
@@ -66,7 +66,7 @@ class GivenItem:
 
 @dataclass(frozen=True)
 class _Item:
-    """An item of a request. plan: of its content part. patches: float32 (P, C)."""
+    """An item of a request, with the plan of its content part. patches: float32 (P, C)."""
 
     media: str
     plan: PartPlan
@@ -83,11 +83,11 @@ class Generator:
     """A model with its tokenizer and processors, ready to answer."""
 
     def __init__(self, path: Path, average: bool = False) -> None:
-        """path: a run or checkpoint folder. average: use the moving average of its weights.
+        """Load the latest checkpoint of ``path``, a run or checkpoint folder.
 
-        The checkpoint's own copies of tokenizer, template and configuration are used; which files
-        of the recipe's folders differ from them, a line on stderr says.
-        Raises InputError when it holds no checkpoint, a damaged one, or no average.
+        Uses the checkpoint's copies of tokenizer, template and configuration, and prints to stderr
+        which files of the recipe's folders differ from them. average: use the moving average of
+        the weights. Raises InputError if there is no checkpoint, a damaged one, or no average.
         """
         checkpoint = find_checkpoint(path)
         stored = open_checkpoint(checkpoint)
@@ -97,7 +97,7 @@ class Generator:
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.encoders = {
-            media: name for name, one in recipe.encoders.items() for media in one.media_tokens
+            media: name for name, part in recipe.encoders.items() for media in part.media_tokens
         }
         self.model = LocalModel.from_checkpoint(
             checkpoint, recipe, stored, self.chat.vocab_size, average
@@ -110,15 +110,16 @@ class Generator:
         max_new_tokens: int = 64,
         max_length: int | None = None,
     ) -> list[str]:
-        """Greedy answers, one per request; all requests run packed together.
+        """Return greedy answers, one per request; all requests run packed together.
 
-        max_length: also cut an answer when it and its prompt have this many tokens together.
-        Raises InputError for a request that the tokenizer or a processor cannot take.
+        max_length: cut an answer when it and its prompt have this many tokens together.
+        Raises InputError for a request that the tokenizer or a processor refuses.
         """
         prompts = [self._encode_prompt(request) for request in requests]
         mentioned = {item.media for prompt in prompts for item in prompt.items}
-        media = [one for one in self.processors if one in mentioned]
-        rows = {one: self._encode(one, prompts) for one in media}
+        rows = {
+            media: self._encode(media, prompts) for media in self.processors if media in mentioned
+        }
         sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
         limit, stops = math.inf if max_length is None else max_length, self.chat.stop_token_ids
         open_requests = [r for r, sequence in enumerate(sequences) if len(sequence) < limit]
@@ -128,30 +129,33 @@ class Generator:
             nexts = self._next_tokens(open_requests, sequences, prompts, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
-            going = (r for r in open_requests if sequences[r][-1] not in stops)
-            open_requests = [r for r in going if len(sequences[r]) < limit]
+            open_requests = [
+                request
+                for request in open_requests
+                if sequences[request][-1] not in stops and len(sequences[request]) < limit
+            ]
         pairs = zip(sequences, prompts, strict=True)
         answers = (sequence[len(prompt.sample.input_ids) :] for sequence, prompt in pairs)
         return [self.chat.decode([t for t in answer if t not in stops]) for answer in answers]
 
     def _encode_prompt(self, request: Request) -> _Prompt:
         try:
-            mentioned = self.chat.mentions(request.messages, "prompt")
-            num_files = sum(one.frames for one in mentioned)
+            mentions = self.chat.mentions(request.messages, "prompt")
+            num_files = sum(mention.frames for mention in mentions)
             if num_files != len(request.files):
                 raise PlaceholderError("prompt", num_files, len(request.files))
             items, texts, files = list[_Item](), list[str](), iter(request.files)
-            for one in mentioned:
-                own = self._items(one, list(islice(files, one.frames)))
-                texts.append(own[0].plan.text)
-                items += own
+            for mention in mentions:
+                items_of_part = self._items(mention, list(islice(files, mention.frames)))
+                texts.append(items_of_part[0].plan.text)
+                items += items_of_part
             rows = [item.plan.num_rows for item in items]
             return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), items)
         except ValueError as error:
             raise InputError(f"{request.name} cannot be answered: {error}") from error
 
     def _items(self, mention: Mention, files: Sequence[Any]) -> list[_Item]:
-        """The items of a content part, at least one. Raises ValueError."""
+        """Return the items of a content part, at least one. Raises ValueError."""
         media = self.processors[mention.media]
         sizes = [media.size_of(file) for file in files]
         if any(size != sizes[0] for size in sizes):
@@ -160,18 +164,19 @@ class Generator:
         part = Part(sizes[0], mention.frames, mention.fps)
         plan, items = media.plan(part), []
         for number in range(plan.num_items):
-            own = [files[file] for file in media.item_files(part, number)]
-            sent = media.item_patches(own, part, number)
-            items.append(_Item(mention.media, plan, media.wire.values(sent)))
+            item_files = [files[file] for file in media.item_files(part, number)]
+            patches = media.wire.values(media.item_patches(item_files, part, number))
+            items.append(_Item(mention.media, plan, patches))
         return items
 
     def _encode(self, media: str, prompts: Sequence[_Prompt]) -> Sequence[torch.Tensor]:
-        own = [[item for item in prompt.items if item.media == media] for prompt in prompts]
-        items = list(chain.from_iterable(own))
+        """Return the rows of a modality, (N, L·H) for each prompt."""
+        of_prompts = [[item for item in prompt.items if item.media == media] for prompt in prompts]
+        items = list(chain.from_iterable(of_prompts))
         patches = np.concatenate([item.patches for item in items])
         grids = np.array([item.plan.grid for item in items], np.int64)
         values = self.model.encode(self.encoders[media], patches, grids)
-        return values.split([sum(item.plan.num_rows for item in one) for one in own])
+        return values.split([sum(item.plan.num_rows for item in items) for items in of_prompts])
 
     def _next_tokens(
         self,
@@ -180,41 +185,44 @@ class Generator:
         prompts: Sequence[_Prompt],
         rows: Mapping[str, Sequence[torch.Tensor]],
     ) -> list[int]:
-        still = [prompts[r] for r in open_requests]
+        open_prompts = [prompts[r] for r in open_requests]
         ids = [np.array(sequences[r], np.int64) for r in open_requests]
         samples = [
-            EncodedSample(own, own, np.zeros(len(own), np.float32), prompt.sample.item_offsets)
-            for own, prompt in zip(ids, still, strict=True)
+            EncodedSample(
+                sequence, sequence, np.zeros(len(sequence), np.float32), prompt.sample.item_offsets
+            )
+            for sequence, prompt in zip(ids, open_prompts, strict=True)
         ]
-        lengths = np.array([len(own) for own in ids])
+        lengths = np.array([len(sequence) for sequence in ids])
         lane = pack_lane(
             samples,
-            [[item.plan.row_grid for item in prompt.items] for prompt in still],
+            [[item.plan.row_grid for item in prompt.items] for prompt in open_prompts],
             [0] * len(samples),
             int(lengths.sum()),
             self.chat.pad_token_id,
-            time_steps=[[item.plan.time_step for item in prompt.items] for prompt in still],
+            time_steps=[[item.plan.time_step for item in prompt.items] for prompt in open_prompts],
         )
-        start, placed = np.cumsum(lengths) - lengths, []
-        for media, own in rows.items():
-            token = self.chat.placeholder_ids[media]  # which the model may also write: no item
+        starts, placed = np.cumsum(lengths) - lengths, []
+        for media, rows_of_media in rows.items():
+            token = self.chat.placeholder_ids[media]  # in an answer it stands for no item
             places = [
-                first + np.flatnonzero(prompt.sample.input_ids == token)
-                for first, prompt in zip(start, still, strict=True)
+                start + np.flatnonzero(prompt.sample.input_ids == token)
+                for start, prompt in zip(starts, open_prompts, strict=True)
             ]
-            placed.append((torch.cat([own[r] for r in open_requests]), np.concatenate(places)))
+            values = torch.cat([rows_of_media[r] for r in open_requests])
+            placed.append((values, np.concatenate(places)))
         last = np.cumsum(lengths) - 1
         logits = self.model.forward(lane, placed, with_labels=False, at=last)
-        # The entries that pad the vocabulary are not tokens.
+        # Padding entries of the vocabulary are not tokens.
         return logits[0, :, : self.model.num_tokens].argmax(-1).tolist()
 
 
 def main(
-    path: Path, items: Sequence[GivenItem], prompt: str, max_new_tokens: int, average: bool = False
+    path: Path, items: Sequence[ItemFiles], prompt: str, max_new_tokens: int, average: bool = False
 ) -> int:
-    """`mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: prints the answer.
+    """Run `mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: print the answer.
 
-    items: placed before the prompt, in this order. average: as of `Generator`.
+    items: placed before the prompt, in this order. average: use the moving average of the weights.
     """
     processors = item_processors(portable_recipe(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]
@@ -233,8 +241,8 @@ def main(
     return 0
 
 
-def _decoded(item: GivenItem, processors: Processors) -> list[Any]:
-    """The files of an item. Raises InputError with option and path."""
+def _decoded(item: ItemFiles, processors: Processors) -> list[Any]:
+    """Decode the files of an item. Raises InputError with option and path."""
     if item.media not in processors:
         known = ", ".join(processors) or "nothing but text"
         raise InputError(

@@ -33,7 +33,7 @@ from mimo.parallel.groups import build_topology
 
 
 def one_rank_layout(recipe: Recipe) -> Layout:
-    """Every module of the recipe on rank 0 alone."""
+    """Return a layout with every module of the recipe on rank 0."""
     return Layout(
         language=GridSpec(LANGUAGE),
         encoders={name: GridSpec(name) for name in recipe.encoders},
@@ -41,21 +41,21 @@ def one_rank_layout(recipe: Recipe) -> Layout:
     )
 
 
-# Any machine answers, and prompts have any length.
-_ANYWHERE = {"fp8": "none", "ema_decay": None}
+# Settings with which any machine answers prompts of any length.
+_PORTABLE = {"fp8": "none", "ema_decay": None}
 
 
 def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
-    """The recipe with one-rank grids and no recomputation, in the precision of its weights.
+    """Return the recipe with one-rank grids and no recomputation, in the precision of its weights.
 
-    ``freeze`` leaves optimizers and gradients out.
+    freeze: build neither optimizers nor gradients.
     """
     parts: dict[str, object] = {"grid": Grid(), "recompute": "none"}
     if freeze:
         parts["freeze"] = True
     return recipe.model_copy(
         update={
-            "train": recipe.train.model_copy(update=_ANYWHERE),
+            "train": recipe.train.model_copy(update=_PORTABLE),
             "language": recipe.language.model_copy(update=parts),
             "encoders": {
                 name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()
@@ -65,16 +65,16 @@ def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
 
 
 def join_world_of_one() -> None:
-    """Make this process a world of one rank, unless it is already part of a world."""
+    """Make this process a world of one rank, unless it is part of a world."""
     if not dist.is_initialized():
-        # In memory: a world of one rank has nobody to meet, so it leaves no file.
+        # In memory: a world of one rank needs no rendezvous, so it leaves no file.
         initialize_distributed(0, 1, HashStore(), timeout_seconds=60)
 
 
 class LocalModel:
     """All modules on this one rank; build it in a world of one rank.
 
-    num_tokens: the number that the model knows. Later rows only pad the vocabulary.
+    num_tokens: size of the vocabulary without the rows that pad it.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class LocalModel:
     ) -> LocalModel:
         """Load a checkpoint's weights, or their moving average, whatever layout wrote them.
 
-        recipe: `portable_recipe`. stored: of `open_checkpoint`. Joins a world of one rank. Raises
-        InputError if what is read is damaged or there is too little memory, ValueError if the
+        recipe: from `portable_recipe`. stored: from `open_checkpoint`. Joins a world of one rank.
+        Raises InputError if a file is damaged or there is too little memory, ValueError if the
         checkpoint does not fit its recipe.
         """
         join_world_of_one()
@@ -122,9 +122,9 @@ class LocalModel:
         return self.model.modules[LANGUAGE].whole
 
     def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
-        """patches (P, C) float32, grids (I, 3) int64 -> the encoder's rows (N, L·H).
+        """Encode patches (P, C) float32 with grids (I, 3) int64 to rows (N, L·H).
 
-        They hold the embeddings and the feature levels side by side.
+        A row holds the embedding and the feature levels side by side.
         """
         tower = self.model.modules[encoder].whole
         dtype = next(tower.parameters()).dtype
@@ -138,27 +138,28 @@ class LocalModel:
         with_labels: bool,
         at: np.ndarray | None = None,
     ) -> Tensor:
-        """Per-token losses (1, T) fp32 with labels, else logits (1, T, V), or (1, n, V) with `at`.
+        """Return losses (1, T) fp32 with labels, else logits (1, T, V), or (1, n, V) with `at`.
 
         rows: of each encoder that has items, (N, L·H) and their positions (N,).
         at: (n,) positions whose logits are wanted; with a large vocabulary all would be many.
         """
         rules, size = self.model.item_rules, self.model.hidden_size
 
-        def here(array: np.ndarray) -> Tensor:
+        def to_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.device)
 
         arrived = [
-            Arrived.of(values, here(places), size, has_embeddings=True) for values, places in rows
+            Arrived.of(values, to_device(places), size, has_embeddings=True)
+            for values, places in rows
         ]
         return self.language(
-            input_ids=here(lane.input_ids)[None],
-            position_ids=here(rules.position_ids(lane))[:, None, :],
+            input_ids=to_device(lane.input_ids)[None],
+            position_ids=to_device(rules.position_ids(lane))[:, None, :],
             packed_seq_params=PackedSegments.from_lengths(
                 lane.lengths, self.device, items=rules.bidirectional_spans(lane)
             ),
             place=partial(place_embeddings, arrived=arrived),
             levels=join_levels(arrived),
-            labels=here(lane.labels)[None] if with_labels else None,
-            logits_at=None if at is None else here(at),
+            labels=to_device(lane.labels)[None] if with_labels else None,
+            logits_at=None if at is None else to_device(at),
         )

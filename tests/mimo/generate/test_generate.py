@@ -347,7 +347,7 @@ def _evaluate_long_answers(rank: int, folder: Path, chats: list[list[dict]]) -> 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Generator, "_next_tokens", next_tokens)
             with redirect_stdout(printed):
-                return [one.given.split() for one in answer_split(folder, "test", limit)]
+                return [one.answer.split() for one in answer_split(folder, "test", limit)]
 
     def knows(self: Generator, sequence: list[int]) -> int:
         for messages in chats:
@@ -392,7 +392,7 @@ def test_generate_refuses_what_tokenizer_template_or_processor_cannot_take(
 
 
 def _generate_from_bad_input(rank: int, folder: Path) -> None:
-    from mimo.generate.answer import Generator, GivenItem, Request, main
+    from mimo.generate.answer import Generator, ItemFiles, Request, main
 
     good, long = folder / "good.png", folder / "long.png"
     Image.new("L", (28, 28)).save(good)
@@ -403,9 +403,9 @@ def _generate_from_bad_input(rank: int, folder: Path) -> None:
         ([good] * 3, "what is this ?", "^the prompt cannot be answered: .*at most two images"),
     ):
         with pytest.raises(InputError, match=message.replace("|", r"\|")) as caught:
-            main(folder, [GivenItem("--image", "image", [path]) for path in images], prompt, 1)
+            main(folder, [ItemFiles("--image", "image", [path]) for path in images], prompt, 1)
         assert caught.value.exit_code == 2
-    assert main(folder, [GivenItem.parse("--item", f"image={good}")] * 2, "what is this ?", 1) == 0
+    assert main(folder, [ItemFiles.parse("--item", f"image={good}")] * 2, "what is this ?", 1) == 0
     request = Request([{"role": "user", "content": [{"type": "image"}]}], [])
     with pytest.raises(InputError, match="1 placeholders but 0 items"):
         Generator(folder).answer([request], 1)

@@ -7,8 +7,7 @@ from typing import get_args
 import pytest
 
 from mimo.config.training import Metric
-from mimo.generate.evaluate import Answered, Scoring
-from mimo.generate.scores import METRICS
+from mimo.generate.scores import METRICS, Answered, Scoring
 
 CASES = {
     "exact": [("4  2", "4 2", 1), ("4 2 ", "42", 0), ("Paris", "paris", 0)],
@@ -38,10 +37,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_metric_gives_the_points_of_its_source(name: str) -> None:
-    for given, expected, score in CASES[name]:
-        points, most = METRICS[name](given, expected)
-        assert points / most == pytest.approx(score), (given, expected)
+def test_metrics_give_the_points_of_their_sources(name: str) -> None:
+    for answer, expected, score in CASES[name]:
+        points, most = METRICS[name](answer, expected)
+        assert points / most == pytest.approx(score), (answer, expected)
 
 
 def test_a_recipe_may_name_every_metric() -> None:
@@ -51,12 +50,12 @@ def test_a_recipe_may_name_every_metric() -> None:
 def test_texts_beside_samples_with_items_are_counted_but_not_scored() -> None:
     scoring = Scoring(["exact", "per_word"])
     shown: list = [[[0]], [[0]], []]
-    for pictures, given in zip(shown, ["1 2", "1 2 3", "4"], strict=True):
-        scoring.add(Answered(pictures, "?", given, "1 2"))
-    found = scoring.result({"broken": 2})
+    for pictures, answer in zip(shown, ["1 2", "1 2 3", "4"], strict=True):
+        scoring.add(Answered(pictures, "?", answer, "1 2"))
+    score = scoring.result({"broken": 2})
     # Words of all samples together, not a mean over samples.
-    assert str(found) == "exact_match=0.500 per_word=0.800"
-    assert (found.scored, found.left_out) == (
+    assert str(score) == "exact_match=0.500 per_word=0.800"
+    assert (score.scored, score.left_out) == (
         2,
         {"text alone, where others have items": 1, "broken": 2},
     )

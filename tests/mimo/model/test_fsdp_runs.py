@@ -329,7 +329,7 @@ def score_of(rank: int, run: Path) -> list[str]:
     """Answers to all of the test split."""
     from mimo.generate.evaluate import answer_split
 
-    return [one.given for one in answer_split(run, "test", 4)]
+    return [one.answer for one in answer_split(run, "test", 4)]
 
 
 def score_by_transformers(folder: Path, samples: list[Sample]) -> list[str]:

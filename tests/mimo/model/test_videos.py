@@ -144,7 +144,7 @@ def test_a_run_answers_about_videos_and_images(
 
 
 def _answer(rank: int, folder: Path) -> None:
-    from mimo.generate.answer import Generator, GivenItem, Request, main
+    from mimo.generate.answer import Generator, ItemFiles, Request, main
     from mimo.generate.evaluate import answer_split
 
     generator = Generator(folder)
@@ -168,12 +168,12 @@ def _answer(rank: int, folder: Path) -> None:
     expected = [sum(max(n, 1) for n in parts) for parts in SAMPLES]
     assert [len(one.pictures) for one in answered] == expected
 
-    def video(paths: list[Path]) -> GivenItem:
-        return GivenItem("--frame", "video", paths, {"frames": len(paths)})
+    def video(paths: list[Path]) -> ItemFiles:
+        return ItemFiles("--frame", "video", paths, {"frames": len(paths)})
 
     paths = [folder / f"{number}.png" for number in range(4)]
     for path, image in zip(paths, files, strict=True):
         image.save(path)
-    assert main(folder, [GivenItem("--image", "image", paths[:1]), video(paths)], "read", 2) == 0
+    assert main(folder, [ItemFiles("--image", "image", paths[:1]), video(paths)], "read", 2) == 0
     with pytest.raises(InputError, match="--frame .*missing: no such file"):
         main(folder, [video([folder / "missing"])], "read", 2)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mimo.generate.evaluate import Answered, draw
+from mimo.generate.evaluate import draw
+from mimo.generate.scores import Answered
 from mimo.report.one_run import main, part_of
 from mimo.report.runs import read_runs
 from mimo.runtime.run_environment import starts_of

@@ -92,7 +92,7 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
     text_only = [one for one in answered if not one.pictures]
     chosen = [*with_images[: NUM_QUESTIONS - 4], *text_only[:4]]
     assert len(chosen) == NUM_QUESTIONS
-    ours = [one.given for one in chosen]
+    ours = [one.answer for one in chosen]
     assert len(set(ours)) > 1, "answers that are all alike compare little"
     assert ours == answer_in_transformers(tmp_path / "exported", chosen)
     assert ours != answer_in_transformers(base, chosen)
