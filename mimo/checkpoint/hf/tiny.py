@@ -1,4 +1,10 @@
-"""Tiny."""
+"""`mimo tiny`: a checkpoint of random weights in Hugging Face format, small enough for two cores.
+
+To try a family's whole path without a download: training, export, parity. No weight has a special
+value (no bias is 0, no norm is 1), and training still starts well. The tokenizer has all bytes, so
+it encodes any text, and one token for each word of the digits. The chat templates are our own, in
+the form of those that the families publish.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +58,18 @@ _GEMMA_TEMPLATE = """\
 {% endif -%}
 """
 
-# What Gemma's processor writes around the crops of a wide image.
+# Text that Gemma's processor writes around the crops of a wide image.
 _GEMMA_WORDS = "model Here is the original image and here are some crops to help you see better"
-_QWEN_WORDS = "< seconds >"  # what Qwen3-VL's processor writes before each frame of a video
+_QWEN_WORDS = "< seconds >"  # that Qwen3-VL's processor writes before each frame of a video
 _MAX_VOCABULARY = 4096
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What a family's tokenizer has beside bytes and the digits' words.
+    """The special tokens, words and chat template of a family's tokenizer.
 
     specials: tokens in the order of their ids, each with the attribute of the tokenizer under which
-    the family's processor finds it, if there is one. end_of_turn: the token after an answer.
+    the family's processor finds it, or None. end_of_turn: the token after an answer.
     """
 
     specials: Mapping[str, str | None]
@@ -109,7 +115,7 @@ def _form(family: str) -> _Form:
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the digits' words, and the family's tokens and chat template.
+    """Return a byte-level tokenizer with the digits' words and the family's tokens and template.
 
     The special tokens come first. Equal calls give equal tokenizers.
     """
@@ -127,10 +133,11 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    known = dict.fromkeys((*DIGITS, *words(), *form.extra_words.split()))
-    tokenizer.train_from_iterator([text for word in known for text in (word, f" {word}")], trainer)
+    vocabulary = dict.fromkeys((*DIGITS, *words(), *form.extra_words.split()))
+    texts = [text for word in vocabulary for text in (word, f" {word}")]
+    tokenizer.train_from_iterator(texts, trainer)
     if bos := form.named.get("bos_token"):
-        # As the published tokenizer does; the chat template writes its own.
+        # Like the published tokenizer; the chat template writes its own.
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, list(form.specials).index(bos))]
         )
@@ -147,7 +154,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def end_token_ids(family: str, ids: Mapping[str, int]) -> list[int]:
-    """The ids at which an answer ends. ids: by token."""
+    """Return the ids at which an answer ends. ids: by token."""
     form = _form(family)
     return [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]
 
@@ -162,10 +169,11 @@ _NORM_NOISE, _BIAS_NOISE = 0.1, 0.05
 
 @dataclass(frozen=True)
 class TinyCheckpoint:
-    """What to write. tied: None for what the family's small models do.
+    """Settings of a tiny checkpoint.
 
-    shard_size: the largest safetensors file, such as "1MB"; None for a single one.
-    width, num_layers: a larger one: hidden sizes times ``width``, and so many layers in each stack.
+    shard_size: the largest safetensors file, such as "1MB"; None for a single one. tied: None for
+    the default of the family's small models. width, num_layers: for a larger model, a factor on the
+    hidden sizes, and the number of layers of each stack.
     """
 
     family: str
@@ -178,11 +186,11 @@ class TinyCheckpoint:
 
 
 def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
-    """Write config, weights, tokenizer and processor files; returns the number of weights.
+    """Write config, weights, tokenizer and processor files; return the number of weights.
 
-    Equal settings give equal bytes. The folder appears complete or not at all; one that an earlier
-    call wrote is replaced. Raises InputError for an unknown family or shard size, and for a folder
-    that holds something else.
+    Equal settings give equal bytes. The folder appears complete or not at all; one from an earlier
+    call is replaced. Raises InputError for an unknown family or shard size, and for a folder that
+    holds something else.
     """
     if settings.family not in FAMILIES:
         raise InputError(
@@ -209,8 +217,9 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
         eos_token_id=end_token_ids(settings.family, ids),
         pad_token_id=tokenizer.pad_token_id,
     )
-    whole = settings.shard_size is None
-    options: dict[str, Any] = {} if whole else {"max_shard_size": settings.shard_size}
+    options: dict[str, Any] = {}
+    if settings.shard_size is not None:
+        options["max_shard_size"] = settings.shard_size
     try:
         model.save_pretrained(str(directory), **options)
     except ValueError as error:
@@ -226,19 +235,19 @@ def _build_model(config, settings: TinyCheckpoint) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    alone = not FAMILIES[settings.family].files
-    kind = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+    is_text_only = not FAMILIES[settings.family].files
+    auto_class = AutoModelForCausalLM if is_text_only else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
-        model = kind.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
     _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
     return model.to(getattr(torch, settings.dtype))
 
 
 def _draw_weights(model: nn.Module, seed: int, matrix_std: float) -> None:
-    """Draw all weights anew, in the order of their names in the model.
+    """Draw all weights, in the order of their names in the model.
 
-    Matrices around 0; a norm's weights around where the class begins, which is 1 or, where 1 is
-    added to them, 0.
+    Matrices are drawn around 0; a norm's weights around the class's initial value, which is 1, or 0
+    if the norm adds 1 to them.
     """
     import torch
 
@@ -255,10 +264,10 @@ def _draw_weights(model: nn.Module, seed: int, matrix_std: float) -> None:
 
 
 def main(settings: TinyCheckpoint, directory: Path) -> int:
-    """`mimo tiny FAMILY OUT`."""
+    """Run `mimo tiny FAMILY OUT`."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a bar of one file says nothing
+    logging.disable_progress_bar()  # of one file
     num_weights = write_tiny(settings, directory)
     print(f"{directory}: {settings.family} with {num_weights:,} random weights")
     return 0

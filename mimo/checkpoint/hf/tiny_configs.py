@@ -1,8 +1,7 @@
-"""Sizes of tiny checkpoints: about a million weights, and a layer of every kind that a family has.
+"""Sizes of tiny checkpoints: about a million weights, and every kind of layer of a family.
 
-What differs inside a published model differs here too, such as heads from groups. And no number is
-what transformers or our settings have for it when nothing is said: an importer that overlooks it
-would compute the same.
+Sizes that differ inside a published model differ here too, such as heads and groups. No number is
+the default of transformers or of our settings, so that a test fails if an importer overlooks it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _HEAD = {"head_dim": 32}
 _GEMMA_TEXT: dict[str, Any] = {
     **_HEAD,
     "query_pre_attn_scalar": 40,
-    # Shorter than an image, whose rows see each other all the same.
+    # Shorter than an image, whose rows attend to each other all the same.
     "sliding_window": 3,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_parameters": {
@@ -69,12 +68,12 @@ _ROW_2_5, _ROW_3 = (3 * _PATCH_2_5) ** 2, (3 * _PATCH_3) ** 2  # pixels
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's tiny checkpoint is made.
+    """The configuration of a family's tiny checkpoint.
 
-    tied: whether the output layer is tied to the embedding; not what the family does by default.
-    text, vision: what transformers' configuration says of the language model, beside `_TEXT`, and
-    of the tower, if any. whole: of both. text_ids, ids: keys of the language model and of the whole
-    whose values are ids of these tokens. files: the JSON files of its processors, by name.
+    tied: whether the output layer is tied to the embedding; not the family's default.
+    text, vision: transformers' configuration of the language model, beside `_TEXT`, and of the
+    tower, if any. whole: of both. text_ids, ids: keys of the language model and of the whole whose
+    values are ids of these tokens. files: the JSON files of its processors, by name.
     """
 
     tied: bool
@@ -207,19 +206,19 @@ FAMILIES = {
 def tiny_config(
     family: str, vocab_size: int, token_ids: Mapping[str, int], tied: bool
 ) -> PreTrainedConfig:
-    """The configuration of transformers. token_ids: by token."""
+    """Return the configuration of transformers. token_ids: by token."""
     from transformers import AutoConfig
 
-    own = FAMILIES[family]
-    text = {**_TEXT, "vocab_size": vocab_size, **own.text}
-    if own.vision is None or family == "gemma3":  # the others say it of the whole alone
+    sizes = FAMILIES[family]
+    text = {**_TEXT, "vocab_size": vocab_size, **sizes.text}
+    if sizes.vision is None or family == "gemma3":  # the others have the key in the whole alone
         text["tie_word_embeddings"] = tied
-    text |= {key: token_ids[token] for key, token in own.text_ids.items()}
-    if own.vision is None:
+    text |= {key: token_ids[token] for key, token in sizes.text_ids.items()}
+    if sizes.vision is None:
         return AutoConfig.for_model(family, **text)
-    ids = {key: token_ids[token] for key, token in own.ids.items()}
-    parts = {"text_config": text, "vision_config": dict(own.vision)}
-    return AutoConfig.for_model(family, **parts, **own.whole, **ids, tie_word_embeddings=tied)
+    ids = {key: token_ids[token] for key, token in sizes.ids.items()}
+    parts = {"text_config": text, "vision_config": dict(sizes.vision)}
+    return AutoConfig.for_model(family, **parts, **sizes.whole, **ids, tie_word_embeddings=tied)
 
 
 _WIDTHS = (
@@ -233,10 +232,10 @@ _DEPTHS = ("num_hidden_layers", "depth")
 
 
 def widened(config: PreTrainedConfig, width: int, num_layers: int | None) -> PreTrainedConfig:
-    """The same architecture in a larger size: hidden sizes times ``width``.
+    """Return the same architecture with hidden sizes times ``width``.
 
-    Heads of the language model become more, those of a Qwen tower wider. num_layers: of the
-    language model and of the tower; None for as many as there are.
+    The language model gets more heads, a Qwen tower wider ones. num_layers: of the language model
+    and of the tower; None keeps their numbers.
     """
     sizes = config.to_dict()
     for part in (sizes.get("text_config", sizes), sizes.get("vision_config", {})):
