@@ -122,24 +122,19 @@ def changed_assets(checkpoint: Path) -> Iterator[Path]:
     A folder that is gone counts as unchanged: the checkpoint may have been moved.
     """
     recipe, model_copy = _recorded_recipe(checkpoint), checkpoint / ASSETS
-    model, tokenizer = recipe.init_from, recipe.data.tokenizer
     tokenizer_copy = _tokenizer_copy(checkpoint)
     if tokenizer_copy is not None:
-        # An earlier version put the files of both folders into one.
-        is_shared = tokenizer_copy == model_copy and model != tokenizer
-        kinds = {True} if is_shared else {True, False}
-        yield from _changed_files(Path(tokenizer), tokenizer_copy, kinds)
-    if model is not None and model != tokenizer:
-        yield from _changed_files(Path(model), model_copy, {False})
+        yield from _changed_files(Path(recipe.data.tokenizer), tokenizer_copy)
+    if recipe.init_from is not None and recipe.init_from != recipe.data.tokenizer:
+        for path in _changed_files(Path(recipe.init_from), model_copy):
+            if not path.name.startswith(_TOKENIZER_FILES):
+                yield path
 
 
-def _changed_files(folder: Path, copy: Path, kinds: set[bool]) -> Iterator[Path]:
-    """Yield files that differ. kinds: whether to compare tokenizer files (True), others (False)."""
+def _changed_files(folder: Path, copy: Path) -> Iterator[Path]:
     now, then = _small_files(folder), _small_files(copy)
     for name in sorted({*now, *then}) if now and then else ():
-        if name.startswith(_TOKENIZER_FILES) in kinds and not (
-            name in now and name in then and now[name].read_bytes() == then[name].read_bytes()
-        ):
+        if name not in now or name not in then or now[name].read_bytes() != then[name].read_bytes():
             yield folder / name
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,40 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-
-_GEMMA_TEMPLATE = """\
-{{- bos_token -}}
-{%- set state = namespace(preface='') -%}
-{%- for message in messages -%}
-{%- if message['role'] == 'system' -%}
-{%- if not loop.first -%}{{ raise_exception('a system message comes first') }}{%- endif -%}
-{%- if message['content'] is string -%}
-{%- set state.preface = message['content'] + '\n\n' -%}
-{%- else -%}
-{%- set state.preface = message['content'][0]['text'] + '\n\n' -%}
-{%- endif -%}
-{%- else -%}
-<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}
-{{ state.preface }}
-{%- set state.preface = '' -%}
-{%- if message['content'] is string -%}
-{{ message['content'] | trim }}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}
-{{ '<start_of_image>' }}
-{%- elif part['type'] == 'text' -%}
-{{ part['text'] | trim }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-<end_of_turn>
-{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-<start_of_turn>model
-{% endif -%}
-"""
 
 # Text that Gemma's processor writes around the crops of a wide image.
 _GEMMA_WORDS = "model Here is the original image and here are some crops to help you see better"
@@ -105,7 +72,7 @@ _GEMMA = _Form(
         "<image_soft_token>": "image_token",
     },
     extra_words=_GEMMA_WORDS,
-    template=_GEMMA_TEMPLATE,
+    template=(files("mimo.checkpoint.hf") / "tiny_gemma.jinja").read_text(encoding="utf-8"),
     end_of_turn="<end_of_turn>",
 )
 
@@ -207,7 +174,7 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     tokenizer = build_tokenizer(settings.family)
     ids = tokenizer.get_vocab()
     vocab_size = (len(ids) // _VOCAB_MULTIPLE + 1) * _VOCAB_MULTIPLE
-    tied = family.tied if settings.tied is None else settings.tied
+    tied = family["tied"] if settings.tied is None else settings.tied
     config = tiny_config(settings.family, vocab_size, ids, tied)
     if settings.width > 1 or settings.num_layers is not None:
         config = widened(config, settings.width, settings.num_layers)
@@ -225,7 +192,7 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     except ValueError as error:
         raise InputError(f"shard size {settings.shard_size!r}: {error}") from error
     tokenizer.save_pretrained(str(directory))
-    for name, content in {**family.files, _MARKER: asdict(settings)}.items():
+    for name, content in {**family.get("files", {}), _MARKER: asdict(settings)}.items():
         text = json.dumps(content, indent=2, sort_keys=True)
         (directory / name).write_text(text + "\n", encoding="utf-8")
     return sum(parameter.numel() for parameter in model.parameters())
@@ -235,7 +202,7 @@ def _build_model(config, settings: TinyCheckpoint) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    is_text_only = not FAMILIES[settings.family].files
+    is_text_only = "files" not in FAMILIES[settings.family]
     auto_class = AutoModelForCausalLM if is_text_only else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
         model = auto_class.from_config(config, dtype=torch.float32)

@@ -43,14 +43,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_attack_is_one() -> None:
+def test_the_pickle_of_these_tests_runs_code() -> None:
     pickle.loads(PICKLE)
     assert Path("PWNED").exists()
 
 
 @pytest.mark.parametrize("content", [PICKLE, DEEP, b"\0" * 64], ids=["pickle", "deep", "zeros"])
 @pytest.mark.parametrize("name", ["progress.json", "tensors.json", "manifest.json", "latest"])
-def test_a_file_with_anything_else_in_it_is_refused(
+def test_other_content_in_a_checkpoints_file_is_refused(
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
@@ -104,7 +104,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("text", INDEXES.values(), ids=INDEXES)
-def test_an_index_of_other_bytes_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, text: str) -> None:
     checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
     (checkpoint / "manifest.json").unlink()  # an attacker's would fit
     (checkpoint / "tensors.json").write_text(text)
@@ -113,7 +113,7 @@ def test_an_index_of_other_bytes_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "/etc/passwd", "other"])
-def test_tensors_by_a_link_are_refused(tmp_path: Path, target: str) -> None:
+def test_linked_tensor_files_are_refused(tmp_path: Path, target: str) -> None:
     checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
     known = describe(checkpoint)
     file = checkpoint / FILE
@@ -188,7 +188,7 @@ OWN_CODE: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("part", OWN_CODE)
-def test_code_of_a_folder_is_not_run_and_nobody_is_asked_whether_to(
+def test_code_of_a_folder_is_not_run_and_no_prompt_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     name, content, load = OWN_CODE[part]
@@ -219,7 +219,7 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked_whether_to(
         ("preprocessor_config.json", read_processors),
     ],
 )
-def test_a_deep_file_of_a_folder_is_bad_input(
+def test_a_deeply_nested_file_of_a_folder_is_bad_input(
     tmp_path: Path, name: str, load: Callable[[Path], Any]
 ) -> None:
     folder = tmp_path / "model"

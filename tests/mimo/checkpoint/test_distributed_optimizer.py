@@ -69,7 +69,7 @@ def test_interleaved_stages_and_recomputation_change_nothing(run_ranks: RunRanks
 @pytest.mark.parametrize(
     "grid", quick_values({k: GRIDS[k] for k in ("dp2", "dp2 tp2 sp", "dp2 pp2")}, "dp2 tp2 sp")
 )
-def test_weights_that_arrive_during_the_next_step_change_nothing(
+def test_gathering_weights_during_the_next_step_changes_nothing(
     run_ranks: RunRanks, grid: dict[str, Any]
 ) -> None:
     job = replace(ADAM, grid=grid, distributed=True, overlap=True, steps=3)
@@ -81,7 +81,7 @@ def test_weights_that_arrive_during_the_next_step_change_nothing(
         np.testing.assert_array_equal(got.parameters[name]["weight"], values["weight"], name)
 
 
-def test_a_forward_and_a_checkpoint_wait_for_the_weights_that_a_step_left_under_way(
+def test_a_forward_and_a_save_wait_for_the_weights_in_flight(
     run_ranks: RunRanks,
 ) -> None:
     job = replace(ADAM, grid={"dp": 2}, distributed=True, overlap=True, late=True)
@@ -93,7 +93,7 @@ def test_a_forward_and_a_checkpoint_wait_for_the_weights_that_a_step_left_under_
         assert in_checkpoint == after_forward == 0
 
 
-def test_each_rank_keeps_its_share_of_the_state_only(run_ranks: RunRanks) -> None:
+def test_each_rank_keeps_only_its_share_of_the_state(run_ranks: RunRanks) -> None:
     (whole,) = run(run_ranks, ADAM, language_steps.state_sizes)
     shares = run(
         run_ranks, replace(ADAM, grid={"dp": 2}, distributed=True), language_steps.state_sizes
@@ -111,7 +111,7 @@ def test_each_rank_keeps_its_share_of_the_state_only(run_ranks: RunRanks) -> Non
         {"dp2 tp2 sp": {"dp": 2, "tp": 2, "sp": True}, "dp2 pp2": {"dp": 2, "pp": 2}}, "dp2 tp2 sp"
     ),
 )
-def test_a_resumed_run_goes_on_bit_for_bit(
+def test_a_resumed_run_continues_bit_for_bit(
     run_ranks: RunRanks, tmp_path: Path, grid: dict[str, Any], dtype: torch.dtype
 ) -> None:
     job = replace(ADAM, grid=grid, distributed=True, steps=3, dtype=dtype)
@@ -134,7 +134,7 @@ RESHARDED = {
 
 
 @pytest.mark.parametrize("case", quick_values(RESHARDED, "tp2 dp2 to pp2"))
-def test_a_checkpoint_goes_on_in_another_layout(
+def test_a_checkpoint_resumes_in_another_layout(
     run_ranks: RunRanks, tmp_path: Path, case: Any
 ) -> None:
     (saved, saved_shared), (read, read_shared) = case
@@ -159,9 +159,7 @@ def masters_and_weights(rank: int, job: Job, directory: Path) -> list[tuple[str,
     ]
 
 
-def test_a_bf16_run_goes_on_with_every_bit_of_an_fp32_run(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
+def test_a_bf16_run_resumes_every_bit_of_an_fp32_run(run_ranks: RunRanks, tmp_path: Path) -> None:
     run(run_ranks, replace(ADAM, grid={"dp": 2}), language_steps.save_and_go_on, tmp_path, 1)
     described = {k: v for k, v in describe(tmp_path).items() if not k.startswith("optimizer.")}
     stored = read(tmp_path, described)

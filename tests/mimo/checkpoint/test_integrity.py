@@ -47,7 +47,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGES.values(), ids=DAMAGES)
-def test_what_is_wrong_is_said_and_the_one_before_is_chosen(
+def test_damage_is_named_and_the_previous_checkpoint_is_chosen(
     run_dir: Path, name: str, damage: Callable[[Path], None], said: str
 ) -> None:
     latest = run_dir / "checkpoints" / "step_3"
@@ -75,7 +75,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize(("name", "call"), UNREADABLE.values(), ids=UNREADABLE)
-def test_what_cannot_be_read_is_not_damaged(
+def test_an_unreadable_file_does_not_count_as_damaged(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str, code: int
 ) -> None:
     sick = (run_dir / "checkpoints" / "step_3" / name).resolve()
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_not_damaged(
     assert found.value.exit_code == 1  # a batch script tries again
 
 
-def test_all_that_is_wrong_is_said_and_sizes_are_known_without_reading(run_dir: Path) -> None:
+def test_all_damage_is_named_and_sizes_are_checked_without_reading(run_dir: Path) -> None:
     latest = run_dir / "checkpoints" / "step_3"
     for name in ("tensors_0.safetensors", "recipe.yaml"):
         flip_bit(latest / name)
@@ -108,7 +108,7 @@ def test_all_that_is_wrong_is_said_and_sizes_are_known_without_reading(run_dir: 
     [("step_2", ["step_2", "step_1"]), ("step_9", ["step_9", "step_3", "step_2", "step_1"])]
     + [(text, ["step_3", "step_2", "step_1"]) for text in ("../step_1", "", None)],
 )
-def test_without_a_word_of_latest_the_one_written_last_is_the_best(
+def test_without_latest_the_newest_checkpoint_is_the_best(
     run_dir: Path, text: str | None, expected: list[str]
 ) -> None:
     pointer = run_dir / "checkpoints" / "latest"
@@ -122,7 +122,7 @@ def test_without_a_word_of_latest_the_one_written_last_is_the_best(
     assert choice.checkpoint.name == expected[text == "step_9"]
 
 
-def test_a_damaged_checkpoint_is_moved_out_of_the_way_and_not_lost(run_dir: Path) -> None:
+def test_a_damaged_checkpoint_is_renamed_and_kept(run_dir: Path) -> None:
     latest = run_dir / "checkpoints" / "step_3"
     flip_bit(latest / "tensors_0.safetensors")
     choice = choose(resumable(run_dir))
@@ -145,7 +145,7 @@ def test_an_older_checkpoint_has_nothing_to_verify(run_dir: Path) -> None:
     assert "damaged" in problems_of(latest)[0]
 
 
-def test_readers_share_the_files_by_their_bytes_and_together_find_all(run_dir: Path) -> None:
+def test_readers_split_the_files_by_bytes_and_find_all_damage(run_dir: Path) -> None:
     files = [Listed(f"f{n}", size, 0) for n, size in enumerate([9, 1, 5, 5, 4, 0])]
     shares = split_by_bytes(files, 3)
     assert sorted(sum(one.num_bytes for one in own) for own in shares) == [6, 9, 9]
@@ -195,9 +195,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_a_manifest_that_names_anything_else_is_refused(
-    run_dir: Path, document: dict[str, object]
-) -> None:
+def test_an_invalid_manifest_is_refused(run_dir: Path, document: dict[str, object]) -> None:
     latest = run_dir / "checkpoints" / "step_3"
     text = json.dumps({"format": "mimo checkpoint 1"} | document)
     (latest / "manifest.json").write_text(text)
@@ -239,7 +237,7 @@ def generate_from_flipped_bits(rank: int, checkpoint: Path) -> dict[str, list[st
     return said
 
 
-def test_generate_refuses_every_single_bit_that_changed_and_names_the_file(
+def test_generate_refuses_every_flipped_bit_and_names_the_file(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     tiny.write_samples(tmp_path)
@@ -255,7 +253,7 @@ def test_generate_refuses_every_single_bit_that_changed_and_names_the_file(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_reader_of_any_part_gets_what_was_written_or_a_word_of_damage(
+def test_reading_any_part_returns_what_was_written_or_reports_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 100)  # a piece's rows have 40 bytes
@@ -285,7 +283,7 @@ def test_a_reader_of_any_part_gets_what_was_written_or_a_word_of_damage(
     assert min(refused, intact) > 5, "only blocks with wanted bytes are read"
 
 
-def test_a_checkpoint_of_an_earlier_version_is_compared_as_a_whole(run_dir: Path) -> None:
+def test_a_checkpoint_without_block_checksums_is_compared_as_a_whole(run_dir: Path) -> None:
     latest = run_dir / "checkpoints" / "step_3"  # its manifest has no sums of blocks
     assert read_pieces(latest, open_checkpoint(latest), []) == 0
     flip_bit(latest / "tensors_1.safetensors")
@@ -301,7 +299,7 @@ SETTINGS = [*LAYOUT, *ADAM, "train.save_every=1", "train.keep_checkpoints=9"]
 
 
 @pytest.mark.slow
-def test_a_run_that_resumes_goes_back_to_the_last_good_one_and_says_so(
+def test_resume_returns_to_the_last_intact_checkpoint_with_a_message(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     tiny.write_samples(tmp_path)
@@ -332,7 +330,7 @@ def test_a_run_that_resumes_goes_back_to_the_last_good_one_and_says_so(
     assert [m["loss"] for m in got] == [m["loss"] for m in expected]
 
 
-def test_a_run_from_a_checkpoint_of_elsewhere_moves_its_own_aside_and_leaves_both_as_they_were(
+def test_resuming_from_another_folder_moves_the_run_aside_and_changes_neither(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.write_samples(tmp_path)
@@ -362,7 +360,7 @@ def test_a_run_from_a_checkpoint_of_elsewhere_moves_its_own_aside_and_leaves_bot
         Request(recipe, resume_from=run_dir / "copy").check(None).begin()
 
 
-def test_without_any_good_one_a_run_ends_with_all_reasons(tmp_path: Path) -> None:
+def test_without_an_intact_checkpoint_a_run_ends_with_all_reasons(tmp_path: Path) -> None:
     tiny.write_samples(tmp_path)
     recipe = tiny.write_recipe(tmp_path)
     checkpoints = load_recipe(recipe).run_dir / "checkpoints"

@@ -109,7 +109,7 @@ def save_while_training(rank: int, job: Job, directory: Path, recipe: Recipe) ->
 
 
 @pytest.mark.parametrize("job", quick_values(JOBS, "distributed"))
-def test_saving_beside_training_needs_a_copy_of_what_is_written_and_keeps_it(
+def test_async_saving_needs_one_copy_of_the_state_and_reuses_it(
     run_ranks: RunRanks, tmp_path: Path, job: Job
 ) -> None:
     recipe = load_recipe(tiny.write_recipe(tmp_path), ["train.async_save=true"])
@@ -121,7 +121,7 @@ def test_saving_beside_training_needs_a_copy_of_what_is_written_and_keeps_it(
 
 
 @pytest.mark.parametrize("job", quick_values(JOBS, "plain", "distributed"))
-def test_saving_and_loading_need_a_fifth_of_the_state_on_top_at_most(
+def test_saving_and_loading_need_at_most_a_fifth_of_the_state_on_top(
     run_ranks: RunRanks, tmp_path: Path, job: Job
 ) -> None:
     results = run_ranks(save_and_load, job.grid["dp"] * job.grid.get("tp", 1), job, tmp_path)

@@ -135,7 +135,7 @@ def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
 
 
 @ASYNC
-def test_a_save_is_of_its_moment_has_a_manifest_and_is_checked_once(
+def test_a_save_has_the_state_of_its_step_and_a_manifest_and_is_checked_once(
     run_ranks: RunRanks, tmp_path: Path, overlap: bool
 ) -> None:
     checks = run_ranks(save_thrice, 2, tmp_path / "c", recipe_of(tmp_path, overlap))
@@ -341,7 +341,7 @@ def folders(checkpoints: Path, *steps: int) -> None:
         os.utime(checkpoints / f"step_{step}", (1000 + age, 1000 + age))
 
 
-def test_checkpoints_of_chosen_steps_stay_besides_the_last_ones(tmp_path: Path) -> None:
+def test_keep_every_keeps_checkpoints_beside_the_last_ones(tmp_path: Path) -> None:
     folders(tmp_path, 100, 200, 250, 300, 350, 400)
     (tmp_path / "step_300.old").mkdir()  # somebody's copy
     newest = tmp_path / "step_400"
@@ -353,7 +353,7 @@ def test_checkpoints_of_chosen_steps_stay_besides_the_last_ones(tmp_path: Path) 
     assert left == {"step_200", "step_350", "step_400", "step_300.old"}
 
 
-def test_what_latest_names_stays_though_another_is_newer(tmp_path: Path) -> None:
+def test_the_checkpoint_of_latest_stays_though_another_is_newer(tmp_path: Path) -> None:
     folders(tmp_path, 100, 300, 200)
     (tmp_path / "latest").write_text("step_100")
     (tmp_path / "step_100" / "progress.json").write_text("{}")

@@ -47,7 +47,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("settings", quick_values(BESIDE, "distributed"))
-def test_updates_wait_until_what_is_saved_has_been_copied(
+def test_updates_wait_until_the_state_has_been_copied(
     run_ranks: RunRanks, tmp_path: Path, settings: list[str]
 ) -> None:
     path, folders = make(tmp_path, "qwen3_vl"), []
@@ -88,7 +88,7 @@ def wait_for_a_copy_in_parts(rank: int, folder: Path, recipe: Recipe) -> tuple[i
     return len(told), seconds, saver._blocked_seconds
 
 
-def test_a_wait_for_a_copy_gets_on_with_it_and_is_counted_for_the_save(
+def test_a_wait_for_a_copy_reports_progress_and_counts_for_the_save(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     for told, seconds, late in run_ranks(
@@ -120,7 +120,7 @@ def save_where_a_copy_fails(rank: int, folder: Path, recipe: Recipe) -> str:
     return str(failed.value)
 
 
-def test_a_copy_that_fails_is_an_error_of_all_ranks_and_harms_no_checkpoint(
+def test_a_failed_copy_is_an_error_of_all_ranks_and_harms_no_checkpoint(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     folder = tmp_path / "c"
@@ -141,7 +141,7 @@ def fail_while_a_copy_is_made(rank: int, folder: Path, recipe: Recipe) -> None:
         _ = 1 / 0
 
 
-def test_a_copy_comes_to_its_end_where_training_fails_beside_it(
+def test_a_copy_is_finished_when_training_fails_beside_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks(fail_while_a_copy_is_made, 2, tmp_path / "c", recipe_of(tmp_path, True))

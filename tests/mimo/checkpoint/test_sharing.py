@@ -108,7 +108,7 @@ def fails_in_the_middle(rank: int, folder: Path, lost: str) -> tuple[int, str]:
     return 0, ""
 
 
-def test_a_file_that_ends_while_it_is_read_is_said_by_all_that_wait_for_it(
+def test_a_file_that_ends_early_is_an_error_of_all_replicas(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks(language_steps.save_and_go_on, 1, replace(SAVED, steps=2), tmp_path, 1)
@@ -147,7 +147,7 @@ def hear(rank: int) -> list[str]:
     return said
 
 
-def test_what_rank_0_cannot_send_leaves_nobody_waiting(run_ranks: RunRanks) -> None:
+def test_an_error_that_rank_0_cannot_send_ends_all_ranks(run_ranks: RunRanks) -> None:
     for value, error in run_ranks(hear, 2):
         assert "Can't pickle" in value
         assert "rank 0 failed:" in error

@@ -56,7 +56,7 @@ def write_cut(folder: Path, cut: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("saved", CUTS)
-def test_any_cut_is_read_in_any_other_and_nothing_beside_it(
+def test_any_cut_is_read_in_any_other_and_nothing_else_is_read(
     tmp_path: Path, saved: str, dtype: torch.dtype
 ) -> None:
     write_cut(tmp_path, saved)
@@ -121,7 +121,7 @@ def test_a_file_is_safetensors_and_whole_tensors_keep_shape_and_dtype(tmp_path: 
         [(0, 0, 12, 5), (0, 4, 12, 5)],
     ],
 )
-def test_pieces_that_are_not_the_whole_tensor_are_noticed_at_once(
+def test_pieces_that_do_not_cover_a_tensor_are_refused_when_written(
     tmp_path: Path, places: list[tuple[int, int, int, int]]
 ) -> None:
     for rank, place in enumerate(places):
@@ -139,7 +139,7 @@ def test_without_the_file_of_every_rank_there_is_no_index(tmp_path: Path) -> Non
     assert not (tmp_path / "tensors.json").exists()
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     write_cut(tmp_path, "rows")
     index = read_index(tmp_path)
     own = pieces([(0, 0, 12, 10)], WHOLE.clone())

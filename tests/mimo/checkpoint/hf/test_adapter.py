@@ -1,4 +1,4 @@
-"""What a run with LoRA has learned, in Hugging Face format: merged, and as adapters for peft.
+"""Export of a run with LoRA in Hugging Face format: merged, and as adapters for peft.
 
 Each family is trained for two steps at TP2 from a tiny checkpoint with random weights. What our
 model computes then is the reference for both kinds of export.
@@ -64,17 +64,16 @@ train:
 """
 LANGUAGE_LORA = "lora: {rank: 4, alpha: 8}"
 VISION_LORA = "lora: {rank: 2, alpha: 5}"
-_QWEN_MERGER = [f"model.visual.merger.{name}" for name in ("linear_fc1", "linear_fc2", "norm")]
-_LEVEL_MERGERS = [
-    f"model.visual.deepstack_merger_list.{level}.{name}"
-    for level in range(2)
+_QWEN3_MERGERS = [
+    f"model.visual.{merger}.{name}"
+    for merger in ("deepstack_merger_list.0", "deepstack_merger_list.1", "merger")
     for name in ("linear_fc1", "linear_fc2", "norm")
 ]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family and what learns. saved: modules beside the adapters; adapted: how many linears."""
+    """A family and what is trained. saved: modules beside the adapters; adapted: linears."""
 
     family: str
     language: str
@@ -92,7 +91,7 @@ CASES = {
     ),
     "qwen3_vl": Case(
         *("qwen3_vl", LANGUAGE_LORA, VISION_LORA),
-        saved=sorted(_LEVEL_MERGERS + _QWEN_MERGER),
+        saved=_QWEN3_MERGERS,
         adapted=4 * 7 + 4 * 4,
     ),
     "gemma3": Case(
@@ -129,29 +128,27 @@ class Trained:
 
 
 def prompts() -> list[tuple[list[dict[str, Any]], list[Image.Image]]]:
-    """Chats with two images, none and one, and the images."""
+    """Return chats with two images, none and one, and the images."""
     rng = np.random.default_rng(1)
     sizes = [((61, 37), (140, 90)), (), ((45, 131),)]
-    found = []
-    for own in sizes:
-        content: list[dict[str, str]] = [{"type": "image"} for _ in own]
+    chats = []
+    for images in sizes:
+        content: list[dict[str, str]] = [{"type": "image"} for _ in images]
         content.append({"type": "text", "text": "what is this ?"})
-        pictures = [
-            Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in own
-        ]
-        found.append(([{"role": "user", "content": content}], pictures))
-    return found
+        arrays = [rng.integers(0, 256, (h, w, 3), dtype=np.uint8) for w, h in images]
+        chats.append(([{"role": "user", "content": content}], [*map(Image.fromarray, arrays)]))
+    return chats
 
 
 def our_logits(rank: int, checkpoint: Path) -> np.ndarray:
-    """All prompts packed, (T, V)."""
+    """Return the logits of all prompts packed, (T, V)."""
     from mimo.generate.answer import Generator, Request
 
     generator = Generator(checkpoint)
     forward, kept = generator.model.forward, []
 
-    def keep(*args: Any, at: np.ndarray, **given: Any) -> Tensor:
-        kept.append(forward(*args, **given))  # of all positions
+    def keep(*args: Any, at: np.ndarray, **options: Any) -> Tensor:
+        kept.append(forward(*args, **options))  # of all positions
         return kept[-1][:, at]
 
     generator.model.forward = keep  # type: ignore[method-assign]
@@ -161,15 +158,15 @@ def our_logits(rank: int, checkpoint: Path) -> np.ndarray:
 
 @torch.no_grad()
 def their_logits(model: Any, base: Path) -> list[Tensor]:
-    """By prompt, (L, V)."""
+    """Return the logits of transformers by prompt, (L, V)."""
     processor = load_processor(base)
-    found = []
+    logits = []
     for messages, images in prompts():
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        given = {"images": [images]} if images else {}
-        inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **given)
-        found.append(model(**inputs, use_cache=False).logits[0])
-    return found
+        options = {"images": [images]} if images else {}
+        inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **options)
+        logits.append(model(**inputs, use_cache=False).logits[0])
+    return logits
 
 
 def largest_difference(got: list[Tensor], expected: list[Tensor]) -> float:
@@ -178,7 +175,7 @@ def largest_difference(got: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def load(folder: Path) -> Any:
-    """A model of transformers that the folder fits exactly."""
+    """Load a model of transformers; the folder must have exactly its tensors."""
     loader: Any = AutoModelForImageTextToText
     model, report = loader.from_pretrained(folder, output_loading_info=True, local_files_only=True)
     assert not report["missing_keys"]
@@ -225,16 +222,16 @@ def test_peft_loads_the_adapters_and_computes_the_same(trained: Trained) -> None
         result = model.load_adapter(str(folder), adapter_name="again")
     assert not result.missing_keys
     assert not result.unexpected_keys
-    found = their_logits(model, trained.directory / "base")
-    assert largest_difference(found, trained.logits) <= TOLERANCE
-    assert largest_difference(found, trained.merged) <= TOLERANCE
+    logits = their_logits(model, trained.directory / "base")
+    assert largest_difference(logits, trained.logits) <= TOLERANCE
+    assert largest_difference(logits, trained.merged) <= TOLERANCE
 
 
 def test_the_adapters_are_the_trained_ones_bit_for_bit(trained: Trained) -> None:
     described = reading.describe(trained.checkpoint)
     modules = ("language.", "vision.")
-    own = {k: v for k, v in described.items() if is_adapter(k) and k.startswith(modules)}
-    ours = reading.read(trained.checkpoint, own)
+    adapters = {k: v for k, v in described.items() if is_adapter(k) and k.startswith(modules)}
+    ours = reading.read(trained.checkpoint, adapters)
     exported = load_file(trained.directory / "adapter" / "adapter_model.safetensors")
     kinds = {kind: [t for k, t in exported.items() if kind in k] for kind in ("lora_A", "lora_B")}
     assert len(kinds["lora_A"]) == len(kinds["lora_B"]) == trained.case.adapted
@@ -252,7 +249,7 @@ def rows(matrices: list[Tensor]) -> set[bytes]:
     return {row.numpy().tobytes() for matrix in matrices for row in matrix}
 
 
-def test_the_configuration_names_every_linear_and_what_learned_beside_them(
+def test_the_configuration_names_every_linear_and_the_trained_modules_beside_them(
     trained: Trained,
 ) -> None:
     config = json.loads((trained.directory / "adapter" / "adapter_config.json").read_text())
@@ -274,7 +271,7 @@ def test_the_configuration_names_every_linear_and_what_learned_beside_them(
 
 @dataclass(frozen=True)
 class Converted:
-    """A checkpoint that was converted and never trained, and a folder that a test may write to."""
+    """An imported checkpoint without training, and a folder that a test may write to."""
 
     base: Path
     directory: Path
@@ -283,17 +280,17 @@ class Converted:
     def checkpoint(self) -> Path:
         return self.directory / "checkpoint"
 
-    def ask_for_lora(self, rank: int) -> None:
+    def set_lora(self, rank: int) -> None:
         """Give the recipe adapters of the language model's attention."""
         path = self.checkpoint / "recipe.yaml"
-        before, found, after = path.read_text().partition("\n  lora:\n")  # the first is language's
-        assert found
+        before, key, after = path.read_text().partition("\n  lora:\n")  # the first is language's
+        assert key
         lora = f"\n  lora: {{rank: {rank}, alpha: 8, targets: [qkv]}}\n"
         path.write_text(before + lora + after)
         write_manifest(self.checkpoint)
 
     def add_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Store more beside what is there."""
+        """Add tensors to the checkpoint."""
         described = reading.describe(self.checkpoint)
         tensors = reading.read(self.checkpoint, described)
         tensors |= {
@@ -310,9 +307,9 @@ class Converted:
 @pytest.fixture
 def converted(tmp_path: Path) -> Converted:
     write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "base")
-    found = Converted(tmp_path / "base", tmp_path)
-    convert_from_hf(found.base, found.checkpoint)
-    return found
+    checkpoint = Converted(tmp_path / "base", tmp_path)
+    convert_from_hf(checkpoint.base, checkpoint.checkpoint)
+    return checkpoint
 
 
 QKV = "language.decoder.layers.1.self_attention.linear_qkv"
@@ -330,11 +327,11 @@ def test_a_checkpoint_without_adapters_is_refused(converted: Converted) -> None:
 
 
 @pytest.mark.parametrize(("options", "value"), [([], 1.0), (["--ema"], 2.0)])
-def test_the_average_of_adapters_is_exported_where_it_is_asked_for(
+def test_option_ema_exports_the_average_of_adapters(
     converted: Converted, options: list[str], value: float
 ) -> None:
     converted.add_tensors(ADAPTER | {f"ema.{key}": shape for key, shape in ADAPTER.items()})
-    converted.ask_for_lora(rank=4)
+    converted.set_lora(rank=4)
     out = converted.directory / "out"
     command = ["convert", "to-hf", str(converted.checkpoint), str(out), "--adapter", *options]
     done = CliRunner().invoke(app, command)
@@ -346,15 +343,15 @@ def test_the_average_of_adapters_is_exported_where_it_is_asked_for(
 
 def test_adapters_without_their_base_model_are_refused(converted: Converted) -> None:
     converted.add_tensors(ADAPTER)
-    converted.ask_for_lora(rank=4)
+    converted.set_lora(rank=4)
     converted.base.rename(converted.directory / "elsewhere")
     with pytest.raises(InputError, match="adapters are written beside the model that they adapt"):
         convert_adapter(converted.checkpoint, converted.directory / "out")
 
 
-def test_what_learned_and_is_no_adapter_is_never_left_behind(converted: Converted) -> None:
+def test_other_trained_weights_than_adapters_are_refused(converted: Converted) -> None:
     converted.add_tensors(ADAPTER)
-    converted.ask_for_lora(rank=4)
+    converted.set_lora(rank=4)
     norm = "language.decoder.final_layernorm.weight"
     converted.add_tensors({norm: (128,), "vision.merger.linear_fc2.bias": (128,)})
     with pytest.raises(InputError) as caught:
@@ -366,7 +363,7 @@ def test_what_learned_and_is_no_adapter_is_never_left_behind(converted: Converte
 
 
 @pytest.mark.parametrize(
-    ("stored_too", "rank", "problems"),
+    ("added", "rank", "problems"),
     [
         (ADAPTER, None, [f"{key} is unknown: the recipe has no adapter there" for key in ADAPTER]),
         ({}, 4, ["the adapters of language are missing"]),
@@ -388,13 +385,13 @@ def test_what_learned_and_is_no_adapter_is_never_left_behind(converted: Converte
 )
 def test_adapters_that_do_not_fit_the_recipe_are_all_listed(
     converted: Converted,
-    stored_too: dict[str, tuple[int, ...]],
+    added: dict[str, tuple[int, ...]],
     rank: int | None,
     problems: list[str],
 ) -> None:
-    converted.add_tensors(stored_too)
+    converted.add_tensors(added)
     if rank is not None:
-        converted.ask_for_lora(rank)
+        converted.set_lora(rank)
     with pytest.raises(InputError) as caught:
         convert_to_hf(converted.checkpoint, converted.directory / "out", shard_bytes=10**9)
     _, *lines = str(caught.value).splitlines()

@@ -44,14 +44,14 @@ def test_families_sizes_tokenizer_and_placeholders_are_filled_in(
     check_recipe(recipe, None)
 
 
-def test_what_the_recipe_says_stands(folder: Path, tmp_path: Path) -> None:
+def test_values_in_the_recipe_override_the_folder(folder: Path, tmp_path: Path) -> None:
     recipe = recipe_of(folder, tmp_path, "encoders.vision.model.max_pixels=4096")
     tower: Any = encoder_settings(recipe, "vision")
     assert tower.max_pixels == 4096
     assert tower.hidden_size > 0
 
 
-def test_without_encoders_there_is_one_and_with_none_the_language_model_is_alone(
+def test_a_missing_encoders_key_means_one_and_an_empty_one_means_text_only(
     folder: Path, tmp_path: Path
 ) -> None:
     path = folders.write_recipe(folder, tmp_path / "recipe.yaml")
@@ -66,7 +66,7 @@ def test_without_encoders_there_is_one_and_with_none_the_language_model_is_alone
     assert set(initial.weights) == {"language"}
 
 
-def test_a_resolved_recipe_needs_the_folder_no_longer(folder: Path, tmp_path: Path) -> None:
+def test_a_resolved_recipe_does_not_need_the_folder(folder: Path, tmp_path: Path) -> None:
     moved = tmp_path / "model"
     shutil.copytree(folder, moved)
     resolved = tmp_path / "resolved.yaml"
@@ -91,14 +91,14 @@ def test_a_resolved_recipe_needs_the_folder_no_longer(folder: Path, tmp_path: Pa
         ("init_from=3", "init_from: should be a valid string"),
     ],
 )
-def test_what_contradicts_the_folder_is_refused_by_key(
+def test_keys_that_contradict_the_folder_are_refused(
     folder: Path, tmp_path: Path, override: str, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         recipe_of(folder, tmp_path, override)
 
 
-def test_a_hub_id_is_its_folder_in_the_local_cache(
+def test_a_hub_id_resolves_to_the_local_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the form that `hf download` writes: links to blobs."""
@@ -118,7 +118,7 @@ def test_a_hub_id_is_its_folder_in_the_local_cache(
 
 
 @pytest.mark.parametrize("value", ["3", "nowhere", "broken"])
-def test_a_folder_that_is_refused_gives_its_own_reason_and_what_else_is_wrong(
+def test_a_refused_folder_is_reported_beside_other_errors_of_the_recipe(
     folder: Path, tmp_path: Path, value: str
 ) -> None:
     """Not what the recipe lacks because the folder could not be read."""
@@ -203,7 +203,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Pa
 
 
 @pytest.mark.parametrize(("family", "file", "key", "value", "config"), REFUSED)
-def test_what_is_not_computed_here_is_refused_by_key(
+def test_settings_that_we_do_not_compute_are_refused_by_key(
     made: dict[str, Path],
     tmp_path: Path,
     family: str,

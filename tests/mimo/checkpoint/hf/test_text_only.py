@@ -53,7 +53,7 @@ def write_text_recipe(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", quick([*TEXT_ONLY, "qwen3_vl"], "qwen3"))
-def test_text_trains_a_language_model_alone_and_transformers_computes_what_it_learned(
+def test_a_text_only_run_exports_a_model_that_transformers_computes_alike(
     run_ranks: RunRanks, tmp_path: Path, family: str
 ) -> None:
     base = folders.make(family, tmp_path / "model")
@@ -108,7 +108,7 @@ def logits_of_transformers(folder: Path, family: str, ids: np.ndarray) -> Tensor
 
 
 @pytest.mark.parametrize("family", TEXT_ONLY)
-def test_a_checkpoint_of_text_alone_is_imported_and_exported_bit_for_bit(
+def test_a_text_only_checkpoint_is_imported_and_exported_bit_for_bit(
     tmp_path: Path, family: str
 ) -> None:
     folder = folders.make(family, tmp_path / "model")
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_text_alone_is_imported_and_exported_bit_for_bit(
     folders.assert_same_tensors(tmp_path / "exported", folder)
 
 
-def test_a_checkpoint_of_text_alone_has_no_encoder_and_refuses_one(tmp_path: Path) -> None:
+def test_a_text_only_checkpoint_refuses_encoders(tmp_path: Path) -> None:
     folders.make("qwen3", tmp_path / "model")
     path = write_text_recipe(tmp_path)
     path.write_text(path.read_text().replace("encoders: {}\n", ""))
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_text_alone_has_no_encoder_and_refuses_one(tmp_path: Pat
         load_recipe(path, ["encoders={vision: {}}"])
 
 
-def test_without_the_folder_of_the_tower_an_export_says_what_to_put_back(tmp_path: Path) -> None:
+def test_an_export_without_the_towers_folder_names_it(tmp_path: Path) -> None:
     folder = folders.make("qwen3_vl", tmp_path / "model")
     convert_from_hf(folder, tmp_path / "ours")
     recipe = tmp_path / "ours" / "recipe.yaml"

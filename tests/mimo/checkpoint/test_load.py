@@ -1,4 +1,7 @@
-"""A run goes on with other settings: what a checkpoint has no state for begins afresh."""
+"""A run starts from a checkpoint to the last bit, also with other settings.
+
+What the checkpoint has no state for starts afresh, with a message.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import io
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +21,12 @@ from mimo.checkpoint.load import pieces_to_resume
 from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
-from mimo.engines.piece import Piece
+from mimo.engines.piece import EMA, Piece, key_of, kind_of
 from mimo.families.keymap import is_adapter
+from mimo.parallel.groups import Topology
 from tests.cases import quick_values
 from tests.conftest import RunRanks
-from tests.mimo.model.test_fsdp_runs import make
+from tests.mimo.model.test_fsdp_runs import FSDP, make
 from tests.mimo.runs import metrics, run_from, save
 
 # The rate is the same at every step, so that steps of fresh and of older optimizers compare.
@@ -29,7 +34,6 @@ SETTINGS = [
     *("train.min_learning_rate_ratio=1", "train.steps=2", "train.save_every=1"),
     *("train.clip_grad_norm=null", "train.validate_every=null"),
 ]
-FSDP = ["language.engine=fsdp", "encoders.vision.engine=fsdp"]
 FROZEN = "encoders.vision.freeze=true"
 SHARED = "train.distributed_optimizer=true"
 
@@ -123,7 +127,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", quick_values(CHANGES, "unfrozen in part"))
-def test_a_run_goes_on_with_other_settings_and_says_what_begins_afresh(
+def test_a_run_resumes_with_other_settings_and_names_fresh_state(
     run_ranks: RunRanks, recipe: Path, request: pytest.FixtureRequest, change: tuple
 ) -> None:
     before, after, said, steps = change
@@ -150,7 +154,7 @@ def test_a_run_goes_on_with_other_settings_and_says_what_begins_afresh(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [[SHARED], FSDP], ids=["megatron", "fsdp"])
-def test_a_module_that_is_unfrozen_counts_its_own_steps_from_then_on(
+def test_an_unfrozen_module_counts_its_own_updates(
     run_ranks: RunRanks, recipe: Path, request: pytest.FixtureRequest, engine: list[str]
 ) -> None:
     # All samples are in every step, so that it does not matter which step it is.
@@ -180,7 +184,7 @@ def test_a_module_that_is_unfrozen_counts_its_own_steps_from_then_on(
         assert torch.equal(values, after[4][key]), key
 
 
-def test_an_older_checkpoint_has_done_as_many_updates_as_its_run() -> None:
+def test_an_older_checkpoint_counts_the_updates_of_its_run() -> None:
     def piece(key: str) -> Piece:
         return Piece(key, (1,), 0, 0, torch.zeros(1, 1))
 
@@ -191,3 +195,94 @@ def test_an_older_checkpoint_has_done_as_many_updates_as_its_run() -> None:
     assert {one.key for one in read} == stored
     counted = {one.key: float(one.values) for one in wanted if ".step." in one.key}
     assert counted == {"optimizer.step.language.old": 70, "optimizer.step.language.thawed": 0}
+
+
+BF16 = [
+    *("train.precision=bf16", "train.ema_decay=0.5", "train.steps=3"),
+    *("train.save_every=null", "train.validate_every=null"),
+]
+ENGINES = {
+    "megatron": [],
+    "shared": ["train.distributed_optimizer=true"],
+    "fsdp": FSDP,
+}
+
+
+def save_and_begin(rank: int, path: Path) -> None:
+    """Write three checkpoints for each engine: of a step, and of what the other runs have."""
+    from mimo.parallel.build import build_layout
+    from mimo.parallel.groups import build_topology
+
+    for name, settings in ENGINES.items():
+        recipe = load_recipe(path, [*BF16, *settings, f"name={name}"])
+        topology = build_topology(build_layout(recipe))
+        trainer = trainer_of(recipe, topology, "step")
+        train_one_step(trainer)
+        save(trainer.saver, trainer.progress)
+        checkpoint = recipe.run_dir / "step" / "checkpoints" / "step_1"
+
+        resumed = trainer_of(recipe, topology, "resumed", Resume(checkpoint))
+        save(resumed.saver, resumed.progress)
+
+        begun = trainer_of(recipe, topology, "begun", FromWeights(checkpoint))
+        for module in begun.model.modules.values():
+            module.begin_step(forward_only=False)
+            module.finish_gradients(1)
+            module.squared_norm()
+            module.update(learning_rate=0.0, gradient_factor=1.0)
+        save(begun.saver, begun.progress)
+        topology.close()
+
+
+def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | None = None) -> Any:
+    """A run that begins with the weights of the recipe's folder, then with ``start``."""
+    from mimo.checkpoint.hf.initial import initial_weights
+    from mimo.checkpoint.load import load_start, read_start_index
+    from mimo.train.loop import Trainer
+
+    trainer = Trainer(recipe, topology, recipe.run_dir / name, initial_weights(recipe))
+    if start is not None:
+        trainer.progress = load_start(trainer.model.modules, start, read_start_index(start))
+    return trainer
+
+
+def train_one_step(trainer: Any) -> None:
+    from mimo.model.dataset import open_dataset
+    from mimo.train.observer import StepObserver
+
+    class Observer(StepObserver):
+        pass
+
+    dataset = open_dataset(trainer.recipe, "sources", trainer.chat, trainer.processors)
+    steps = trainer.train(dataset, None, Observer())
+    next(steps)
+    steps.close()
+
+
+@pytest.fixture(scope="module")
+def folders(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the runs by engine."""
+    path = make(tmp_path_factory.mktemp("contents"), "qwen3_vl")
+    run_ranks(save_and_begin, 2, path)
+    return path.parent / "runs"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_resumes_with_every_tensor_of_a_checkpoint(folders: Path, engine: str) -> None:
+    stored = tensors(folders / engine / "step" / "checkpoints" / "step_1")
+    found = tensors(folders / engine / "resumed" / "checkpoints" / "step_1")
+    weights = {key for key in stored if not kind_of(key)[0]}
+    averages = {key for key in stored if kind_of(key)[0] == EMA}
+    assert averages == {key_of(EMA, key) for key in weights}
+    assert not any(torch.equal(stored[key_of(EMA, key)], stored[key]) for key in weights)
+    assert found.keys() == stored.keys()
+    assert [key for key in stored if not torch.equal(found[key], stored[key])] == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_initial_weights_survive_a_step_at_rate_zero(folders: Path, engine: str) -> None:
+    stored = tensors(folders / engine / "step" / "checkpoints" / "step_1")
+    found = tensors(folders / engine / "begun" / "checkpoints" / "step_0")
+    for key in (key for key in stored if not kind_of(key)[0]):
+        assert torch.equal(found[key], stored[key]), key
+        assert torch.equal(found[key_of(EMA, key)], stored[key].float()), key

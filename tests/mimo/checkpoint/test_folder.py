@@ -1,0 +1,208 @@
+"""Checkpoints in their folder: which stay, how a run continues its data, `mimo checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mimo.checkpoint.folder import Progress, drop_old, publish, read_progress, write_progress
+from mimo.cli.main import app
+from mimo.errors import InputError
+from mimo.runtime.run_lock import run_lock
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+from tests.mimo.checkpoint.manifests import flip_bit, small_checkpoint
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_checkpoint_stays_whatever_its_step(tmp_path: Path, keep: int) -> None:
+    for age, step in enumerate([1500, 300, 600]):  # resumed from an earlier step: 600 is newest
+        folder = tmp_path / f"step_{step}"
+        folder.mkdir()
+        os.utime(folder, (1000 + age, 1000 + age))
+    drop_old(tmp_path, keep, newest=tmp_path / "step_600")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == set(["step_600", "step_300", "step_1500"][:keep])
+
+
+def test_a_checkpoint_is_on_disk_before_an_older_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: events.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+    )
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, ignore_errors: bool) -> None:
+        events.append(f"removed {path.name}")
+        rmtree(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    for step in (1, 2):
+        events.clear()
+        partial = tmp_path / "checkpoints" / ".partial"
+        partial.mkdir(parents=True)
+        publish(partial, Progress(step, step), "name: x", keep=1)
+    synced = events[: events.index("removed .step_1.removed")]
+    assert {"progress.json", "recipe.yaml", ".latest", "checkpoints"} <= set(synced)
+    assert synced.index("manifest.json") < synced.index(".partial") < synced.index(".latest")
+    assert synced[-2:] == [".latest", "checkpoints"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"step": 5, "samples": 2, "passed_over": ["x"]}',
+        '{"step": 5, "samples": -2}',
+        '{"step": 5, "samples": 2, "more": 1}',
+        '{"step": 5, "sam',
+        "[]",
+    ],
+)
+def test_damaged_progress_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "progress.json").write_text(text)
+    with pytest.raises(InputError, match=r"progress.json is damaged .*copy the checkpoint again"):
+        read_progress(tmp_path)
+
+
+def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
+    from data.packing import Used
+    from mimo.checkpoint.hf.recipes import load_recipe
+    from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
+    from mimo.model.step_plan import StepPlanner
+    from mimo.parallel.build import build_layout
+
+    recipe = load_recipe(path)
+    chat = open_tokenizer(recipe)
+    dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
+    assert dataset is not None
+    planner = StepPlanner(
+        build_layout(recipe),
+        {"vision": ("image",)},
+        dataset.indexes,
+        dataset.order,
+        2,
+        1,
+        done=(5, Used(61)),
+    )
+    first = planner.microbatches(5)[0].samples.sample[0]
+    return planner.used_before(5).samples, planner.used_before(6).samples, int(first)
+
+
+def test_another_batch_size_continues_with_the_next_sample(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    tiny.write_samples(tmp_path)
+    # 61 samples are done, which steps of 2 do not divide; the next has samples 61 and 62.
+    before, after, first = run_ranks(positions_after_resume, 1, tiny.write_recipe(tmp_path))[0]
+    assert (before, after) == (61, 63)
+    assert first == 61 % len(tiny.IMAGES_PER_SAMPLE)
+
+
+def test_a_count_of_skipped_samples_without_their_names_still_loads(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text('{"step": 5, "samples": 60, "skipped_samples": 3}')
+    before = read_progress(tmp_path)
+    assert before == Progress(step=5, samples=60, skipped_samples=3)
+    after = before.with_skipped({(0, 7)}).with_skipped({(0, 7), (1, 7)})
+    assert after.skipped_samples == 5
+    write_progress(tmp_path, after)
+    assert read_progress(tmp_path) == after
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, output, and errors of `mimo checkpoint`."""
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def steps_in(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2, 3, 4, 5):
+        small_checkpoint(tmp_path / "run" / "checkpoints", step)
+    return tmp_path / "run"
+
+
+def test_inspect_shows_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    recipe = tiny.write_recipe(tmp_path).read_text()
+    small_checkpoint(tmp_path / "run" / "checkpoints", 7, recipe)
+    code, printed, _ = call("inspect", tmp_path / "run")
+    assert code == 0
+    text = " ".join(printed.split())
+    assert "step 7, 28 samples used" in text
+    assert "in 7 files, with checksums" in text
+    row = [cell.strip() for cell in printed.split("│")[1:7]]
+    assert row[:5] == ["language", "4,000", "-", "float32", "none"]
+    assert "tp 1" in printed
+
+
+def test_verify_names_every_damaged_file_of_every_checkpoint_of_a_run(run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    code, printed, _ = call("verify", run)
+    assert (code, printed.count(": intact\n")) == (0, 5)
+    (checkpoints / "step_1" / "manifest.json").unlink()
+    flip_bit(checkpoints / "step_2" / "tensors_0.safetensors")
+    flip_bit(checkpoints / "step_2" / "assets" / "tokenizer.json")
+    (checkpoints / "step_4" / "progress.json").unlink()
+    code, printed, _ = call("verify", run)
+    assert code == 1
+    assert printed.count(": intact\n") == 2
+    lines = printed.splitlines()
+    assert lines[0] == f"{checkpoints / 'step_1'}: readable, no checksums"
+    assert sorted(line.split(": ")[1].split(" ")[0] for line in lines if "step_2:" in line) == [
+        *("assets/tokenizer.json", "tensors_0.safetensors")
+    ]
+    assert f"{checkpoints / 'step_4'}: progress.json is missing, or is a link" in lines
+    assert call("verify", checkpoints / "step_3")[0] == 0
+    assert call("verify", checkpoints / "step_4")[0] == 1
+    assert call("verify", run.parent)[0] == 2
+
+
+def test_prune_keeps_the_requested_checkpoints_and_the_latest(run: Path) -> None:
+    (run / "checkpoints" / "latest").write_text("step_1")
+    code, printed, _ = call("prune", run, "--keep", 1, "--keep-every", 2, "--dry-run")
+    assert code == 0
+    gone = [(run / "checkpoints" / f"step_{step}").resolve() for step in (3, 5)]
+    assert printed == "".join(f"would remove {path}\n" for path in gone)
+    assert len(steps_in(run)) == 5
+    code, printed, _ = call("prune", run, "--keep", 1, "--keep-every", 2)
+    assert code == 0
+    assert printed == "".join(f"removed {path}\n" for path in gone)
+    assert steps_in(run) == ["step_1", "step_2", "step_4"]
+    assert call("prune", run)[0] == 0
+    assert steps_in(run) == ["step_1", "step_4"]
+
+
+def test_prune_covers_all_phases(tmp_path: Path) -> None:
+    for phase in ("phase_1_a", "phase_2_b"):
+        for step in (1, 2):
+            small_checkpoint(tmp_path / "run" / phase / "checkpoints", step)
+    assert call("prune", tmp_path / "run", "--keep", 1)[0] == 0
+    for phase in ("phase_1_a", "phase_2_b"):
+        assert steps_in(tmp_path / "run" / phase) == ["step_2"]
+
+
+@pytest.mark.parametrize("phase", ["", "phase_1_a"])
+def test_prune_refuses_a_running_run(tmp_path: Path, phase: str) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        small_checkpoint(run / phase / "checkpoints", step)
+    with run_lock(run):
+        code, printed, said = call("prune", run / phase, "--keep", 1)
+    assert (code, printed) == (1, "")
+    assert "another job is writing to this run folder" in said
+    assert steps_in(run / phase) == ["step_1", "step_2"]
+
+
+def test_prune_needs_a_run_folder(run: Path) -> None:
+    for path in (run / "checkpoints", run / "checkpoints" / "step_1", run.parent):
+        assert call("prune", path)[0] == 2
+    assert len(steps_in(run)) == 5
