@@ -41,9 +41,9 @@ def report(
     ] = None,
 ) -> int | None:
     """Write an HTML page about a run, whether finished, failed or running."""
-    from mimo.report.one_run import main
+    from mimo.report.run import report
 
-    return main(run, page)
+    return report(run, page)
 
 
 def compare(
@@ -51,9 +51,9 @@ def compare(
     page: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/compare.html"),
 ) -> int | None:
     """Compare runs: a table, the differences of recipes and data, and a page of curves."""
-    from mimo.report.compare import main
+    from mimo.report.run import compare
 
-    return main(runs, page)
+    return compare(runs, page)
 
 
 def generate(

@@ -97,6 +97,6 @@ def experiment(
     ] = None,
 ) -> int | None:
     """Train a recipe in several layouts, compare their losses, and write an HTML page."""
-    from mimo.report.experiment.main import main
+    from mimo.report.experiment import main
 
     return main(file, overrides or [], submitting=submit, cluster=cluster)

@@ -12,11 +12,11 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bridge import imbalance
 from data.index.reader import UnreadableSample
@@ -25,7 +25,6 @@ from data.modalities.image_files import thumbnail_url
 from data.text.chat import ChatTokenizer, EncodedSample
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.schema import Recipe
-from mimo.errors import InputError
 from mimo.model.dataset import (
     Dataset,
     changed_shards_named,
@@ -38,13 +37,25 @@ from mimo.model.indexing import build_in_processes
 from mimo.model.planner import step_planner
 from mimo.model.step_plan import StepPlan, StepPlanner
 from mimo.parallel.build import build_layout
+from mimo.report.page import (
+    Chart,
+    Part,
+    Piece,
+    Sample,
+    Section,
+    Table,
+    number,
+    percent,
+    render,
+    write,
+)
 from mimo.runtime.progress import progress_of
 
 LOOKED_AT = 200_000  # samples: the index of more is looked at in random places
 _PLANNED_SAMPLES, _PLANNED_STEPS = 20_000, 16
 _READ, _RENDERED = 64, 12  # samples that are decoded, and that are shown
 _LARGEST, _BAD = 10, 200  # samples that are named
-_PICTURES = 8  # of one sample
+_PICTURES, _PICTURE_SIDE, _SHOWN_CHARACTERS = 8, 240, 4000  # of one sample
 _BINS = 24
 _SEED = 0
 
@@ -137,17 +148,17 @@ def modality_mix(looked: Looked, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def histograms(looked: Looked, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of tokens and rows; by media, of items' rows and of their files' sizes and proportions."""
+    """Return histograms of tokens and embeddings; by modality, of items and their files."""
     values = {
         "tokens of a sample": looked.tokens,
         "text tokens of a sample": looked.tokens - looked.rows,
-        "rows of a sample with items": looked.rows,
+        "embeddings of a sample with items": looked.rows,
     }
-    for number, name in enumerate(names):
-        own = looked.media == number
-        first, second = looked.size[own].T
+    for modality, name in enumerate(names):
+        selected = looked.media == modality
+        first, second = looked.size[selected].T
         values |= {
-            f"{name}: rows of an item": looked.item_rows[own],
+            f"{name}: embeddings of an item": looked.item_rows[selected],
             f"{name}: size of a file, first number (width, or samples)": first,
             f"{name}: size of a file, second number (height, or samples per second)": second,
             f"{name}: first by second number (aspect ratio, or seconds)": first / second,
@@ -201,19 +212,6 @@ def largest(dataset: Dataset, looked: Looked) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------- single samples
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens beside each other of one kind. learned: whether the loss counts them.
-
-    special: one special token. times: how often it is there, one after another.
-    """
-
-    text: str
-    learned: bool
-    special: bool = False
-    times: int = 1
 
 
 def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
@@ -302,48 +300,127 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
     }, shown
 
 
-def render(reports: Sequence[tuple[str, tuple[dict[str, Any], list[dict[str, Any]]]]]) -> str:
-    """The page of the reports of phases by title: figures and samples as of `examine`."""
-    environment = Environment(
-        loader=PackageLoader("mimo.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    environment.filters |= {"number": _number, "cut": _cut, "thumbnail": thumbnail_url}
-    return environment.get_template("doctor.html").render(reports=reports)
+# ------------------------------------------------------------------------------- the page
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
+def render_reports(
+    reports: Sequence[tuple[str, tuple[dict[str, Any], list[dict[str, Any]]]]],
+) -> str:
+    """Return the page about phases. reports: of each its title, and what `examine` returns."""
+    title = f"Data of {reports[0][1][0]['recipe']}"
+    several = len(reports) > 1
+    return render(title, [_part(name if several else "", *report) for name, report in reports])
 
 
-def _cut(pieces: Sequence[Piece], left: int) -> Iterator[Piece]:
-    """The first pieces, with about as many characters as are ``left``."""
+def _part(title: str, figures: dict[str, Any], samples: list[dict[str, Any]]) -> Part:
+    plan, bad = figures["packing"], figures["bad"]
+    tiles = {name: number(figures[name]) for name in ("samples", "items", "shards")} | {
+        "tokens per sample": f"{figures['tokens_per_sample']:,.0f}",
+        "of tokens count in the loss": percent(figures["loss_token_fraction"]),
+        "tokens per microbatch of a lane": f"{plan['tokens_per_microbatch']['mean']:,.0f}",
+        "of a microbatch is real tokens": percent(plan["full"]),
+        "samples per step": f"{plan['samples_per_step']:,.0f}",
+        "encoder imbalance": f"{plan['encoder_imbalance']:.2f}",
+        "bad samples": number(bad["in_index"] + bad["unreadable"]),
+    }
+    if plan["of_budget"] is not None:
+        tiles["of the token budget is used"] = percent(plan["of_budget"])
+    warnings = Section("Warnings", note="; ".join(figures["warnings"]))
+    mix = [
+        (row["holds"], *(percent(row[name]) for name in ("samples", "tokens", "rows")))
+        for row in figures["modality_mix"]
+    ]
+    lanes = [
+        (name, f"{load['mean']:.2f}", f"{load['worst']:.2f}")
+        for name, load in plan["imbalance"].items()
+    ]
+    charts = figures["histograms"] | {
+        "tokens of a lane's microbatch": plan["tokens_per_microbatch"]
+    }
+    largest = [
+        (row["key"], number(row["tokens"]), number(row["rows"]), row["shard"])
+        for row in figures["largest"]
+    ]
+    sections = [
+        *([warnings] if figures["warnings"] else []),
+        Section(
+            "What samples hold",
+            tables=[Table(("", "samples", "tokens", "embeddings"), mix)],
+            note=f"Figures are of {number(figures['looked_at'])} samples in random places, mixed "
+            f"as training mixes them."
+            if figures["looked_at"] < figures["samples"]
+            else "",
+        ),
+        Section(
+            "Lanes",
+            tables=[Table(("", "mean", "worst"), lanes)],
+            note=f"Most loaded lane over the mean of the lanes that wait for each other, in "
+            f"{plan['steps']} planned steps: at 1.10 all take a tenth longer than they need.",
+        ),
+        Section("How large", charts=[_chart(name, counts) for name, counts in charts.items()]),
+        Section(
+            "The largest samples",
+            tables=[Table(("key", "tokens", "embeddings", "shard"), largest)],
+        ),
+        Section(
+            "Bad samples",
+            tables=[
+                Table(
+                    ("key", "why", "shard"),
+                    [(row["key"], row["reason"], row["shard"]) for row in bad["named"]],
+                    words=True,
+                )
+            ],
+            note=f"The index leaves out {bad['in_index']}. Of {bad['read']} others, read in random "
+            f"places, {bad['unreadable']} cannot be used.",
+        ),
+        Section(
+            "Samples as the model sees them",
+            note="Green is what the model learns to write, orange are special tokens, and the loss "
+            "leaves out what is grey.",
+            samples=[_sample(sample) for sample in samples],
+        ),
+    ]
+    return Part(title, tiles, sections)
+
+
+def _chart(title: str, counts: dict[str, Any]) -> Chart:
+    edges, most = [*map(number, counts["edges"])], max(counts["counts"])
+    bars = [
+        (max(100 * count / most, 1.4 if count else 0), f"{first} to {last}: {number(count)}")
+        for count, (first, last) in zip(counts["counts"], pairwise(edges), strict=True)
+    ]
+    least, most, median = (number(counts[name]) for name in ("least", "most", "median"))
+    below = number(counts["percentile_99"])
+    return Chart(title, bars, f"{least} to {most}, median {median}, 99 % below {below}")
+
+
+def _sample(sample: dict[str, Any]) -> Sample:
+    note = f"{sample['shard']} · {sample['tokens']} tokens, {sample['loss_tokens']} learned"
+    images = [thumbnail_url(picture, _PICTURE_SIDE) for picture in sample["pictures"]]
+    return Sample(sample["key"], note, images, [*_cut(sample["pieces"], _SHOWN_CHARACTERS)])
+
+
+def _cut(pieces: Sequence[Piece], num_characters: int) -> Iterator[Piece]:
+    """Yield the first pieces, up to about so many characters."""
     for piece in pieces:
-        if left <= 0:
+        if num_characters <= 0:
             return
-        yield piece if len(piece.text) <= left else replace(piece, text=piece.text[:left] + " …")
-        left -= len(piece.text)
+        is_short = len(piece.text) <= num_characters
+        yield piece if is_short else replace(piece, text=piece.text[:num_characters] + " …")
+        num_characters -= len(piece.text)
 
 
 def main(
     path: Path, overrides: Sequence[str], num_ranks: int | None, page: Path, figures: Path | None
 ) -> int:
-    """`mimo data doctor`: write the page, and the figures as JSON, of every phase."""
+    """Write the page, and the figures of every phase as JSON, for `mimo data doctor`."""
     phased = load_phases(path, overrides)
-    found = phased.each(lambda recipe: examine(recipe, num_ranks))
-    for line in dict.fromkeys(line for figures, _ in found for line in figures["warnings"]):
+    reports = phased.each(lambda recipe: examine(recipe, num_ranks))
+    for line in dict.fromkeys(line for data, _ in reports for line in data["warnings"]):
         print(line)
     titles = [phase.title or phase.recipe.name for phase in phased.phases]
-    texts = {page: render(list(zip(titles, found, strict=True)))}
+    write(page, render_reports(list(zip(titles, reports, strict=True))))
     if figures is not None:
-        texts[figures] = json.dumps([figures for figures, _ in found], indent=1) + "\n"
-    for file, text in texts.items():
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{file} cannot be written ({error.strerror})") from error
-        print(f"written: {file}")
+        write(figures, json.dumps([data for data, _ in reports], indent=1) + "\n")
     return 0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mimo.checkpoint.folder import phase_folders
 from mimo.errors import InputError
-from mimo.report.jobs import job_folders
+from mimo.report.runs import job_folders
 from mimo.report.status import last_words_of, look, plain
 from mimo.runtime.processes import looks_like_a_consequence
 from mimo.train.incidents import INCIDENTS

@@ -17,9 +17,8 @@ from typing import Any
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
-from mimo.report.jobs import jobs_of, last_words
 from mimo.report.page import number, percent
-from mimo.report.runs import RunData, begun_runs
+from mimo.report.runs import RunData, begun_runs, jobs_of, last_words
 from mimo.runtime.run_lock import holder
 from mimo.train.run_files import BAD_SAMPLES
 

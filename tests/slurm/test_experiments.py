@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mimo.report.jobs import jobs_of
+from mimo.report.runs import jobs_of
 from tests.slurm.cluster import Slurm
 from tests.slurm.launched import NODES_OF_TWO, Launched, command_in, tiny
 

@@ -18,7 +18,7 @@ from webdataset.writer import TarWriter
 
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError
-from mimo.report.one_run import main as main_of_report
+from mimo.report.run import report as main_of_report
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_fsdp_runs import make

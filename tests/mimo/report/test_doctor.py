@@ -24,14 +24,14 @@ from mimo.model.dataset import (
 )
 from mimo.report import doctor
 from mimo.report.doctor import (
-    Piece,
     examine,
     histogram,
     look,
     main,
     pieces,
-    render,
+    render_reports,
 )
+from mimo.report.page import Piece
 from tests.mimo import tiny
 
 LANES = ["language.grid.dp=2", "encoders.vision.grid.dp=2", "train.micro_batch_size=2"]
@@ -88,8 +88,8 @@ def test_figures_are_those_of_the_samples_themselves(recipe: Path) -> None:
     for name, values in {
         "tokens of a sample": tokens,
         "text tokens of a sample": np.subtract(tokens, rows).tolist(),
-        "rows of a sample with items": [count for count in rows if count],
-        "image: rows of an item": [
+        "embeddings of a sample with items": [count for count in rows if count],
+        "image: embeddings of an item": [
             int(np.prod(reader.plan(i).row_grid)) for i in range(index.num_items)
         ],
         "image: first by second number (aspect ratio, or seconds)": [w / h for w, h in sizes],
@@ -221,11 +221,11 @@ def test_texts_and_keys_of_samples_are_escaped_and_cut(recipe: Path) -> None:
     long = [Piece(HOSTILE, True), Piece("x" * 10_000, False), Piece("never shown", False)]
     sample = {"key": HOSTILE, "shard": HOSTILE, "tokens": 3, "loss_tokens": 1, "pieces": long}
     sample["pictures"] = [np.zeros((9, 9, 3), np.uint8)]
-    text = render([(HOSTILE, (figures, [sample])), ("second", (figures, []))])
+    text = render_reports([(HOSTILE, (figures, [sample])), ("second", (figures, []))])
     assert "<script" not in text
     assert "never shown" not in text
-    assert text.count("alert(1)&gt;") == 4  # title, key, shard, text
-    assert len(text) < len(render([("x", (figures, []))] * 2)) + 10_000
+    assert text.count("alert(1)&gt;") == 4  # the part's title, key, shard, text
+    assert len(text) < len(render_reports([("x", (figures, []))] * 2)) + 10_000
 
 
 def test_unreadable_samples_are_named_beside_those_of_the_index(

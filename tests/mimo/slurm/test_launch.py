@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from mimo.cli.main import app
 from mimo.errors import InputError, RecipeError
-from mimo.report.jobs import jobs_of
+from mimo.report.runs import jobs_of
 from mimo.slurm.script import prepare
 from tests.mimo.slurm.jobs import SEVENTEEN, WIDE, write_recipe
 
@@ -78,7 +78,7 @@ def test_a_site_lies_over_the_recipe_and_overrides_over_both(folder: Path, aroun
     [
         ("qos: a\npartitoin: b\n", "site.yaml:2: cluster.partitoin: .*'partition'"),
         ("cluster:\n  restarts: many\n", "site.yaml:2: cluster.restarts: "),
-        ("cluster: {qos: a}\ntrain: {steps: 3}\n", "site.yaml:2: train: does not belong"),
+        ("cluster: {qos: a}\ntrain: {steps: 3}\n", "site.yaml:2: train: the file is only for cluster"),
         ("a: [1\n", "site.yaml:[12]: not valid YAML"),
         ("- a\n", "site.yaml:1: "),
         ("gpus_per_node: 0\n", "site.yaml.*gpus_per_node 0 says"),

@@ -1,7 +1,7 @@
-"""The runs of an experiment: which are done, and running those that are not, here, in alternation.
+"""The runs of an experiment: train them here in alternation, or as an array of cluster jobs.
 
-A run is a folder, a resolved recipe beside it and two files with what its command said. Whether it
-is done is told from these alone, so an experiment that was interrupted goes on.
+A run is a folder, a resolved recipe beside it and two files with what its command printed. These
+tell whether it is done, so an interrupted experiment continues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -29,17 +28,18 @@ from rich.progress import (
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
-from mimo.report.experiment.schema import Layout
-from mimo.report.status import plain
+from mimo.report.experiment_file import Layout, Record
+from mimo.report.status import look, plain
 from mimo.runtime.signals import Signalled, heeded
-from mimo.train.run_files import METRICS, json_lines
+from mimo.slurm.script import Job, prepare
+from mimo.slurm.submit import submit as submit_one
+from mimo.slurm.submit import submit_array
+from mimo.train.run_files import LAUNCH, METRICS, json_lines
 from mimo.train.run_folder import moved_aside
 
 _POLL_SECONDS = 0.5
 _LAST_BYTES = 1 << 16  # of metrics; far more than a line has
 _MAX_ERROR = 300  # characters of its first line
-Record = dict[str, Any]
-"""A line of metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -255,3 +255,67 @@ def _steps(metrics: Path) -> int:
         file.seek(max(0, metrics.stat().st_size - _LAST_BYTES))
         found = re.findall(rb'"step": (\d+), "loss"', file.read())
     return int(found[-1]) + 1 if found else 0
+
+
+def submit(runs: Sequence[Run], path: Path, cluster: Path | None) -> list[Outcome]:
+    """Submit what is not done and cannot be in the queue; returns the outcomes of what is refused.
+
+    path: of the recipe. cluster: a file of `cluster:` keys. Raises RecipeError for layouts that
+    cannot run, before anything is submitted.
+    """
+    groups, refused = dict[tuple[str, ...], dict[Run, Job]](), list[Outcome]()
+    waiting = {run: job for run in runs if (job := waits_for(run))}
+    for run, job in waiting.items():
+        print(f"{run.name}: not submitted again; {job}")
+    free = [run for run in runs if run not in waiting]
+    check_layouts(free, path, lambda run: prepare(path, run.overrides, cluster))
+    for run in free:
+        if (known := make_ready(run, path)) is not None:
+            refused += [known] if known.error else []
+            continue
+        try:
+            job = prepare(run.recipe_file, [], cluster)
+            # SLURM may refuse some nodes, and has no arrays of heterogeneous jobs.
+            alone = run.name if len(job.placement.components) > 1 else ""
+            kind = (alone, *job.directives())
+        except InputError as error:
+            refused.append(Outcome(run, [], str(error).splitlines()[0]))
+            continue
+        groups.setdefault(kind, {})[run] = job
+    for (alone, *_), jobs in groups.items():
+        own = [*jobs.values()]
+        try:
+            numbers = [submit_one(own[0])] if alone else submit_array(own)
+        except InputError as error:
+            refused += [Outcome(run, [], str(error).splitlines()[0]) for run in jobs]
+            continue
+        for run, number in zip(jobs, numbers, strict=True):
+            print(f"{run.name}: job {number}")
+    return refused
+
+
+def waits_for(run: Run) -> str:
+    """What is said of the job that still has to do a run; empty if there is none."""
+    if not was_submitted(run):
+        return ""
+    view = look(run.run_dir)
+    # Not whoever has the lock: of a job that was killed on its node, the file still tells.
+    goes_on = view.may_be_queued or any(one.alive for one in view.runs)
+    return next(iter(view.jobs[-1:]), "a job") if goes_on else ""
+
+
+def was_submitted(run: Run) -> bool:
+    """Whether its folder is that of a job."""
+    return (run.run_dir / LAUNCH / "jobs.jsonl").exists()
+
+
+def collect(run: Run, path: Path) -> Outcome | None:
+    """What is known of a run, submitted or not; None if it is to be run here."""
+    if job := waits_for(run):
+        return Outcome(run, [], job=job)
+    outcome = make_ready(run, path)
+    if outcome is None and was_submitted(run):
+        see = f"see `mimo status {run.run_dir}`"
+        message = f"its job ended before the run did; {see}, and --submit it"
+        return Outcome(run, run.records(), message)
+    return outcome

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import EXIT_CONTINUE, RecipeError
-from mimo.report.experiment import runs
-from mimo.report.experiment.main import main
-from mimo.report.experiment.runs import Run
-from mimo.report.experiment.schema import Layout
-from tests.mimo.report.experiment.test_runs import FILE, trains
+from mimo.report import experiment_runs as runs
+from mimo.report.experiment import main
+from mimo.report.experiment_file import Layout
+from mimo.report.experiment_runs import Run
+from tests.mimo.report.test_experiment_runs import FILE, trains
 from tests.mimo.tiny import write_recipe
 
 
@@ -27,7 +27,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (commands / name).write_text(f"#!/bin/sh\n{line}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    monkeypatch.setattr("mimo.report.experiment.main.write_page", lambda *_: None)
+    monkeypatch.setattr("mimo.report.experiment.write_page", lambda *_: None)
 
     def nothing_runs_here(run: Run, *_: object) -> int:
         raise AssertionError(run.name)

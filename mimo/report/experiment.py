@@ -1,20 +1,229 @@
-"""The page of an experiment, and its pictures as files."""
+"""`mimo experiment FILE`: run what is not done yet, compare the layouts, and write the results."""
 
 from __future__ import annotations
 
+import csv
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
-from mimo.report.compare import differences
-from mimo.report.experiment.compare import STRICT_STEPS, bound, difference
-from mimo.report.experiment.results import TOKENS, Result, warmup_steps
-from mimo.report.experiment.runs import Record
-from mimo.report.experiment.schema import Experiment
-from mimo.report.page import Part, Section, Table, number, percent, render, write
-from mimo.report.pictures import lines, shares, spreads
+from mimo.checkpoint.hf.recipes import load_phases, load_recipe
+from mimo.config.schema import Recipe
+from mimo.errors import EXIT_CONTINUE
+from mimo.model.recipe_checks import check_data, check_recipe, check_room
+from mimo.report.experiment_file import (
+    STRICT_STEPS,
+    Experiment,
+    Followed,
+    bound,
+    difference,
+    follow,
+    read_experiment,
+)
+from mimo.report.experiment_runs import (
+    Interrupted,
+    Outcome,
+    Record,
+    Run,
+    check_layouts,
+    collect,
+    run_here,
+    submit,
+    was_submitted,
+)
+from mimo.report.page import (
+    Part,
+    Section,
+    Table,
+    lines,
+    number,
+    percent,
+    render,
+    shares,
+    show,
+    spreads,
+    write,
+)
+from mimo.report.run import differences
 from mimo.report.runs import TIMES, Curve, read_runs
+from mimo.runtime.run_lock import run_lock
+
+
+def main(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    submitting: bool = False,
+    cluster: Path | None = None,
+) -> int:
+    """Returns 0 if all layouts ran and follow the reference, or were submitted; else 1.
+
+    EXIT_CONTINUE where the same call has more to do later: it was told to end, or jobs are not
+    done. submitting: as jobs, instead of running here. cluster: a file of their `cluster:` keys.
+    Raises InputError for a wrong file, and for layouts that cannot run, before the first run.
+    """
+    experiment = read_experiment(path, overrides)
+    recipe = load_recipe(experiment.recipe, experiment.shared)
+    folder = Path(recipe.train.run_dir) / experiment.name
+    runs = [Run(folder, *one) for one in experiment.rounds]
+    with run_lock(folder):
+        if submitting:
+            for one in (refused := submit(runs, experiment.recipe, cluster)):
+                print(f"{one.run.name}: {one.error}", file=sys.stderr)
+            print("the same command without --submit collects the results")
+            return int(bool(refused))
+        here = [run for run in runs if not was_submitted(run)]
+        check_layouts(here, experiment.recipe, partial(_check_here, experiment.recipe))
+        known = partial(collect, path=experiment.recipe)
+        try:
+            outcomes = [*run_here(runs, recipe.train.steps, known)]
+        except Interrupted as interrupted:
+            print(interrupted, file=sys.stderr)
+            return EXIT_CONTINUE
+        return _tell(experiment, recipe, outcomes, folder)
+
+
+def _check_here(path: Path, run: Run) -> None:
+    """Check a run as `mimo train` does, but for its folder. path: of the recipe.
+
+    Raises RecipeError with all problems.
+    """
+    phased = load_phases(path, run.overrides)
+    layouts = phased.each(lambda recipe: check_recipe(recipe, None))
+    check_room(phased, layouts, None)
+    phased.each(check_data)
+
+
+def _tell(experiment: Experiment, recipe: Recipe, outcomes: Sequence[Outcome], folder: Path) -> int:
+    precision = recipe.train.precision
+    results = results_of(experiment, outcomes, precision)
+    show(results_table(results, experiment.reference), problems_table(results))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(folder / "results.csv", results)
+    write_page(experiment, results, folder, precision, recipe.train.steps)
+    print(verdict(results, experiment.reference))
+    states = {one.state for one in results}
+    if states & {"failed", "differs"}:
+        return 1
+    return EXIT_CONTINUE if "not done yet" in states else int(states != {"follows"})
+
+
+TOKENS = "tokens_per_second"
+_MOST_WARMUP = 10  # steps in which memory, caches and the clocks of the machine settle
+
+
+@dataclass(frozen=True)
+class Result:
+    """A layout.
+
+    outcomes: of its runs. of_runs: by run that is done the medians of its metrics over the steps
+    after the first. follows: of these runs, the one that is furthest off; None without a reference.
+    """
+
+    name: str
+    outcomes: Sequence[Outcome]
+    of_runs: Sequence[Mapping[str, float]]
+    follows: Followed | None
+
+    def values(self, metric: str) -> list[float]:
+        """Of each run that has it."""
+        return [own[metric] for own in self.of_runs if metric in own]
+
+    @cached_property
+    def figures(self) -> Mapping[str, float]:
+        """Of every metric the median over the runs."""
+        names = dict.fromkeys(name for own in self.of_runs for name in own)
+        return {name: median(self.values(name)) for name in names}
+
+    @property
+    def first(self) -> Outcome | None:
+        """Of its runs that are done."""
+        return next((one for one in self.outcomes if one.is_done), None)
+
+    @property
+    def error(self) -> str:
+        """Of the first run that failed."""
+        return next((one.error for one in self.outcomes if one.error), "")
+
+    @property
+    def state(self) -> str:
+        """In words; `follows` if all is well."""
+        if self.error:
+            return "failed"
+        if any(one.job for one in self.outcomes):
+            return "not done yet"
+        if self.follows is None:
+            return "cannot be compared"
+        return "differs" if self.follows.problem else "follows"
+
+
+def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: str) -> list[Result]:
+    """One per layout that has an outcome, in the order of the file."""
+    by_layout: dict[str, list[Outcome]] = {}
+    for one in outcomes:
+        by_layout.setdefault(one.run.layout.name, []).append(one)
+    done = {name: [o for o in own if o.is_done] for name, own in by_layout.items()}
+    reference = next((one.records for one in done.get(experiment.reference, ())), None)
+    found = []
+    for name in experiment.layouts:
+        if name not in by_layout:
+            continue
+        follows = None
+        if reference is not None and done[name]:
+            compared = [follow(one.records, reference, precision) for one in done[name]]
+            follows = max(compared, key=lambda one: (bool(one.problem), one.difference))
+        steady = [_steady(one.records) for one in done[name]]
+        found.append(Result(name, by_layout[name], steady, follows))
+    return found
+
+
+def warmup_steps(steps: int) -> int:
+    """How many steps are left out of figures about speed."""
+    return min(_MOST_WARMUP, steps // 5)
+
+
+def _steady(records: Sequence[Record]) -> dict[str, float]:
+    """Medians of a run's metrics after its first steps, of all where later ones have none; the last
+    loss, and the peak of the memory.
+    """
+    values: dict[str, list[float]] = {}
+    late: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                values.setdefault(name, []).append(value)
+                if record["step"] >= warmup_steps(len(records)):
+                    late.setdefault(name, []).append(value)
+    found = {name: median(late.get(name, own)) for name, own in values.items() if name != "step"}
+    # Without a device, memory is what a rank has at the moment, so the most of all is the peak.
+    peaks = {name: max(own) for name, own in values.items() if name.startswith("memory_")}
+    last = records[-1]["loss"]
+    return found | peaks | ({} if last is None else {"loss": last})
+
+
+def write_csv(path: Path, results: Sequence[Result]) -> None:
+    """One line per layout, with every figure of any of them."""
+    names = dict.fromkeys(name for one in results for name in one.figures)
+    names.pop(TOKENS, None)
+    head = ("layout", "state", "runs", "largest_loss_difference", "at_step", "problem")
+    spread = (TOKENS, f"{TOKENS}_least", f"{TOKENS}_most")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow((*head, *spread, *names))
+        for one in results:
+            off, found, tokens = one.follows, ("", "", ""), one.values(TOKENS)
+            if tokens:
+                found = (median(tokens), min(tokens), max(tokens))
+            compared = ("", "") if off is None else (off.difference, off.at + 1)
+            problem = one.error or (off.problem if off else "")
+            row = (one.name, one.state, len(one.of_runs), *compared, problem, *found)
+            writer.writerow((*row, *(one.figures.get(name, "") for name in names)))
+
 
 _MIB = 2**20
 
@@ -192,7 +401,7 @@ def write_page(
     sections.append(_bridges(results))
     read = [found for run in runs for found in read_runs(run)]
     sections.append(Section("Differences of the recipes", tables=[differences(read)]))
-    shown = [one for one in sections if one.says_something]
+    shown = [one for one in sections if one.has_content]
     for section in shown:
         for at, picture in enumerate(section.pictures):
             name = section.title.lower().replace(" ", "_")

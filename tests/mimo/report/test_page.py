@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from mimo.report.pictures import lines
+from mimo.report.page import lines
 from mimo.report.runs import Curve
 
 

@@ -1,4 +1,4 @@
-"""`mimo report`: a page of a real run, and of runs made by hand with known figures."""
+"""`mimo report` and `mimo compare`: pages of a real run, and of runs made by hand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mimo.errors import InputError
 from mimo.generate.evaluate import draw
 from mimo.generate.scores import Answered
-from mimo.report.one_run import main, part_of
+from mimo.report.run import compare, differences, figures, part_of, report
 from mimo.report.runs import read_runs
 from mimo.runtime.run_environment import starts_of
 from mimo.train.incidents import record
@@ -90,7 +91,7 @@ def test_the_trace_of_the_chosen_rank_and_step_has_the_phases_by_name(trained: P
 
 def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) -> None:
     folder = trained.parent / "runs" / "tiny"
-    assert main(folder, None) == 0
+    assert report(folder, None) == 0
     page = (folder / "report.html").read_text()
     assert sections(page) == SECTIONS
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
@@ -161,7 +162,7 @@ def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:
         json.dumps({"split": "test", "exact_match": 0.5, "per_word": 0.25, "samples": [sample]})
     )
     (folder / "held_out_half.json").write_text('{"split": "va')
-    assert main(folder, tmp_path / "page.html") == 0
+    assert report(folder, tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()
     assert_runs_its_own_script_alone(page)
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 9
@@ -183,7 +184,7 @@ def test_curves_that_are_zero_throughout_are_not_drawn(tmp_path: Path) -> None:
 
 def test_a_run_that_has_not_done_a_step_has_a_page_too(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("name: [broken")
-    assert main(tmp_path, None) == 0
+    assert report(tmp_path, None) == 0
     page = (tmp_path / "report.html").read_text()
     assert sections(page) == ["Incidents", "Configuration"]
     assert "stopped after step 0" in page
@@ -202,14 +203,14 @@ def test_a_run_of_which_no_rank_has_started_has_a_page_that_says_why(
         logs = tmp_path / "logs" / "run"
         logs.mkdir(parents=True)
     (logs / "job_7.out").write_text(f"x.yaml:3: {HOSTILE}\nexit code 2 at noon\n")
-    assert main(tmp_path / "run", None) == 0
+    assert report(tmp_path / "run", None) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert sections(page) == ["Jobs"]
     for text in ("no rank has started", "<td>7</td>", "job_7.out", "exit code 2 at noon"):
         assert text in page
     assert "x.yaml:3: &lt;script&gt;" in page
     make_run(tmp_path / "run")
-    assert main(tmp_path / "run", None) == 0
+    assert report(tmp_path / "run", None) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert sections(page)[-1] == "Jobs"
     assert "no rank has started" not in page
@@ -218,7 +219,7 @@ def test_a_run_of_which_no_rank_has_started_has_a_page_that_says_why(
 def test_a_job_of_phases_has_one_page(tmp_path: Path) -> None:
     for name in ("phase_1_projector", "phase_2_all"):
         make_run(tmp_path / "job" / name)
-    assert main(tmp_path / "job", None) == 0
+    assert report(tmp_path / "job", None) == 0
     page = (tmp_path / "job" / "report.html").read_text()
     phases = ["job/phase_1_projector", "job/phase_2_all"]
     assert re.findall(r"<h2>(.*)</h2>", page) == phases
@@ -226,6 +227,52 @@ def test_a_job_of_phases_has_one_page(tmp_path: Path) -> None:
     (tmp_path / "job" / "held_out_test.json").write_text(
         json.dumps({"split": "test", "exact_match": 1.0, "per_word": 1.0, "samples": [sample]})
     )
-    assert main(tmp_path / "job", None) == 0
+    assert report(tmp_path / "job", None) == 0
     page = (tmp_path / "job" / "report.html").read_text()
     assert re.findall(r"<h2>(.*)</h2>", page) == ["The whole job", *phases]
+
+
+def test_runs_are_beside_each_other_with_the_keys_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = RECIPE.replace("0.1", "0.3").replace("{path: b.tar}", "{path: b.tar, weight: 2}")
+    folders = [make_run(tmp_path / "one"), make_run(tmp_path / "two", other, num_steps=50)]
+    runs = [run for folder in folders for run in read_runs(folder)]
+    assert differences(runs).rows == [
+        ("data.sources.1.weight", "–", "2"),
+        ("train.learning_rate", "0.1", "0.3"),
+    ]
+    best = figures(runs).rows
+    assert best[0][:7] == ("one", "ended", "100", "110.5", "7", "7", "1,001")
+    assert best[1][:4] == ("two", "stopped after step 50", "50", "160.5")
+    assert compare(folders, tmp_path / "page.html") == 0
+    said, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    for text in (said, page):
+        assert "train.learning_rate" in text
+        assert "110.5" in text
+        assert "train.steps" not in text
+    captions = re.findall(r"<figcaption>(\w+)", page)
+    assert captions == ["loss", "validation_loss", "lr", "tokens_per_second", "idle_fraction"]
+
+
+def test_runs_of_one_name_are_told_apart_and_one_alone_is_no_comparison(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name / "same") for name in ("a", "b")]
+    assert compare(folders, tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert all(str(folder) in page for folder in folders)
+    assert "The recipes are the same" in page
+    with pytest.raises(InputError, match="two runs or more"):
+        compare(folders[:1], tmp_path / "page.html")
+
+
+def test_shards_that_changed_under_one_path_are_a_difference(tmp_path: Path) -> None:
+    texts = {"one": "a.tar: 9 samples, written as 12", "two": "a.tar: 9 samples, written as 34"}
+    for name, text in texts.items():
+        facts = {"precision": "fp32", "data.sources.0": text, "data.sources.1": "b.tar: same"}
+        starts = [{"summary": {"data.sources.0": "an earlier start"}}, {"summary": facts}]
+        folder = make_run(tmp_path / name)
+        (folder / "environment.json").write_text(json.dumps(starts))
+    runs = [run for name in texts for run in read_runs(tmp_path / name)]
+    assert differences(runs).rows == [("data.sources.0 (shards)", *texts.values())]
+    assert compare([tmp_path / "one", tmp_path / "one"], tmp_path / "page.html") == 0
+    assert "So are the shards" in (tmp_path / "page.html").read_text()

@@ -1,18 +1,32 @@
-"""`mimo report RUN`: one page about a run, or about all phases of one."""
+"""`mimo report` and `mimo compare`: pages about one run, its phases, or several runs."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mimo.report.jobs import jobs_of, last_words
-from mimo.report.page import Part, Section, Table, number, percent, render, write
-from mimo.report.pictures import Picture, data_url, is_flat_zero, lines, shares
-from mimo.report.runs import TIMES, Curve, RunData, begun_runs
+from mimo.errors import InputError
+from mimo.report.page import (
+    Part,
+    Picture,
+    Section,
+    Table,
+    data_url,
+    is_flat_zero,
+    lines,
+    number,
+    percent,
+    render,
+    shares,
+    show,
+    write,
+)
+from mimo.report.runs import TIMES, Curve, RunData, begun_runs, jobs_of, last_words, read_runs
 from mimo.train.run_files import LAUNCH
 
 _MAX_ROWS = 200  # of incidents, and of a job's output: the newest
@@ -222,18 +236,138 @@ def part_of(run: RunData, with_title: bool) -> Part:
         "incidents": str(len(run.incidents)),
     }
     tiles = {name: value for name, value in tiles.items() if value != "–"}
-    found = [section for section in sections_of(run) if section.says_something]
+    found = [section for section in sections_of(run) if section.has_content]
     return Part(run.title if with_title else "", tiles, found, run.summary)
 
 
-def main(run: Path, page: Path | None) -> int:
+def report(run: Path, page: Path | None) -> int:
     """`mimo report`: write the page of a run."""
     runs = begun_runs(run)
     parts = [part_of(one, with_title=len(runs) > 1) for one in runs]
-    if len(runs) > 1 and (answers := _predictions(run)).says_something:
+    if len(runs) > 1 and (answers := _predictions(run)).has_content:
         parts.insert(0, Part("The whole job", {}, [answers]))
     if not runs or (run / LAUNCH).is_dir():
         tiles = {} if runs else {"state": "no rank has started"}
         parts.append(Part("", tiles, [_jobs(run)]))
     write(page or run / "report.html", render(f"Run {run.resolve().name}", parts))
+    return 0
+
+
+# Metrics that are drawn where any run has them, with their units.
+_DRAWN = (
+    (r"loss|validation_loss.*", ""),
+    (r"grad_norm.*|update_norm.*|lr", ""),
+    (r"tokens_per_second", "1/s"),
+    (r"mfu|idle_fraction.*", ""),
+    (r"step_seconds|bridge_wait_seconds_.*", "seconds"),
+    (r"memory_gib_.*", "GiB"),
+)
+_FIGURES = (
+    "run",
+    "state",
+    "steps",
+    "loss, last 20 steps",
+    "validation loss",
+    "best",
+    "tokens/s",
+    "step, s",
+    "MFU",
+    "idle",
+)
+
+
+def figures(runs: Sequence[RunData]) -> Table:
+    """What a person compares first; medians over the steps."""
+    rows = []
+    for run in runs:
+        validation = run.curves.get("validation_loss")
+        best = validation.finite.min() if validation and validation.finite.size else None
+        rows.append(
+            (
+                run.title,
+                run.state,
+                f"{run.steps_done:,}",
+                number(run.last("loss", 20)),
+                number(run.last("validation_loss")),
+                number(best),
+                number(run.median("tokens_per_second")),
+                number(run.median("step_seconds")),
+                percent(run.median("mfu")),
+                percent(run.median("idle_fraction")),
+            )
+        )
+    return Table(_FIGURES, rows)
+
+
+def differences(runs: Sequence[RunData]) -> Table:
+    """What is not the same in all runs: keys of the recipes, and the shards of each source.
+
+    A dash where a run has none.
+    """
+    flat = [dict(_leaves(run.recipe)) | _shards(run) for run in runs]
+    keys = sorted({key for one in flat for key in one} - {"name"})
+    rows = [
+        (key, *(str(one.get(key, "–")) for one in flat))
+        for key in keys
+        if any(key not in one or one[key] != flat[0].get(key) for one in flat)
+    ]
+    return Table(("key", *(run.title for run in runs)), rows, words=True)
+
+
+def _shards(run: RunData) -> dict[str, str]:
+    """The shards that each source had at the last start, where it was recorded."""
+    facts = run.summary.items()
+    return {f"{name} (shards)": text for name, text in facts if name.startswith("data.")}
+
+
+def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value by its dotted key; entries of lists by their numbers."""
+    if isinstance(data, Mapping) and (data or not key):
+        items = data.items()
+    elif isinstance(data, list) and data:
+        items = enumerate(data)
+    else:
+        yield key, data
+        return
+    for name, value in items:
+        yield from _leaves(value, f"{key}.{name}" if key else str(name))
+
+
+def compared_sections(runs: Sequence[RunData]) -> list[Section]:
+    """Figures, differences, and one picture per metric."""
+    known = dict.fromkeys(name for run in runs for name in run.curves)
+    pictures = []
+    for pattern, unit in _DRAWN:
+        for name in filter(re.compile(pattern).fullmatch, known):
+            drawn = [run for run in runs if name in run.curves]
+            having = [run for run in drawn if not is_flat_zero(run.curves[name])]
+            if having:
+                curves = {run.title: run.curves[name] for run in having}
+                pictures.append(lines(name, unit, curves))
+    different = differences(runs)
+    note = "" if different.rows else "The recipes are the same but for their names."
+    if not different.rows and all(map(_shards, runs)):
+        note += " So are the shards of their data."
+    return [
+        Section("Results", tables=[figures(runs)]),
+        Section("Differences", tables=[different], note=note),
+        Section("Curves", pictures),
+    ]
+
+
+def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
+    """The runs, those of one name called by their folders."""
+    titles = [run.title for run in runs]
+    return [
+        replace(run, title=str(run.folder)) if titles.count(run.title) > 1 else run for run in runs
+    ]
+
+
+def compare(folders: Sequence[Path], page: Path) -> int:
+    """`mimo compare`: print the table and write the page."""
+    if len(folders) < 2:
+        raise InputError("give two runs or more, such as runs/first runs/second")
+    runs = _named_apart([run for folder in folders for run in read_runs(folder)])
+    show(figures(runs), differences(runs))
+    write(page, render("Runs compared", [Part("", {}, compared_sections(runs))]))
     return 0

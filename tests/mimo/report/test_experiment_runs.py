@@ -13,9 +13,9 @@ import pytest
 from mimo.config.schema import Recipe
 from mimo.config.source import read_yaml
 from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
-from mimo.report.experiment import runs
-from mimo.report.experiment.main import main
-from mimo.report.experiment.runs import Run
+from mimo.report import experiment_runs as runs
+from mimo.report.experiment import main
+from mimo.report.experiment_runs import Run
 from tests.mimo.tiny import write_recipe, write_samples
 
 STEPS = 20
@@ -64,7 +64,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def without_a_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a second, so only a test that looks at the page has one."""
     if "page" not in request.node.name:
-        monkeypatch.setattr("mimo.report.experiment.main.write_page", lambda *_: None)
+        monkeypatch.setattr("mimo.report.experiment.write_page", lambda *_: None)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, names: list[str], trainer: Trainer) -> None:

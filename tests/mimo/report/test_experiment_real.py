@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import EXIT_CONTINUE
-from mimo.report.experiment.compare import follow
-from mimo.report.experiment.runs import Run
-from mimo.report.experiment.schema import Layout
+from mimo.report.experiment_file import Layout, follow
+from mimo.report.experiment_runs import Run
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.disturbed import disturbing

@@ -1,1 +1,0 @@
-"""Experiments: one recipe in several layouts, run side by side and compared."""
