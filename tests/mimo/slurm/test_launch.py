@@ -78,10 +78,10 @@ def test_a_site_lies_over_the_recipe_and_overrides_over_both(folder: Path, aroun
     [
         ("qos: a\npartitoin: b\n", "site.yaml:2: cluster.partitoin: .*'partition'"),
         ("cluster:\n  restarts: many\n", "site.yaml:2: cluster.restarts: "),
-        ("cluster: {qos: a}\ntrain: {steps: 3}\n", "site.yaml:2: train: the file is only for cluster"),
+        ("cluster: {qos: a}\ntrain: {steps: 3}\n", "site.yaml:2: train: the file is only for"),
         ("a: [1\n", "site.yaml:[12]: not valid YAML"),
         ("- a\n", "site.yaml:1: "),
-        ("gpus_per_node: 0\n", "site.yaml.*gpus_per_node 0 says"),
+        ("gpus_per_node: 0\n", "site.yaml.*gpus_per_node 0 means"),
     ],
 )
 def test_a_mistake_in_a_site_is_shown_with_its_line(folder: Path, text: str, message: str) -> None:
