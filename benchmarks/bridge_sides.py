@@ -32,8 +32,7 @@ from mimo.device import (
 )
 from mimo.parallel.grids import LANGUAGE, Link, variables_of
 from mimo.parallel.groups import Topology, build_topology, comm_grid
-from mimo.runtime.environment import set_variables
-from mimo.runtime.ranks import rank_environment
+from mimo.runtime.ranks import rank_environment, set_variables
 
 _TIMEOUT_SECONDS = 300
 _START_IN_SECONDS = 0.01  # until the common start, long enough for every rank to hear of it

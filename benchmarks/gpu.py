@@ -98,7 +98,7 @@ def versions(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
         "import json, torch\n"
         "from mimo.device import device_name, library_versions\n"
         "from mimo.ops.acceleration import kernel_states\n"
-        "from mimo.runtime.run_environment import versions\n"
+        "from mimo.runtime.run_files import versions\n"
         "found = {'device': device_name(), **versions(), **library_versions()}\n"
         "print(json.dumps(found | {f'kernel {k}': v for k, v in kernel_states().items()}))\n"
     )

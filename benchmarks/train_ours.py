@@ -18,7 +18,7 @@ from mimo.model.step_plan import StepPlan
 from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
-from mimo.train.observer import StepObserver
+from mimo.train.step import StepObserver
 
 _TIMEOUT_SECONDS = 1800.0
 

@@ -42,7 +42,6 @@ KNOW_PIXELS = (
 MAY_IMPORT_LATE = {
     "mimo/cli/": "--help and typing mistakes are answered at once",
     "mimo/families/languages/": "the engine takes ten seconds; checks need settings alone",
-    "mimo/train/main.py:_be_a_rank": "torch takes seconds; the starter of ranks needs none",
     "mimo/config/modules.py:_item_text": "data loads numpy",
     "mimo/config/training.py:_has_no_credentials": "data loads numpy",
 }

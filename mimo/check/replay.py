@@ -39,15 +39,13 @@ from mimo.model.planner import step_planner
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology
+from mimo.runtime.run_files import METRICS
+from mimo.train.anomalies import BATCHES, samples_of
 from mimo.train.batches import STEP
-from mimo.train.continuation import continue_order
 from mimo.train.loop import Trainer
-from mimo.train.metrics import StepResult
-from mimo.train.observer import StepObserver
-from mimo.train.odd_steps import BATCHES, samples_of
-from mimo.train.run_files import METRICS
-from mimo.train.step import train_step
-from mimo.train.times import StepTimes
+from mimo.train.metrics import StepResult, StepTimes
+from mimo.train.run_folder import continue_order
+from mimo.train.step import StepObserver, train_step
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)\..*")
 
@@ -166,8 +164,14 @@ def _step(
         open_decoding(recipe, layout, 0, dataset.readers) as decoding,
         trainer.batches(STEP, dataset, range(step, step + 1), used, 0, decoding) as batches,
     ):
-        times = StepTimes(layout, 0)
-        return train_step(step, recipe, trainer.model, batches, watched, times)
+        return train_step(
+            step=step,
+            recipe=recipe,
+            model=trainer.model,
+            batches=batches,
+            observer=watched,
+            times=StepTimes(layout, 0),
+        )
 
 
 def _logged(run: Path, step: int) -> dict[str, Any] | None:

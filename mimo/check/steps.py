@@ -51,8 +51,8 @@ from mimo.model.flops import learning_names
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
-from mimo.train.observer import StepObserver
 from mimo.train.rank import collective_timeout, join_world
+from mimo.train.step import StepObserver
 
 # ------------------------------------------------------------------- on a layout's rank
 

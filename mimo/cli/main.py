@@ -22,7 +22,7 @@ from mimo.cli.inspect import compare, evaluate, generate, logs, report, status
 from mimo.cli.options import Command, readable_errors
 from mimo.cli.train import check, train
 from mimo.cli.verify import experiment, parity, replay, verify
-from mimo.runtime.environment import set_variables
+from mimo.runtime.ranks import set_variables
 
 app = typer.Typer(
     no_args_is_help=True,

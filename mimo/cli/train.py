@@ -33,7 +33,7 @@ def check(
     phased = load_phases(recipe, overrides or [])
     # Imported after the recipe is read: a mistyped key is reported before torch loads.
     from mimo.model.recipe_checks import check_indexed_data, check_recipe
-    from mimo.runtime.environment import VARIABLES
+    from mimo.runtime.ranks import VARIABLES
 
     layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
     notes = phased.each(check_indexed_data)

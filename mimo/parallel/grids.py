@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mimo.config.schema import LANGUAGE, Recipe, Train
-from mimo.runtime.environment import Variable
+from mimo.runtime.ranks import Variable
 
 _REPEATS = 4  # of the schedule's pattern, with its beginning and end
 

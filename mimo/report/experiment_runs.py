@@ -30,11 +30,11 @@ from mimo.config.schema import Recipe
 from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
 from mimo.report.experiment_file import Layout, Record
 from mimo.report.status import look, plain
-from mimo.runtime.signals import Signalled, heeded
+from mimo.runtime.run_files import LAUNCH, METRICS, json_lines
+from mimo.runtime.signals import Signalled, signal_handlers
 from mimo.slurm.script import Job, prepare
 from mimo.slurm.submit import submit as submit_one
 from mimo.slurm.submit import submit_array
-from mimo.train.run_files import LAUNCH, METRICS, json_lines
 from mimo.train.run_folder import moved_aside
 
 _POLL_SECONDS = 0.5
@@ -230,7 +230,7 @@ def _train(run: Run, bar: Progress, task: TaskID) -> int:
             start_new_session=True,
         )
         try:
-            with heeded() as asked:
+            with signal_handlers() as asked:
                 while child.poll() is None and not asked:
                     time.sleep(_POLL_SECONDS)
                     bar.update(task, completed=_steps(run.run_dir / METRICS))

@@ -21,7 +21,7 @@ from mimo.errors import InputError
 from mimo.report.runs import job_folders
 from mimo.report.status import last_words_of, look, plain
 from mimo.runtime.processes import looks_like_a_consequence
-from mimo.train.incidents import INCIDENTS
+from mimo.runtime.run_files import INCIDENTS
 
 _MERGED_BYTES = 16 * 2**20  # of all files together, as each line is kept until it has its place
 _LEAST_BYTES = 2**14  # of a file

@@ -27,7 +27,7 @@ from mimo.report.page import (
     write,
 )
 from mimo.report.runs import TIMES, Curve, RunData, begun_runs, jobs_of, last_words, read_runs
-from mimo.train.run_files import LAUNCH
+from mimo.runtime.run_files import LAUNCH
 
 _MAX_ROWS = 200  # of incidents, and of a job's output: the newest
 _MAX_PICTURE_BYTES = 32 * 2**20

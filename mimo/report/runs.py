@@ -23,10 +23,8 @@ import numpy as np
 from mimo.checkpoint.folder import phase_folders
 from mimo.config.source import read_yaml
 from mimo.errors import InputError, RecipeError
-from mimo.runtime.run_environment import starts_of
-from mimo.train.hang import State
-from mimo.train.incidents import incidents
-from mimo.train.run_files import LAUNCH, METRICS, json_lines, read_states
+from mimo.runtime.heartbeat import RankState, read_states
+from mimo.runtime.run_files import LAUNCH, METRICS, incidents, json_lines, starts_of
 
 TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
 """Metrics of where time goes: the mean over a module's ranks, or the largest."""
@@ -54,7 +52,7 @@ class RunData:
 
     curves: by the name of the metric; an entry of a mapping, such as `epochs`, has a name of its
     own, such as `epochs_0`. recipe: its keys as plain data, recipe_text as the file has them.
-    starts: see `mimo.runtime.run_environment`. states: of ranks that did not end well.
+    starts: see `mimo.runtime.run_files`. states: of ranks that did not end well.
     """
 
     title: str
@@ -64,7 +62,7 @@ class RunData:
     recipe_text: str
     incidents: list[dict[str, Any]]
     starts: list[dict[str, Any]]
-    states: Mapping[int, State]
+    states: Mapping[int, RankState]
 
     @property
     def alive(self) -> list[int]:

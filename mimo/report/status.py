@@ -19,8 +19,8 @@ from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
 from mimo.report.page import number, percent
 from mimo.report.runs import RunData, begun_runs, jobs_of, last_words
+from mimo.runtime.run_files import BAD_SAMPLES
 from mimo.runtime.run_lock import holder
-from mimo.train.run_files import BAD_SAMPLES
 
 _NEWEST_BYTES = 4 * 2**20  # of metrics: some thousand steps
 _RECENT = 20  # steps that a figure is the mean of

@@ -10,7 +10,7 @@ import signal
 import sys
 from importlib import import_module
 
-from mimo.runtime.signals import ASKING
+from mimo.runtime.signals import STOP_SIGNALS
 
 MODULES = "MIMO_PRELOAD"  # the environment variable with their names
 
@@ -18,7 +18,7 @@ initialised_cuda: str | None = None
 """The module whose import initialised CUDA; the ones after it were not imported."""
 
 if MODULES in os.environ:  # this is the fork server, and such signals may go to the whole job
-    for _signum in ASKING:
+    for _signum in STOP_SIGNALS:
         signal.signal(_signum, signal.SIG_IGN)
 _names = os.environ.pop(MODULES, "").split()  # ranks and what they start must not inherit it
 for _name in _names:

@@ -2,7 +2,7 @@
 
 Importing the engine takes seconds, so one fork server imports it once and every rank is a fork of
 it, ready in some tens of milliseconds. A rank reports its result or its error through a pipe of
-its own, and hears through it what signals ask for. Ranks end when one of them fails and when their
+its own, and receives stop requests through it. Ranks end when one of them fails and when their
 starter goes away, however it does.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 from mimo.errors import InputError
 from mimo.runtime import preloaded
-from mimo.runtime.signals import ask, ask_by_signal
+from mimo.runtime.signals import request_stop, request_stop_on_signals
 
 END_SECONDS = 3.0  # within which a rank ends that has closed its pipe
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -43,7 +43,7 @@ _CONSEQUENCE = re.compile(
 )
 # How long to wait for a cause after its consequence or, when a rank died silently, for what its
 # peers were waiting for.
-_ALL_TOLD_SECONDS = 1.0
+_SILENT_CAUSE_SECONDS = 1.0
 _EARLIER_CAUSE_SECONDS = 0.1  # how long an earlier cause may still be under way
 
 _LAST_WORDS = threading.Lock()  # whoever holds it reports for this rank and ends it
@@ -80,8 +80,12 @@ class RanksFailed(RuntimeError):
 
         def distance_to_cause(error: RankError) -> tuple[bool, bool, bool, float]:
             names_no_silent_rank = failed.issuperset(error.waits_for)
-            told = error.is_consequence, names_no_silent_rank, not error.waits_for
-            return *told, error.time_seconds
+            return (
+                error.is_consequence,
+                names_no_silent_rank,
+                not error.waits_for,
+                error.time_seconds,
+            )
 
         self.errors = sorted(errors, key=distance_to_cause)
         super().__init__(f"{self.errors[0].traceback}{self.errors[0]}")
@@ -117,13 +121,13 @@ def run_processes(
     timeout_seconds: float = math.inf,
     stack_dir: Path | None = None,
     meanwhile: Callable[[], None] = lambda: None,
-    asked: Sequence[str] = (),
+    stop_requests: Sequence[str] = (),
 ) -> list[Any]:
-    """What `target(*args)` returns in each of `world_size` ranks, which are gone afterwards.
+    """Return what `target(*args)` returns in each of `world_size` ranks, which then are gone.
 
     `target` is `module:function` or a function that can be imported by its name. Each rank has
     `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. `meanwhile` is called now
-    and then. Ranks are told each name that appears in `asked`, of a signal that asks them to end.
+    and then. Each name of a signal that appears in `stop_requests` is passed on to the ranks.
     Raises RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`, at the
     end of which ranks write their stacks to `stack_dir`.
     """
@@ -136,12 +140,12 @@ def run_processes(
             for rank in range(world_size):
                 pipe, writer = context.Pipe()
                 pipes.append(pipe)
-                own = dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-                own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+                variables = dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+                variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
                 stacks = (timeout_seconds, files[rank]) if files else None
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, own, payload, writer, stacks),
+                    args=(rank, variables, payload, writer, stacks),
                     name=f"rank {rank}",
                 )
                 process.start()
@@ -149,10 +153,10 @@ def run_processes(
                 writer.close()
         # From now on: the fork server may have taken its time to import what ranks need.
         deadline = time.monotonic() + timeout_seconds + _STACKS_SECONDS
-        results = _results(processes, pipes, deadline, meanwhile, asked)
+        results = _results(processes, pipes, deadline, meanwhile, stop_requests)
         if hung := [rank for rank in range(world_size) if rank not in results]:
-            told = [file for rank, file in enumerate(files) if rank in hung and file.exists()]
-            texts = [f"--- {file.name} ---\n{file.read_text()}" for file in told]
+            written = [file for rank, file in enumerate(files) if rank in hung and file.exists()]
+            texts = [f"--- {file.name} ---\n{file.read_text()}" for file in written]
             names = ", ".join(map(str, hung))
             raise RanksHung(f"ranks {names} hung for {timeout_seconds} s\n{''.join(texts)}")
         return [results[rank] for rank in range(world_size)]
@@ -165,12 +169,12 @@ def _results(
     pipes: Sequence[Connection],
     deadline: float,
     meanwhile: Callable[[], None],
-    asked: Sequence[str],
+    stop_requests: Sequence[str],
 ) -> dict[int, Any]:
-    """What ranks have returned until `deadline`, by rank. Raises RanksFailed."""
+    """Return what ranks have returned until `deadline`, by rank. Raises RanksFailed."""
     results: dict[int, Any] = {}
     errors: list[RankError] = []
-    open_ranks, num_told = set(range(len(processes))), 0
+    open_ranks, num_sent = set(range(len(processes))), 0
     while open_ranks and (left := deadline - time.monotonic()) > 0:
         # The end of a process shows on its pipe as well, unless children of it hold that open.
         signs: dict[Any, int] = {pipes[rank]: rank for rank in open_ranks}
@@ -183,14 +187,14 @@ def _results(
             else:
                 (results[rank],) = outcome
         meanwhile()
-        for name in asked[num_told:]:
-            num_told += 1
+        for name in stop_requests[num_sent:]:
+            num_sent += 1
             for rank in open_ranks:
                 with suppress(OSError):  # it has just ended
                     pipes[rank].send_bytes(name.encode())
         if errors:
-            cause_is_told = any(e.traceback and not e.is_consequence for e in errors)
-            linger = _EARLIER_CAUSE_SECONDS if cause_is_told else _ALL_TOLD_SECONDS
+            cause_is_known = any(e.traceback and not e.is_consequence for e in errors)
+            linger = _EARLIER_CAUSE_SECONDS if cause_is_known else _SILENT_CAUSE_SECONDS
             deadline = min(deadline, min(error.time_seconds for error in errors) + linger)
     if errors:
         raise RanksFailed(errors)
@@ -198,12 +202,12 @@ def _results(
 
 
 def _outcome(rank: int, process: Any, pipe: Connection) -> tuple[Any] | RankError:
-    """What a rank that reported or ended has sent, or how it died silently."""
+    """Return what a rank that reported or ended has sent, or how it died silently."""
     now = time.monotonic()
     try:
         if pipe.poll():
             return pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):  # it has ended, perhaps before it heard what it was told
+    except (EOFError, OSError):  # it has ended, perhaps before it read a stop request
         pass
     process.join(END_SECONDS)
     code = process.exitcode
@@ -247,11 +251,11 @@ def _rank_main(
     pipe: Connection,
     stacks: tuple[float, Path] | None,
 ) -> None:
-    """The whole life of a rank. stacks: after how many seconds they are written to which file."""
+    """Live as a rank. stacks: seconds after which, and file to which, stacks are written."""
     # The fork server has the environment of its own start, not that of this call.
     os.environ.clear()
     os.environ.update(environment)
-    ask_by_signal()
+    request_stop_on_signals()
     if sys.platform == "linux":  # the thread below needs its turn, which a library may not give it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Both print the stacks of all threads: a crash in a library, and a person who asks.
@@ -261,7 +265,7 @@ def _rank_main(
         seconds, path = stacks
         file = path.open("w")  # open for as long as this process lives
         faulthandler.dump_traceback_later(seconds, file=file)
-    threading.Thread(target=_hear, args=(pipe,), name="hear the starter", daemon=True).start()
+    threading.Thread(target=_read_requests, args=(pipe,), name="stop requests", daemon=True).start()
     end_with_failed_thread(
         lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)
     )
@@ -296,7 +300,7 @@ def end_with_failed_thread(end: Callable[[BaseException], None]) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process that ends with ``error`` reports to its starter."""
+    """Return the exit code of a process that ends with ``error``."""
     return error.exit_code if isinstance(error, InputError) else 1
 
 
@@ -323,7 +327,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def looks_like_a_consequence(message: str) -> bool:
-    """The same of an error of which only the message is known."""
+    """Whether an error with this ``message`` is caused by another rank, as far as that tells."""
     return bool(_CONSEQUENCE.search(message))
 
 
@@ -340,11 +344,11 @@ def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:
             os._exit(code)
 
 
-def _hear(pipe: Connection) -> None:
-    """Hear what signals ask of this rank; exit as soon as its starter is gone, even by SIGKILL."""
+def _read_requests(pipe: Connection) -> None:
+    """Read stop requests; exit as soon as the starter is gone, even by SIGKILL."""
     starter = multiprocessing.parent_process()
     assert starter is not None
     with suppress(EOFError, OSError):
         while starter.sentinel not in wait([starter.sentinel, pipe]):
-            ask(pipe.recv_bytes().decode())
+            request_stop(pipe.recv_bytes().decode())
     os._exit(1)

@@ -1,4 +1,8 @@
-"""Ranks: started here on one machine, or found in the environment of torchrun or srun."""
+"""Ranks: started here on one machine, or found in the environment of torchrun or srun.
+
+Also the variables that we set in the environment of ranks where the user has not. It needs no
+torch: some variables are read when a library is loaded, so they are set before any imports torch.
+"""
 
 import atexit
 import os
@@ -7,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +19,18 @@ from typing import Any
 
 from mimo.errors import EXIT_CONTINUE
 from mimo.runtime.processes import RankError, RanksFailed, run_processes, warm_up
-from mimo.runtime.signals import Signalled, heeded
+from mimo.runtime.signals import Signalled, signal_handlers
 
 RENDEZVOUS = "MIMO_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Who this process is. `rendezvous` is an `init_method` of torch.distributed.
+    """The rank that this process is.
 
-    `restart`: how often torchrun has started the ranks again, of `max_restarts`.
+    rendezvous: an `init_method` of torch.distributed. hosts_store: whether rank 0 opens the store
+    where the ranks meet; torchrun may have done so, and a file needs none. restart: how often
+    torchrun has restarted the ranks, of ``max_restarts``.
     """
 
     rank: int
@@ -32,12 +38,13 @@ class RankEnv:
     local_rank: int
     rendezvous: str
     ranks_on_machine: int = 1
+    hosts_store: bool = False
     restart: int = 0
     max_restarts: int = 0
 
     @property
     def ranks_here(self) -> range:
-        """The ranks of this machine, itself at least: whoever starts them numbers them in a row."""
+        """The ranks of this machine, which are numbered in a row; this rank at least."""
         first = max(0, self.rank - self.local_rank)
         last = min(first + max(self.ranks_on_machine, self.local_rank + 1), self.world_size)
         return range(first, last)
@@ -57,23 +64,22 @@ def launch(
     others are ended, the cause is the last thing on stderr, and every failed rank's traceback goes
     to `log_dir/error_rank_<r>.txt`. The exit code is what `target` returns, if that is a number,
     2 for an InputError, 1 for any other exception of a rank, 128 + the signal that ended this
-    process at once, or EXIT_CONTINUE if a signal has asked for an end. on_failure: gets the cause,
-    unless a signal had asked for an end before.
+    process at once, or EXIT_CONTINUE if a signal has requested a stop. on_failure: gets the cause,
+    unless a signal had requested a stop before.
     """
     warm_up(preload)
     try:
-        with heeded() as asked, _rendezvous_dir() as folder:
+        with signal_handlers() as requests, _rendezvous_dir() as folder:
             try:
-                results = run_processes(
-                    target, args, world_size, rank_variables(folder), asked=asked
-                )
+                variables = rank_variables(folder)
+                results = run_processes(target, args, world_size, variables, stop_requests=requests)
             except RanksFailed as failure:
                 code = _report(failure, log_dir)
-                if not asked:
+                if not requests:
                     on_failure(failure.errors[0])
                 return code
             codes = [result for result in results if isinstance(result, int)]
-            return max(codes, default=0) or (EXIT_CONTINUE if asked else 0)
+            return max(codes, default=0) or (EXIT_CONTINUE if requests else 0)
     except Signalled as signalled:
         (signum,) = signalled.args
         print(f"ended by {signal.Signals(signum).name}", file=sys.stderr)
@@ -91,7 +97,7 @@ _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1
 
 
 def warm_up_on_cpu(preload: Sequence[str]) -> None:
-    """`warm_up` for ranks that use the CPU whatever the machine has; returns at once."""
+    """Start the fork server for ranks that use the CPU alone; returns at once."""
     warm_up(preload, _WITHOUT_GPUS)
 
 
@@ -101,7 +107,7 @@ def run_on_cpu(
     world_size: int,
     timeout_seconds: float,
 ) -> list[Any]:
-    """Run `target(*args)` in `world_size` one-thread ranks of this machine; results by rank.
+    """Run `target(*args)` in `world_size` one-thread ranks of this machine; return their results.
 
     Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
     """
@@ -111,7 +117,7 @@ def run_on_cpu(
 
 
 def rank_variables(rendezvous_dir: Path) -> dict[str, str]:
-    """This process's environment, with ranks that meet through a file in `rendezvous_dir`."""
+    """Return this process's environment for ranks that meet through a file in `rendezvous_dir`."""
     return {
         # All ranks are on this machine; without it gloo looks up the host's name, which may fail.
         "GLOO_SOCKET_IFNAME": "lo",
@@ -121,7 +127,7 @@ def rank_variables(rendezvous_dir: Path) -> dict[str, str]:
 
 
 def rank_environment() -> RankEnv | None:
-    """The rank that this process was started as: by `launch`, torchrun or srun; else None."""
+    """Return the rank that `launch`, torchrun or srun started this process as; else None."""
     variables = os.environ
     if RENDEZVOUS in variables:
         rendezvous = variables[RENDEZVOUS]
@@ -135,13 +141,15 @@ def rank_environment() -> RankEnv | None:
         local_rank=int(variables.get("LOCAL_RANK", "0")),
         rendezvous=rendezvous,
         ranks_on_machine=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+        hosts_store=rendezvous == "env://"
+        and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         restart=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
         max_restarts=int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")),
     )
 
 
 def _slurm_environment() -> RankEnv | None:
-    """The rank of a task that srun started, meeting the others on the step's first node."""
+    """Return the rank of a task of srun, which meets the others on the step's first node."""
     variables = os.environ
     # A batch script has SLURM_PROCID as well, but it is no task of a step.
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
@@ -159,34 +167,35 @@ def _slurm_environment() -> RankEnv | None:
         world_size=world_size,
         local_rank=int(variables.get("SLURM_LOCALID", "0")),
         rendezvous=f"tcp://{host}:{port}",
+        hosts_store=True,
     )
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: `gpu[03-05,9],login1` gives `gpu03`."""
+    """Return the first host of a SLURM node list: `gpu[03-05,9],login1` gives `gpu03`."""
     return next(hosts_of(nodes), "127.0.0.1")
 
 
 def hosts_of(nodes: str) -> Iterator[str]:
-    """The hosts of a SLURM node list, in its order."""
+    """Yield the hosts of a SLURM node list, in its order."""
     for before, ranges, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\])?([^\[,]*)", nodes):
-        for one in ranges.split(","):
-            first, _, last = one.partition("-")
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else ()
             for number in numbers or ("",):
                 yield f"{before}{str(number).zfill(len(first))}{after}"
 
 
 def node_name() -> str:
-    """This machine's: the one that SLURM knows it by, else the host's."""
+    """Return this machine's name in SLURM, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def end_at_once(exit_code: int) -> int:
-    """Where its interpreter would wind down, this process ends instead; returns the exit code.
+    """End this process before its interpreter winds down; returns the exit code.
 
     Threads of backends may not wind down in time, and have aborted ranks that were done. Threads
-    that are no daemons are waited for; exit handlers that were registered earlier are left out.
+    that are no daemons are waited for; exit handlers that were registered earlier do not run.
     """
 
     def end() -> None:
@@ -201,7 +210,7 @@ def end_at_once(exit_code: int) -> int:
 
 
 def _report(failure: RanksFailed, log_dir: Path | None) -> int:
-    """Write what happened, the cause last, and return the exit code."""
+    """Print what happened, the cause last, and return the exit code."""
     cause, *others = failure.errors
     try:
         if log_dir is not None and log_dir.is_dir():
@@ -222,3 +231,51 @@ def _report(failure: RanksFailed, log_dir: Path | None) -> int:
     traceback = cause.traceback if cause.exit_code != 2 else ""
     print(f"{traceback}{cause}", file=sys.stderr, flush=True)
     return cause.exit_code
+
+
+# ----------------------------------------------------------- variables of the environment
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable and our value.
+
+    instead: variables by which a user says the same; ours is left unset beside them.
+    """
+
+    name: str
+    value: str
+    instead: tuple[str, ...] = ()
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the environment already says something else."""
+        value = os.environ.get(self.name, self.value)
+        return value != self.value or any(name in os.environ for name in self.instead)
+
+    def __str__(self) -> str:
+        """Our setting, or the user's."""
+        if not self.is_users:
+            return f"{self.name}={self.value}"
+        names = (self.name, *self.instead)
+        return ", ".join(f"{n}={os.environ[n]} (yours)" for n in names if n in os.environ)
+
+
+VARIABLES = (
+    # Threads that wait for each other sleep after microseconds instead of spinning for
+    # milliseconds: on a busy machine a spinning thread holds the core that the other one needs.
+    Variable("GOMP_SPINCOUNT", "1000", ("OMP_WAIT_POLICY",)),
+    Variable("KMP_BLOCKTIME", "1", ("OMP_WAIT_POLICY",)),
+    # Packed batches differ in size; segments that grow can be reused for any of them.
+    Variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_ALLOC_CONF",)),
+    # Looking for GPUs initialises none.
+    Variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
+)
+"""Variables of every process, whatever its rank."""
+
+
+def set_variables(variables: Iterable[Variable] = VARIABLES) -> None:
+    """Set what the user has not, in this process and those that it starts."""
+    for variable in variables:
+        if not variable.is_users:
+            os.environ[variable.name] = variable.value

@@ -1,7 +1,8 @@
-"""Signals that end a job: the first SIGTERM, SIGUSR1 or Ctrl-C asks, a second one does not wait.
+"""Signals that stop a job early, and the agreement of all ranks on it.
 
-SLURM sends either of the first two before a job's time is up. Which of them have asked this process
-is a fact of the process, so it is kept here once.
+The first SIGTERM, SIGUSR1 or Ctrl-C requests a stop: finish the step, save, leave. A second one
+ends at once. SLURM sends one of the first two before a job's time is up. Which of them have reached
+this process is a fact of the process, so it is kept here once.
 """
 
 from __future__ import annotations
@@ -11,79 +12,112 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Finish the step, save, leave."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAVE_FAILED = "a checkpoint that was not written"
+_TIME_IS_UP = "train.max_minutes"
+_REASONS = (*(signum.name for signum in STOP_SIGNALS), _TIME_IS_UP, SAVE_FAILED)
 
-_asked: list[str] = []
-
-
-def asked() -> tuple[str, ...]:
-    """The names of the signals that have asked this rank to end, oldest first."""
-    return tuple(_asked)
+_requests: list[str] = []
 
 
-def ask(name: str) -> None:
-    """Note that this rank was asked by the signal of this name, once however often it was."""
-    if name not in _asked:
-        _asked.append(name)
+def stop_requested() -> tuple[str, ...]:
+    """Return the names of the signals that have asked this rank to stop, oldest first."""
+    return tuple(_requests)
 
 
-def ask_by_signal() -> None:
-    """Let signals ask this process, a rank whose starter decides what a second one does."""
-    for signum in ASKING:
-        signal.signal(signum, lambda number, _: ask(signal.Signals(number).name))
+def request_stop(name: str) -> None:
+    """Note that the signal of this name asks this rank to stop; repetitions count once."""
+    if name not in _requests:
+        _requests.append(name)
+
+
+def request_stop_on_signals() -> None:
+    """Let signals request a stop of this process, a rank of our launcher.
+
+    The launcher decides what a second signal does.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda number, _: request_stop(signal.Signals(number).name))
         signal.siginterrupt(signum, False)  # libraries may not expect to be interrupted
 
 
-def end_by_signals() -> None:
-    """Let signals ask this process, a rank without a starter of ours, and end it the second time.
+def exit_on_second_signal() -> None:
+    """Let signals request a stop of this process, a rank of torchrun or srun; the second ends it.
 
-    SIGINT ends it the first time: torchrun sends it once more to ranks that Ctrl-C has reached. A
-    thread hears them: the main thread may be inside a library, waiting for other ranks.
+    SIGINT ends it the first time: torchrun sends it again to ranks that Ctrl-C has reached. A
+    thread handles the signals, because the main thread may wait for other ranks inside a library.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    for signum in ASKING:
+    for signum in STOP_SIGNALS:
         signal.signal(signum, lambda *_: None)
         signal.siginterrupt(signum, False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
 
-    def hear() -> None:
+    def handle() -> None:
         while True:
             signum = signal.Signals(reader.recv(1)[0])
-            if signum in ASKING and signum != signal.SIGINT and not _asked:
-                ask(signum.name)
-            elif signum in ASKING:
+            if signum in STOP_SIGNALS and signum != signal.SIGINT and not _requests:
+                request_stop(signum.name)
+            elif signum in STOP_SIGNALS:
                 print(f"ended by {signum.name}", file=sys.stderr, flush=True)
                 os._exit(128 + signum)
 
-    threading.Thread(target=hear, name="signals", daemon=True).start()
+    threading.Thread(target=handle, name="signals", daemon=True).start()
 
 
 class Signalled(BaseException):
-    """This process was told to end at once, by the signal with the number that it holds."""
+    """This process must end at once, because of the signal whose number this holds."""
 
 
 @contextmanager
-def heeded() -> Iterator[list[str]]:
-    """Inside, the launcher of ranks is asked to end; yields the names of signals that have asked.
+def signal_handlers() -> Iterator[list[str]]:
+    """Handle signals to the launcher inside; yields the names of signals that request a stop.
 
-    Any second signal and SIGHUP unwind the stack by Signalled, so that ranks and files are cleared.
+    A second signal, and SIGHUP, unwind the stack by Signalled, so that ranks and files are cleared.
     """
-    heard: list[str] = []
+    requests: list[str] = []
 
     def handle(signum: int, frame: object) -> None:
-        if heard or signum == signal.SIGHUP:
+        if requests or signum == signal.SIGHUP:
             raise Signalled(signum)
-        heard.append(signal.Signals(signum).name)
-        os.write(2, f"{heard[0]}: finishing the step; a second signal ends at once\n".encode())
+        requests.append(signal.Signals(signum).name)
+        os.write(2, f"{requests[0]}: finishing the step; a second signal ends at once\n".encode())
 
-    before = {signum: signal.signal(signum, handle) for signum in (*ASKING, signal.SIGHUP)}
+    before = {signum: signal.signal(signum, handle) for signum in (*STOP_SIGNALS, signal.SIGHUP)}
     try:
-        yield heard
+        yield requests
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+class EarlyStop:
+    """Why a run stops after the current step, if it does; the same on all ranks.
+
+    A signal may reach one rank only, and clocks differ. So each rank adds its `flags` to a sum over
+    all ranks, and passes the sums to `agree`.
+    deadline: on this machine's monotonic clock; on one rank, whose clock decides. local_reasons:
+    further reasons of this rank.
+    """
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self._deadline = deadline
+        self.local_reasons: tuple[str, ...] = ()
+        self.reasons: tuple[str, ...] = ()
+
+    def flags(self) -> list[float]:
+        """Return 1.0 for each reason that this rank has, else 0.0."""
+        reasons = (*stop_requested(), *self.local_reasons)
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            reasons = (*reasons, _TIME_IS_UP)
+        return [float(reason in reasons) for reason in _REASONS]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Add the reasons whose `flags`, summed over all ranks, are positive; earlier ones stay."""
+        new = [reason for reason, count in zip(_REASONS, sums, strict=True) if count > 0]
+        self.reasons = tuple(dict.fromkeys((*self.reasons, *new)))

@@ -34,7 +34,7 @@ from mimo.ops.acceleration import LOADS, NOT_INSTALLED, kernel_states
 from mimo.parallel.connections import bridge_ends
 from mimo.parallel.grids import Layout
 from mimo.runtime.ranks import RankEnv, node_name
-from mimo.runtime.run_environment import versions
+from mimo.runtime.run_files import versions
 
 _SEEN_SECONDS = 10.0  # in which other nodes must see a new file
 _BYTES, _NUM_TRIES = 8 * 2**20, 3  # of one message

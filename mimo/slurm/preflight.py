@@ -29,8 +29,8 @@ from mimo.device import (
 from mimo.errors import InputError, StartError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
-from mimo.runtime.meeting import Meeting, Refused
 from mimo.runtime.ranks import RankEnv, hosts_of, launch, node_name, rank_environment
+from mimo.runtime.rendezvous import Refused, Rendezvous
 from mimo.slurm.node_checks import Facts, Link, Measured, facts_of, links_of, measure, ranks_of
 
 PREFLIGHT = "launch/preflight.json"
@@ -149,7 +149,7 @@ def be_a_rank(
     except InputError as error:
         problem = error
     try:
-        meeting = Meeting(environment, _JOIN_SECONDS)
+        meeting = Rendezvous(environment, _JOIN_SECONDS)
     except InputError as error:  # rank 0 is not there
         if environment.local_rank == 0:
             print(f"BROKEN: {error}", file=sys.stderr)
@@ -174,7 +174,7 @@ def _read(
     return phased, *max(phases, key=lambda phase: phase[1].world_size)
 
 
-def _join(meeting: Meeting, problem: InputError | None) -> Report:
+def _join(meeting: Rendezvous, problem: InputError | None) -> Report:
     """Collect the nodes of all ranks. Raises Refused where all ranks have the same problem."""
     message = "" if problem is None else str(problem)
     texts = meeting.gather(json.dumps([node_name(), message]))
@@ -209,7 +209,7 @@ def _conclude(report: Report, run_dir: Path | None) -> int:
 
 
 def _check_nodes(
-    meeting: Meeting,
+    meeting: Rendezvous,
     environment: RankEnv,
     report: Report,
     phased: PhasedRecipe,

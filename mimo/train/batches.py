@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from data.packing import Used
 from mimo.config.schema import Recipe
@@ -41,8 +42,8 @@ from mimo.model.planner import step_planner
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE
 from mimo.parallel.groups import Topology
-from mimo.runtime.ending import Ending
-from mimo.train.bad_samples import leave_note
+from mimo.runtime.signals import EarlyStop
+from mimo.train.anomalies import publish_bad_sample
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Batches:
     first batch; later, those up to the last batch that `next` gave.
     num_prepared: how many batches are prepared while another is in use, 1 or 0. The one after
     these is read meanwhile, and more of what follows as far as ``decoding`` lets it.
-    ending: what ranks agree on with each sum.
+    early_stop: what ranks agree on with each sum.
     flops: counts those of each batch; None where nobody asks.
     """
 
@@ -102,13 +103,13 @@ class Batches:
         num_prepared: int,
         model: MimoModel,
         decoding: Decoding,
-        ending: Ending,
+        early_stop: EarlyStop,
         flops: StepFlops | None = None,
     ) -> None:
         self.name = name
         self.steps = steps
         self.dataset = dataset
-        self._model, self._ending, self._flops = model, ending, flops
+        self._model, self._early_stop, self._flops = model, early_stop, flops
         self.used = used
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: one.media for name, one in recipe.encoders.items()}
@@ -133,7 +134,7 @@ class Batches:
         try:
             for _ in range(1 + self._num_prepared):
                 self.read_ahead()
-            self.sum_over_world()
+            self.sum_over_world(())
         except BaseException:
             self._close()
             raise
@@ -171,33 +172,33 @@ class Batches:
                 self._read.append(self._loader.next())
             self._left -= 1
 
-    def sum_over_world(self, *values: float | Tensor) -> list[float]:
-        """Sum ``values`` over all ranks, after `read_ahead`; every rank of the world calls it.
+    def sum_over_world[T](self, terms: T) -> T:
+        """Sum ``terms`` over all ranks, after `read_ahead`; every rank of the world calls it.
 
-        The same message carries which samples each rank could not read, and whether the run is to
-        end; then their batch is prepared.
+        The same message carries which samples each rank could not read, and whether the run stops
+        early. Then the batch of these samples is prepared. terms: see `sum_over_world` below.
         """
-        own = [self._ending.flags(), *(self._flags(loaded) for loaded in self._read)]
-        sums = sum_over_world(values, own)
-        ends = np.cumsum([len(one) for one in own])
-        asked, *flags = np.split(np.array(sums[len(values) :]), ends[:-1])
-        self._ending.agree(asked)
-        for loaded, of_step in zip(self._read, flags, strict=True):
-            unusable = np.flatnonzero(of_step > 0).tolist()
+        unusable_flags = [self._flags(loaded) for loaded in self._read]
+        sums, stop_flags, unusable_flags = sum_over_world(
+            (terms, self._early_stop.flags(), unusable_flags)
+        )
+        self._early_stop.agree(stop_flags)
+        for loaded, flags in zip(self._read, unusable_flags, strict=True):
+            unusable = np.flatnonzero(flags > 0).tolist()
             batch = self._preparer.submit(self._prepare, loaded, unusable)
             self._coming.append(_Coming(loaded.used, loaded.addresses(unusable), batch))
         self._read.clear()
-        return sums[: len(values)]
+        return sums
 
     def take_waited_seconds(self) -> float:
         """Seconds that this rank waited for batches since the last call."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
-    def shares_of_means(self, value: float) -> list[float]:
-        """By module, what this rank adds to the mean of ``value`` over the module's ranks."""
-        grids = self._layout.grids.values()
-        return [value / grid.size if self._rank in grid.ranks else 0.0 for grid in grids]
+    def shares_of_means(self, value: float) -> dict[str, float]:
+        """Return, by module, this rank's term of the mean of ``value`` over the module's ranks."""
+        grids = self._layout.grids.items()
+        return {name: value / grid.size * (self._rank in grid.ranks) for name, grid in grids}
 
     def _prepare(self, loaded: LoadedStep, unusable: Sequence[int]) -> tuple[RankBatch, Staging]:
         """What this rank needs of a batch, in the order of its plan; in the background."""
@@ -230,7 +231,7 @@ class Batches:
             flags[number] = 1.0
             logger.warning("skipped %s", bad)
             if self.name == STEP:
-                leave_note(loaded.step, number, self._rank, bad)
+                publish_bad_sample(loaded.step, number, self._rank, bad)
         return flags
 
     @contextmanager
@@ -244,21 +245,27 @@ class Batches:
         self._preparer.shutdown(wait=True, cancel_futures=True)
 
 
-def sum_over_world(
-    values: Sequence[float | Tensor], arrays: Sequence[np.ndarray] = ()
-) -> list[float]:
-    """Element-wise sum over all ranks, in fp64; every rank calls it with equally many values.
+def sum_over_world[T](terms: T) -> T:
+    """Sum every number of a tree over all ranks, in fp64; every rank calls it.
 
-    values: numbers of the host, and tensors () of the device. arrays: further numbers (n,) of the
-    host, which follow. On a device the host waits once, for all sums together.
+    terms: a tree of dataclasses, dicts, lists and tuples of the same shape on all ranks. Its leaves
+    are numbers and arrays (n,) of the host, and tensors () of the device. Returns it with numbers
+    and fp64 arrays. On a device the host waits once, for all sums together.
     """
-    numbers = np.array([0.0 if isinstance(value, Tensor) else value for value in values])
-    numbers = np.concatenate([numbers, *arrays])
-    if not numbers.size:
-        return []
-    total = send(torch.from_numpy(numbers), local_device())
-    for place, value in enumerate(values):
-        if isinstance(value, Tensor):
-            total[place] = value
+    leaves, structure = tree_flatten(terms)
+    parts = [
+        np.zeros(1) if isinstance(leaf, Tensor) else np.atleast_1d(np.asarray(leaf, np.float64))
+        for leaf in leaves
+    ]
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    if not ends or not ends[-1]:
+        return terms
+    total = send(torch.from_numpy(np.concatenate(parts)), local_device())
+    for end, leaf in zip(ends, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            total[end - 1] = leaf
     dist.all_reduce(total)
-    return total.tolist()
+    sums = np.split(np.array(total.tolist()), ends[:-1])
+    pairs = zip(leaves, sums, strict=True)
+    results = [part if isinstance(leaf, np.ndarray) else part.item() for leaf, part in pairs]
+    return tree_unflatten(results, structure)

@@ -1,4 +1,4 @@
-"""Where a rank begins: it settles environment, device and kernels, and then imports the engine.
+"""Where a rank begins: it sets up environment, device and kernels, and then imports the engine.
 
 Megatron imports Transformer Engine, which initialises the GPU. A wheel that does not fit raises an
 AssertionError that Megatron does not expect.
@@ -6,26 +6,59 @@ AssertionError that Megatron does not expect.
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
+from data.index.build import IndexTask, build_here
+from mimo.checkpoint.manifest import Unreadable
+from mimo.checkpoint.resume import (
+    Choice,
+    Listed,
+    Run,
+    choose,
+    listed_files,
+    split_by_bytes,
+    wrong_checksums,
+    wrong_sizes,
+)
 from mimo.config.schema import Recipe
-from mimo.device import local_device
+from mimo.device import has_gpu, local_device
+from mimo.errors import InputError, StartError, file_system_failed
+from mimo.model.dataset import item_processors, open_tokenizer
+from mimo.model.indexing import build_nothing, shares, tasks_of
+from mimo.model.recipe_checks import check_data
 from mimo.ops.acceleration import this_machine
 from mimo.parallel.grids import Layout, variables_of
-from mimo.runtime.environment import set_variables
-from mimo.runtime.ranks import rank_environment
+from mimo.runtime.hang_monitor import flight_recorder_variables
+from mimo.runtime.processes import end_with_failed_thread, exit_code_of
+from mimo.runtime.ranks import RankEnv, rank_environment, set_variables
+from mimo.runtime.rendezvous import Refused, Rendezvous
+from mimo.runtime.run_lock import keep_lock, run_lock
+from mimo.train.job import Job, Request
+from mimo.train.restarts import has_earlier_attempt, is_requeued, note_start, start_time
+
+# How far apart in time ranks may arrive when no readable recipe gives a timeout.
+_RENDEZVOUS_SECONDS = 600.0
+# After a host of the failed attempt is gone, a file server keeps its locks for a while.
+_LOCK_SECONDS = 120.0
 
 
-def run_rank(recipe: Recipe, layout: Layout, *args: Any) -> int:
+def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, *args: Any) -> int:
     """Be one rank of a job launched on this machine; see `mimo.train.rank.run_rank`."""
-    prepare_process(layout)
+    prepare_process(layout, run_dir)
     from mimo.train.rank import run_rank as run
 
-    return run(recipe, layout, *args)
+    return run(recipe, layout, run_dir, *args)
 
 
-def prepare_process(layout: Layout) -> None:
-    """Choose what has to be known before the engine is imported, and look at the kernels.
+def prepare_process(layout: Layout, run_dir: Path) -> None:
+    """Set what has to be known before the engine is imported, and check the kernels.
 
     Raises InputError for a package of kernels that is installed but cannot be imported.
     """
@@ -33,4 +66,170 @@ def prepare_process(layout: Layout) -> None:
     assert environment is not None, "ranks run inside a launched job"
     set_variables(variables_of(layout, environment.rank))
     local_device(environment.local_rank)
+    if has_gpu():
+        set_variables(flight_recorder_variables(run_dir))
     this_machine()
+
+
+# ------------------------------------------------------------- a rank of torchrun or srun
+
+
+def join_job(request: Request, environment: RankEnv, start: float) -> int:
+    """Train as a rank that torchrun or srun started; returns an exit code.
+
+    All ranks check the recipe; rank 0 makes the run folders and speaks for all.
+    """
+    job, problem = None, None
+    try:
+        job = request.check(environment)
+    except InputError as error:
+        problem = error
+    recipes = [phase.recipe for phase in job.phased.phases] if job else []
+    timeouts = [recipe.bridge.timeout_seconds for recipe in recipes]
+    ranks = Rendezvous(environment, max(timeouts, default=_RENDEZVOUS_SECONDS))
+    try:
+        ranks.agree(problem)
+        assert job is not None, "all ranks end where one has a problem"
+        with ExitStack() as lock:
+            runs, start = _begin(job, ranks, environment, start, lock)
+            if not runs:
+                ranks.leave()
+                return 0
+            keep_lock(job.phased.run_dir)
+            return _train_here(runs, ranks, start)
+    except Refused as refused:
+        return refused.exit_code
+
+
+def _begin(
+    job: Job, ranks: Rendezvous, environment: RankEnv, start: float, lock: ExitStack
+) -> tuple[list[Run], float]:
+    """Index the data, choose a checkpoint and make the run folders; every rank calls it.
+
+    Returns the runs to do, and on rank 0 when the job started: the time limit, which rank 0
+    watches, covers all attempts together. Rank 0 enters the run's lock into ``lock``.
+    """
+    run_dir = job.phased.run_dir
+    # Each machine counts its restarts; one that replaces another counts from zero.
+    restart = max(map(int, ranks.all_gather(str(environment.restart))))
+    _index_together(job, ranks, environment.world_size)
+
+    def take_lock() -> list[Path]:
+        continues = has_earlier_attempt(run_dir, restart)
+        lock.enter_context(run_lock(run_dir, _LOCK_SECONDS if continues or is_requeued() else 0.0))
+        return (job.after_failure() if continues else job).candidates()
+
+    choice = _choose_together(ranks.from_rank_0(take_lock), ranks, environment)
+
+    def begin() -> list[Run]:
+        nonlocal start
+        if has_earlier_attempt(run_dir, restart):
+            start = time.monotonic() - (time.time() - start_time(run_dir))
+            return job.restart(environment.max_restarts, choice=choice)
+        if runs := job.begin(choice):
+            note_start(run_dir, start)
+        return runs
+
+    return ranks.from_rank_0(begin), start
+
+
+def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment: RankEnv) -> Choice:
+    """Choose the first intact checkpoint; each rank reads its share of the files.
+
+    Raises Refused on all ranks if all are damaged.
+    """
+
+    def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
+        problems = wrong_sizes(checkpoint)
+        files = [] if problems else listed_files(checkpoint) or []
+        return [(problems, share) for share in split_by_bytes(files, environment.world_size)]
+
+    def problems(checkpoint: Path) -> list[str]:
+        known, files = ranks.scatter(partial(deal, checkpoint))
+        if not known:
+            unreadable = None
+            try:
+                known = wrong_checksums(checkpoint, files, lambda _: ranks.report_progress())
+            except Unreadable as error:
+                unreadable = error
+            ranks.agree(unreadable)
+            texts = ranks.all_gather("\n".join(known))
+            known = [line for text in texts for line in text.splitlines()]
+        return known
+
+    choice, refusal = Choice(), None
+    try:
+        choice = choose(candidates, problems)
+    except InputError as error:  # the same on all ranks
+        refusal = error
+    ranks.agree(refusal)
+    return choice
+
+
+def _index_together(job: Job, ranks: Rendezvous, num_ranks: int) -> None:
+    """Index the shards that are not indexed yet, each rank its share; then check the data.
+
+    Raises Refused on all ranks if that fails, or if the data does not fit the recipe.
+    """
+    recipes = [phase.recipe for phase in job.phased.phases]
+
+    def deal() -> list[list[tuple[int, list[IndexTask]]]]:
+        files = dict[Path, int]()  # phases may have shards in common
+        tasks = [
+            [task for task in of_phase if files.setdefault(task.file, number) == number]
+            for number, of_phase in enumerate(job.phased.each(tasks_of))
+        ]
+        per_task = [shares(of_phase, num_ranks) for of_phase in tasks]
+        num = sum(map(len, tasks))
+        if num:
+            print(f"{num} shards are not indexed yet; the ranks do it, each its share", flush=True)
+        return [[*enumerate(share[rank] for share in per_task)] for rank in range(num_ranks)]
+
+    problems, are_failures = list[str](), list[bool]()
+    for number, tasks in ranks.scatter(deal):
+        if not tasks:
+            continue
+        try:
+            recipe = recipes[number]
+            chat, processors = open_tokenizer(recipe), item_processors(recipe)
+            build_here(tasks, chat, processors, lambda *_: ranks.report_progress())
+        except ValueError as error:
+            problems.append(str(error))
+            are_failures.append(file_system_failed(error))
+        except Exception:  # unexpected, but the others must not wait in vain
+            problems.append(traceback.format_exc())
+            are_failures.append(True)
+    kind = StartError if all(are_failures) else InputError
+    ranks.agree(kind("\n".join(problems)) if problems else None)
+    ranks.from_rank_0(lambda: job.phased.each(lambda recipe: check_data(recipe, build_nothing)))
+
+
+def _train_here(runs: Sequence[Run], ranks: Rendezvous, start: float) -> int:
+    """Do runs on the same ranks until one ends with another exit code than 0, which is returned.
+
+    Does not return if one of them fails.
+    """
+    run_dir = runs[0].recipe.run_dir
+
+    def end(error: BaseException) -> NoReturn:
+        ranks.report_failure(error, run_dir)
+        # A normal exit of the interpreter could wait for a backend that waits for other ranks.
+        os._exit(exit_code_of(error))
+
+    end_with_failed_thread(end)
+    code = 0
+    try:
+        prepare_process(runs[0].layout, run_dir)
+        from mimo.train.rank import join_world, leave_world, train_in_world
+
+        rank = join_world(*(run.recipe for run in runs), store=ranks.store).rank
+        for run in runs:
+            run_dir = run.recipe.run_dir
+            if run.phase.name and rank == 0:
+                print(run, flush=True)
+            if code := train_in_world(run.recipe, run.layout, run_dir, run.start, start):
+                break
+        leave_world()
+        return code
+    except Exception as error:
+        end(error)

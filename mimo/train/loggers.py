@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Where metrics go: metrics.jsonl, the console, TensorBoard, Weights & Biases, MLflow.
 
 The last two are the user's own packages. Unless their environment variables say otherwise they
 write to the run folder and use no network. A resumed run continues the same run of theirs.
@@ -6,17 +6,30 @@ write to the run folder and use no network. A resumed run continues the same run
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import re
+import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mimo.checkpoint.manifest import naming
 from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
+from mimo.runtime.run_files import METRICS
+from mimo.train.metrics import is_logged
 
 RUN_IDS = "loggers.json"
 """The file in the run folder with the ids of the run in services, by logger."""
@@ -164,3 +177,133 @@ def check_loggers(recipe: Recipe) -> None:
     if missing := [name for name in wanted if find_spec(name) is None]:
         message = f"got {', '.join(missing)}, not installed here; pip install {' '.join(missing)}"
         raise RecipeError(recipe.problem(("train", "loggers"), message))
+
+
+# --------------------------------------------------------- metrics.jsonl and the console
+
+
+class MetricsWriter:
+    """Writes one JSON object per step; used by the one rank that speaks for the run.
+
+    A resumed run continues the file: lines after the step it resumes from are dropped first.
+    lacks_validation: there is then no validation after the last step of the file.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
+        self._train, self._path = recipe.train, run_dir / METRICS
+        self.lacks_validation = _drop_lines_from(self._path, first_step)
+        self._file = self._path.open("a", buffering=1)
+        self._logged = (first_step, time.monotonic())
+        self.console = Console(file=sys.stdout, soft_wrap=True)
+        self._loggers = open_loggers(recipe, run_dir, first_step, self.say)
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task(
+            "training", total=recipe.train.steps, completed=first_step, loss="-", rate="-"
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        for file in (self._loggers, self._file):
+            with suppress(OSError):  # of a full disk, which ends the run by another write
+                file.close()
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Record one training step; ``metrics`` is a line of metrics.jsonl."""
+        step = int(metrics["step"])
+        done, total = step + 1, self._train.steps
+        logged = is_logged(self._train, step)
+        self._write(metrics, "train", logged)
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            self.say(
+                f"step {done}/{total} loss {metrics['loss']:g} grad_norm "
+                f"{metrics['grad_norm']:g}: not finite, so no module was updated"
+            )
+        self._bar.update(
+            self._task,
+            completed=done,
+            loss=f"{metrics['loss']:.4f}",
+            rate=f"{metrics['tokens_per_second']:,.0f}",
+        )
+        if logged:
+            epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
+            self.say(
+                f"step {done}/{total} loss {metrics['loss']:.4f} "
+                f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
+                f"tokens/s {metrics['tokens_per_second']:.0f} "
+                f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))} "  # of all sources
+                f"mfu {_share(metrics['mfu'])} idle {_share(metrics.get('idle_fraction'))} "
+                f"eta {self._left(done)}"
+            )
+
+    def validation(self, metrics: Mapping[str, Any]) -> None:
+        """Record a validation; its step is the number of updates before it."""
+        self._write(metrics, "validation", True)
+        losses = {name.removeprefix("validation_"): metrics[name] for name in metrics}
+        told = " ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != "step")
+        self.say(f"validation after step {metrics['step']}: {told}")
+
+    def say(self, line: str) -> None:
+        """Print one line above the bar."""
+        self.console.print(line, highlight=False, markup=False)
+
+    def _left(self, done: int) -> timedelta:
+        """How long the rest takes at the pace since the last line, whatever the time went to."""
+        (before, then), self._logged = self._logged, (done, time.monotonic())
+        pace = (self._logged[1] - then) / (done - before)
+        return timedelta(seconds=round((self._train.steps - done) * pace))
+
+    def _write(self, metrics: Mapping[str, Any], group: str, logged: bool) -> None:
+        # JSON has no NaN, and a curve neither.
+        numbers: dict[str, Any] = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        with naming(self._path):
+            self._file.write(json.dumps(numbers) + "\n")
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise FileNotFoundError(errno.ENOENT, "the run folder was replaced")
+        step = int(numbers.pop("step"))
+        for source, epoch in numbers.pop("epochs", {}).items():
+            numbers[f"epoch_{source}"] = epoch
+        found = {f"{group}/{name}": one for name, one in numbers.items() if one is not None}
+        self._loggers.write(found, step, logged)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+# A whole line: one that was cut off when a run was killed is none.
+_LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
+
+
+def _drop_lines_from(path: Path, first_step: int) -> bool:
+    """Keep the lines of earlier steps, without parsing what may be a million of them.
+
+    Returns whether the last one is of the step before.
+    """
+    if not path.exists():
+        return False
+    last: re.Match[bytes] | None = None
+    partial = path.with_name(f".{path.name}")
+    with path.open("rb") as lines, partial.open("wb") as kept:
+        for line in lines:
+            found = _LINE.fullmatch(line)
+            if found and int(found[1]) < first_step + bool(found[2]):
+                kept.write(line)
+                last = found
+    os.replace(partial, path)
+    return last is not None and not last[2] and int(last[1]) == first_step - 1

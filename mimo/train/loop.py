@@ -1,33 +1,33 @@
-"""The training loop of one rank: steps, progress, validation, checkpoints."""
+"""The training loop of one rank: steps, progress, validation, checkpoints, traces, garbage."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+import gc
+from collections.abc import Collection, Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Self
+
+import torch
 
 from data.packing import Used
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.checkpoint.manifest import naming
 from mimo.checkpoint.save import Saver
-from mimo.config.schema import Recipe
-from mimo.device import has_gpu
+from mimo.config.schema import Recipe, Train
+from mimo.device import has_gpu, traced_activities
 from mimo.model.build import build_model
 from mimo.model.dataset import Dataset, apart, item_processors, open_tokenizer
 from mimo.model.decoding import Decoding, open_decoding
 from mimo.model.flops import StepFlops
 from mimo.parallel.groups import Topology
-from mimo.runtime.ending import SAVE_FAILED, Ending
+from mimo.runtime.signals import SAVE_FAILED, EarlyStop
 from mimo.spans import SPANS
-from mimo.train.bad_samples import BadSamples, check_skipped
+from mimo.train.anomalies import AnomalyDetector, BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches
-from mimo.train.metrics import step_metrics
-from mimo.train.observer import StepObserver
-from mimo.train.odd_steps import OddSteps
-from mimo.train.profile import profiler_of
-from mimo.train.step import run_modules, train_step
-from mimo.train.times import StepTimes
+from mimo.train.metrics import StepTimes, step_metrics
+from mimo.train.step import StepObserver, run_modules, train_step
 
 
 class Trainer:
@@ -41,7 +41,7 @@ class Trainer:
         initial: InitialWeights | None = None,
         provided: Collection[str] = (),
     ) -> None:
-        """initial, provided: as of `build_model`."""
+        """Build the model. initial, provided: passed on to `build_model`."""
         self.recipe = recipe
         self.topology = topology
         self.run_dir = run_dir
@@ -50,7 +50,7 @@ class Trainer:
         self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
         self.saver = Saver(self.model.modules, run_dir / "checkpoints", recipe)
-        self.ending = Ending()
+        self.early_stop = EarlyStop()
 
     def train(
         self,
@@ -62,10 +62,10 @@ class Trainer:
     ) -> Generator[dict]:
         """Train from ``self.progress``, yielding each step's metrics.
 
-        It ends with the last step, or after one with which all ranks agree on ``self.ending``.
+        It ends with the last step, or after one with which all ranks agree on `early_stop`.
         bad_samples: on the one rank that lists them. owes_validation: the run ended between the
         last step and the validation after it, if one is due there.
-        Raises FloatingPointError as `OddSteps.look_at` does.
+        Raises FloatingPointError as `AnomalyDetector.check` does.
         """
         train, layout = self.recipe.train, self.topology.layout
         steps = range(self.progress.step, train.steps)
@@ -74,7 +74,7 @@ class Trainer:
         times = StepTimes(layout, self.topology.rank)
         SPANS.forget(on_device=has_gpu())
         used, counts = self.progress.used, flops if self.topology.reports else None
-        odd_steps = OddSteps(train, self.run_dir, dataset, self.topology.reports)
+        anomalies = AnomalyDetector(train, self.run_dir, dataset, self.topology.reports)
         with (
             open_decoding(self.recipe, layout, self.topology.rank, readers) as decoding,
             self.batches(STEP, dataset, steps, used, 1, decoding, counts) as batches,
@@ -84,27 +84,34 @@ class Trainer:
                 observer.at(steps.start - 1, "validation")
                 yield {"step": steps.start, **self.validate(validation, decoding)}
             for step in steps:
-                profiler.reaches(step)
+                profiler.start_step(step)
                 unusable = batches.unusable_samples()
                 progress = self.progress.with_skipped(unusable.keys())
                 if bad_samples is not None:
                     new = unusable.keys() - self.progress.skipped
-                    bad_samples.found(step, [unusable[one] for one in sorted(new)])
+                    bad_samples.append(step, [unusable[sample] for sample in sorted(new)])
                 check_skipped(self.recipe.data, progress, batches.coming_used.samples, dataset)
-                # All ranks hear of it with this step, and the save that then begins raises why.
-                self.ending.own = (SAVE_FAILED,) if self.saver.has_failed else ()
-                given = self.recipe, self.model, batches, observer, times
-                result = train_step(step, *given, self.saver.wait_for_copy)
+                # The reduction tells all ranks; the next save raises the reason.
+                self.early_stop.local_reasons = (SAVE_FAILED,) if self.saver.has_failed else ()
+                result = train_step(
+                    step=step,
+                    recipe=self.recipe,
+                    model=self.model,
+                    batches=batches,
+                    observer=observer,
+                    times=times,
+                    wait_for_copy=self.saver.wait_for_copy,
+                )
                 done = step + 1
                 self.progress = progress.after_step(step, batches.used, result.is_skipped)
                 skipped = self.progress.skipped_samples, self.progress.skipped_steps
                 metrics = {"step": step, **step_metrics(result, layout, *skipped)}
                 if self.topology.reports:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
-                odd_steps.look_at(step, result)
-                # The last step is done as ever: nobody would go on to make up for what it lacks.
-                soon = bool(self.ending.reasons) and done < train.steps
-                saves = done == train.steps or _is_due(train.save_interval, done) or soon
+                anomalies.check(step, result)
+                # Always save and validate after the last step.
+                stops = bool(self.early_stop.reasons) and done < train.steps
+                saves = done == train.steps or _is_due(train.save_interval, done) or stops
                 if saves:
                     self.saver.on_progress = partial(observer.at, step, "checkpoint")
                     self.saver.on_progress()
@@ -112,62 +119,148 @@ class Trainer:
                         self.run_dir.stat()  # raises if it is gone; a save would make another
                         metrics["save_seconds"] = self.saver.begin(self.progress)
                 yield metrics
-                # Who asks to end soon may not wait for long: the run that goes on validates first.
-                if validation and _is_due(train.validate_every, done) and not soon:
+                # Skip validation on an early stop; the resumed run does it.
+                if validation and _is_due(train.validate_every, done) and not stops:
                     observer.at(step, "validation")
                     yield {"step": done, **self.validate(validation, decoding)}
                 if saves:  # only now, so that no line of a step before a checkpoint is missing
                     self.saver.on_progress()
                     self.saver.publish()
-                if soon:
+                if stops:
                     break
             self.saver.on_progress()
             self.saver.wait()
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:
-        """Mean loss per token: of several sources, over all and of each; all ranks call it.
+        """Return the mean loss per token, over all sources and of each; all ranks call it.
 
         Each source is validated on `train.validation_batches` global batches of its own.
         """
         sources = apart(self.recipe, "validation", dataset)
-        sums = {n: self._loss_and_tokens(one, decoding) for n, one in sources.items()}
+        sums = {n: self._loss_and_tokens(source, decoding) for n, source in sources.items()}
         self.model.take_waited_seconds()
         total, tokens = map(sum, zip(*sums.values(), strict=True))
-        found = {"validation_loss": total / max(tokens, 1.0)}
+        losses = {"validation_loss": total / max(tokens, 1.0)}
         if len(sums) > 1:
-            found |= {f"validation_loss_{n}": a / max(b, 1.0) for n, (a, b) in sums.items()}
-        return found
+            losses |= {f"validation_loss_{n}": a / max(b, 1.0) for n, (a, b) in sums.items()}
+        return losses
 
     def _loss_and_tokens(self, dataset: Dataset, decoding: Decoding) -> tuple[float, float]:
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
-        # None is prepared ahead of use: a batch of training is waiting on the device too.
+        # No batch is prepared ahead: a batch of training is waiting on the device too.
         with self.batches("validation batch", dataset, steps, Used(), 0, decoding) as batches:
             for _ in steps:
                 batch = batches.next()
-                own_part = run_modules(self.model, batch, forward_only=True)
+                rank_loss = run_modules(self.model, batch, forward_only=True)
                 tokens += batch.plan.num_loss_tokens
                 del batch  # its memory, before another batch is copied to the device
                 batches.read_ahead()
-                (loss,) = batches.sum_over_world(own_part)
-                total += loss
+                total += float(batches.sum_over_world(rank_loss))
         return total, tokens
 
     def batches(
         self,
         name: str,
-        data: Dataset,
+        dataset: Dataset,
         steps: range,
         used: Used,
         num_prepared: int,
         decoding: Decoding,
-        counts: StepFlops | None = None,
+        flops: StepFlops | None = None,
     ) -> Batches:
-        """Batches for this rank's model; all as of `Batches`."""
-        given = (name, self.recipe, self.topology, data, steps, used, num_prepared)
-        return Batches(*given, self.model, decoding, self.ending, counts)
+        """Return batches for this rank's model; the arguments are those of `Batches`."""
+        return Batches(
+            name=name,
+            recipe=self.recipe,
+            topology=self.topology,
+            dataset=dataset,
+            steps=steps,
+            used=used,
+            num_prepared=num_prepared,
+            model=self.model,
+            decoding=decoding,
+            early_stop=self.early_stop,
+            flops=flops,
+        )
 
 
 def _is_due(every: int | None, done: int) -> bool:
-    """Whether something that is done ``every`` so many steps follows after ``done`` of them."""
+    """Whether something that happens ``every`` so many steps is due after ``done`` steps."""
     return every is not None and done % every == 0
+
+
+# ----------------------------------------------------- a trace of some steps: `train.profile`
+
+PROFILE = "profile"
+"""The folder of traces, in the run folder."""
+
+
+class Profiler:
+    """Traces some steps of this rank, with the spans of mimo.spans as named ranges.
+
+    steps: empty on a rank that is not traced, which then costs nothing.
+    """
+
+    def __init__(self, steps: range, path: Path) -> None:
+        self._steps, self._path = steps, path
+        self._running: torch.profiler.profile | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def start_step(self, step: int) -> None:
+        """Begin or end the trace if ``step`` is the first one in or after it."""
+        if self._running is not None and step not in self._steps:
+            self._stop()
+        elif self._running is None and step in self._steps:
+            activities = traced_activities()
+            self._running = torch.profiler.profile(activities=activities, acc_events=True)
+            self._running.start()
+            SPANS.named = True
+
+    def _stop(self) -> None:
+        """Write the trace."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        SPANS.named = False
+        running.stop()
+        self._path.parent.mkdir(exist_ok=True)
+        running.export_chrome_trace(str(self._path))
+
+
+def profiler_of(train: Train, rank: int, run_dir: Path) -> Profiler:
+    """Return the profiler that the recipe asks for on this rank."""
+    settings = train.profile
+    if settings is None or rank not in settings.ranks:
+        return Profiler(range(0), run_dir)
+    first, last = settings.steps
+    name = f"rank_{rank}_steps_{first}_to_{last}.json"
+    return Profiler(range(first, last + 1), run_dir / PROFILE / name)
+
+
+# ------------------------------------------------------------------- garbage collection
+
+
+def with_synchronized_gc[T](steps: Iterable[T], every: int | None) -> Iterator[T]:
+    """Yield from ``steps``, collecting garbage after ``every`` so many of them only.
+
+    By default Python collects when a process has made enough objects: on each rank in another step,
+    and each time all the others wait in their next exchange. every: None keeps that default.
+    """
+    if every is None or not gc.isenabled():
+        yield from steps
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        for number, step in enumerate(steps, start=1):
+            yield step
+            if number % every == 0:
+                gc.collect()
+    finally:
+        gc.enable()

@@ -1,31 +1,25 @@
-"""What a run reports: the figures of each step in metrics.jsonl, TensorBoard and on the console."""
+"""The figures of a step: its outcome, where its time went, and its line in metrics.jsonl."""
 
 from __future__ import annotations
 
-import errno
-import json
-import math
-import os
-import re
-import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import numpy as np
 
-from mimo.checkpoint.manifest import naming
-from mimo.config.schema import Recipe, Train
-from mimo.device import has_gpu, peak_flops
+from mimo.config.schema import Train
+from mimo.device import has_gpu, memory_taken, peak_flops
 from mimo.model.step_plan import StepPlan
-from mimo.parallel.grids import Layout
-from mimo.train.loggers import open_loggers
-from mimo.train.run_files import METRICS
+from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.spans import RANK, SPANS
+
+WAITS = ("data", "bridge_wait", "pipeline_wait", "sync")
+"""Parts of a step in which a rank does nothing."""
+_OF_RANKS = (*WAITS, "other")
+_OF_MODULES = ("backward", "gradients", "update", "bridge_wait", "pipeline_wait")
+_GIB = 2**30
+
+_Column = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class StepResult:
     is_skipped: loss or gradient norm are not finite, so no module was updated. grad_norms: of each
     module that trains. update_norms: how much the update before this step changed the weights of
     each, as a norm; None where it was not measured.
-    times: of `mimo.train.times`, in logged steps.
+    times: of `mimo.train.metrics`, in logged steps.
     """
 
     plan: StepPlan
@@ -110,128 +104,80 @@ def _ranks_that_wait(layout: Layout) -> int:
     return sum(grid.dp * grid.tp for grid in disjoint)
 
 
-class MetricsWriter:
-    """Writes one JSON object per step; used by the one rank that speaks for the run.
+class StepTimes:
+    """Of one rank's spans; all ranks of the world make the same table.
 
-    A resumed run continues the file: lines after the step it resumes from are dropped first.
-    lacks_validation: there is then no validation after the last step of the file.
+    columns: seconds of (module, part of the step), those of the edges of bridges, the bytes that go
+    over these, and the memory.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
-        self._train, self._path = recipe.train, run_dir / METRICS
-        self.lacks_validation = _drop_lines_from(self._path, first_step)
-        self._file = self._path.open("a", buffering=1)
-        self._logged = (first_step, time.monotonic())
-        self.console = Console(file=sys.stdout, soft_wrap=True)
-        self._loggers = open_loggers(recipe, run_dir, first_step, self.say)
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task(
-            "training", total=recipe.train.steps, completed=first_step, loss="-", rate="-"
-        )
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._rank = layout, rank
+        spans: list[_Column] = [(RANK, phase) for phase in _OF_RANKS]
+        for module in layout.grids:
+            phases = ("forward" if module == LANGUAGE else "encode", *_OF_MODULES)
+            spans += [(module, phase) for phase in phases]
+        ways = [f"{name}_{way}" for name in layout.encoders for way in ("forward", "backward")]
+        of_edges = ("edge", "sent", "least")
+        edges: list[_Column] = [(column, way) for column in of_edges for way in ways]
+        names = [*spans, *edges, ("memory", "")]
+        self._columns = {name: number for number, name in enumerate(names)}
+        self._spans, self._ways = spans, ways
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
+    def of_this_rank(self, bridge_bytes: Mapping[_Column, int]) -> np.ndarray:
+        """Return a table (ranks x columns,) fp64 with this rank's row, since the last call.
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-        for file in (self._loggers, self._file):
-            with suppress(OSError):  # of a full disk, which ends the run by another write
-                file.close()
+        bridge_bytes: of this step, as of `MimoModel.bridge_bytes`.
+        """
+        table = np.zeros((self._layout.world_size, len(self._columns)))
+        own = table[self._rank]
+        for (module, phase, edge), seconds in SPANS.take().items():
+            own[self._columns[module, phase]] += seconds
+            if edge:
+                own[self._columns["edge", edge]] += seconds
+        for column, count in bridge_bytes.items():
+            own[self._columns[column]] = count
+        own[self._columns["memory", ""]] = memory_taken()
+        return table.ravel()
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Record one training step; ``metrics`` is a line of metrics.jsonl."""
-        step = int(metrics["step"])
-        done, total = step + 1, self._train.steps
-        logged = is_logged(self._train, step)
-        self._write(metrics, "train", logged)
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            self.say(
-                f"step {done}/{total} loss {metrics['loss']:g} grad_norm "
-                f"{metrics['grad_norm']:g}: not finite, so no module was updated"
-            )
-        self._bar.update(
-            self._task,
-            completed=done,
-            loss=f"{metrics['loss']:.4f}",
-            rate=f"{metrics['tokens_per_second']:,.0f}",
-        )
-        if logged:
-            epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
-            self.say(
-                f"step {done}/{total} loss {metrics['loss']:.4f} "
-                f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
-                f"tokens/s {metrics['tokens_per_second']:.0f} "
-                f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))} "  # of all sources
-                f"mfu {_share(metrics['mfu'])} idle {_share(metrics.get('idle_fraction'))} "
-                f"eta {self._left(done)}"
-            )
+    def figures(self, table: np.ndarray) -> dict[str, float]:
+        """Return the metrics in the table (ranks x columns,) of all ranks; none of an empty one.
 
-    def validation(self, metrics: Mapping[str, Any]) -> None:
-        """Record a validation; its step is the number of updates before it."""
-        self._write(metrics, "validation", True)
-        losses = {name.removeprefix("validation_"): metrics[name] for name in metrics}
-        told = " ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != "step")
-        self.say(f"validation after step {metrics['step']}: {told}")
+        `seconds_<module>_<part>` is the mean over the module's ranks, with `_max` the largest;
+        waits for data and for other ranks count for every module of a rank. `idle_fraction` is the
+        share of their time in `WAITS`. `bridge_wait_seconds_<edge>` and `memory_gib_<module>` are
+        those of the rank where they are largest. `bridge_bytes_<edge>` is what all ranks together
+        have sent in this step, `bridge_least_bytes_<edge>` what they would if each row, or its
+        gradient, took its way once.
+        """
+        if not table.size:
+            return {}
+        ranks = table.reshape(self._layout.world_size, -1)
+        busy = [self._columns[name] for name in self._spans if name[1] not in WAITS]
+        total = ranks[:, [self._columns[name] for name in self._spans]].sum(axis=1)
+        idle = total - ranks[:, busy].sum(axis=1)
+        found = {"idle_fraction": float(idle.sum() / total.sum())} if total.any() else {}
+        for module, grid in self._layout.grids.items():
+            own = list(grid.ranks)
+            for phase, seconds in self._phases(ranks[own], module).items():
+                found[f"seconds_{module}_{phase}"] = float(seconds.mean())
+                found[f"seconds_{module}_{phase}_max"] = float(seconds.max())
+            if total[own].any():
+                found[f"idle_fraction_{module}"] = float(idle[own].sum() / total[own].sum())
+            memory = ranks[own, self._columns["memory", ""]]
+            found[f"memory_gib_{module}"] = float(memory.max()) / _GIB
+        for way in self._ways:
+            waits = ranks[:, self._columns["edge", way]]
+            found[f"bridge_wait_seconds_{way}"] = float(waits.max())
+            for column, name in (("sent", "bridge_bytes"), ("least", "bridge_least_bytes")):
+                found[f"{name}_{way}"] = float(ranks[:, self._columns[column, way]].sum())
+        return found
 
-    def say(self, line: str) -> None:
-        """Print one line above the bar."""
-        self.console.print(line, highlight=False, markup=False)
-
-    def _left(self, done: int) -> timedelta:
-        """How long the rest takes at the pace since the last line, whatever the time went to."""
-        (before, then), self._logged = self._logged, (done, time.monotonic())
-        pace = (self._logged[1] - then) / (done - before)
-        return timedelta(seconds=round((self._train.steps - done) * pace))
-
-    def _write(self, metrics: Mapping[str, Any], group: str, logged: bool) -> None:
-        # JSON has no NaN, and a curve neither.
-        numbers: dict[str, Any] = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in metrics.items()
-        }
-        with naming(self._path):
-            self._file.write(json.dumps(numbers) + "\n")
-            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
-                raise FileNotFoundError(errno.ENOENT, "the run folder was replaced")
-        step = int(numbers.pop("step"))
-        for source, epoch in numbers.pop("epochs", {}).items():
-            numbers[f"epoch_{source}"] = epoch
-        found = {f"{group}/{name}": one for name, one in numbers.items() if one is not None}
-        self._loggers.write(found, step, logged)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-# A whole line: one that was cut off when a run was killed is none.
-_LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
-
-
-def _drop_lines_from(path: Path, first_step: int) -> bool:
-    """Keep the lines of earlier steps, without parsing what may be a million of them.
-
-    Returns whether the last one is of the step before.
-    """
-    if not path.exists():
-        return False
-    last: re.Match[bytes] | None = None
-    partial = path.with_name(f".{path.name}")
-    with path.open("rb") as lines, partial.open("wb") as kept:
-        for line in lines:
-            found = _LINE.fullmatch(line)
-            if found and int(found[1]) < first_step + bool(found[2]):
-                kept.write(line)
-                last = found
-    os.replace(partial, path)
-    return last is not None and not last[2] and int(last[1]) == first_step - 1
+    def _phases(self, ranks: np.ndarray, module: str) -> Mapping[str, np.ndarray]:
+        """(n,) seconds of the module's ranks by part of the step, of parts that took any."""
+        found = dict[str, np.ndarray]()
+        for owner, phase in self._spans:
+            if owner in (RANK, module):
+                own = ranks[:, self._columns[owner, phase]]
+                found[phase] = found.get(phase, 0.0) + own
+        return {phase: seconds for phase, seconds in found.items() if seconds.any()}

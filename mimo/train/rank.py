@@ -6,10 +6,12 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import override
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -29,30 +31,37 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
+from mimo.engines.contract import Module
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
-from mimo.model.memory import check_memory
+from mimo.model.memory import check_memory, memory_in_words
+from mimo.model.modules import MimoModel
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import Topology, build_topology
-from mimo.runtime.ending import Ending
+from mimo.runtime.hang_monitor import COLLECTIVE_FACTOR, HangMonitor
+from mimo.runtime.heartbeat import Work
 from mimo.runtime.ranks import RankEnv, rank_environment
-from mimo.runtime.run_environment import write_environment
+from mimo.runtime.run_files import BAD_SAMPLES, record, write_environment
 from mimo.runtime.run_lock import keep_lock
-from mimo.train.bad_samples import BadSamples
+from mimo.runtime.signals import EarlyStop
+from mimo.spans import SPANS
+from mimo.train.anomalies import BadSamples
 from mimo.train.batches import sum_over_world
-from mimo.train.continuation import continue_order
-from mimo.train.garbage import collected_together
-from mimo.train.incidents import record
-from mimo.train.local_logs import local_log
-from mimo.train.loop import Trainer
-from mimo.train.metrics import MetricsWriter
-from mimo.train.presence import COLLECTIVE_PATIENCE, Presence
+from mimo.train.loggers import MetricsWriter
+from mimo.train.loop import Trainer, with_synchronized_gc
 from mimo.train.restarts import job_name
-from mimo.train.run_files import BAD_SAMPLES, RANKS
+from mimo.train.run_folder import continue_order
 from mimo.train.run_summary import precision_warnings, summary_of
-from mimo.train.startup import STARTING
+from mimo.train.step import StepObserver
 
 logger = logging.getLogger(__name__)
+
+# Spans in which a rank waits for other ranks.
+_WAITS = {
+    "bridge_wait": "a bridge",
+    "pipeline_wait": "its pipeline neighbours",
+    "sync": "the sum over all ranks",
+}
 
 
 def run_rank(
@@ -61,19 +70,17 @@ def run_rank(
     run_dir: Path,
     start: Start,
     locked: Path | None = None,
-    began: float | None = None,
+    job_start: float | None = None,
 ) -> int:
     """Be one rank of a job launched on this machine; returns an exit code.
 
-    locked: the folder whose lock the launcher holds. began: as of `train_in_world`.
+    locked: the folder whose lock the launcher holds. job_start: when the job started, on the
+    machine's monotonic clock; None for now.
     """
     if locked is not None:
         keep_lock(locked)
-    if began is not None:
-        STARTING.begin(time.time() - (time.monotonic() - began))
-    STARTING.ends("start and imports")
     join_world(recipe)
-    code = train_in_world(recipe, layout, run_dir, start, began)
+    code = train_in_world(recipe, layout, run_dir, start, job_start)
     leave_world()
     return code
 
@@ -90,16 +97,15 @@ def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> Ra
         environment.rank,
         environment.world_size,
         store or environment.rendezvous,
-        max(collective_timeout(one) for one in (recipe, *later)),
+        max(collective_timeout(recipe) for recipe in (recipe, *later)),
         environment.local_rank,
     )
-    STARTING.ends("world")
     return environment
 
 
 def collective_timeout(recipe: Recipe) -> float:
-    """Seconds that a collective call may take, in the world's group and in all others."""
-    return recipe.bridge.timeout_seconds * COLLECTIVE_PATIENCE
+    """Return the seconds that a collective may take, in the world's group and in all others."""
+    return recipe.bridge.timeout_seconds * COLLECTIVE_FACTOR
 
 
 def leave_world() -> None:
@@ -108,32 +114,83 @@ def leave_world() -> None:
     dist.destroy_process_group()
 
 
+class MonitoredSteps(StepObserver):
+    """Tells the hang monitor where this rank is."""
+
+    def __init__(self, monitor: HangMonitor) -> None:
+        self._monitor = monitor
+
+    @override
+    def at(self, step: int, activity: str) -> None:
+        self._monitor.at(step, activity)
+
+    @override
+    def updated(self, step: int, modules: Mapping[str, Module]) -> None:
+        self._monitor.keep_memory()
+
+
+def _monitor(recipe: Recipe, layout: Layout, run_dir: Path, rank: int) -> HangMonitor:
+    lanes = [
+        f"{name}, lane {grid.coords(rank).dp}"
+        for name, grid in layout.grids.items()
+        if rank in grid.ranks
+    ]
+    return HangMonitor(
+        run_dir,
+        rank,
+        layout.world_size,
+        " and ".join(lanes),
+        recipe.bridge.timeout_seconds,
+        recipe.train.step_timeout_seconds,
+    )
+
+
+def _work(model: MimoModel) -> Work:
+    """Describe what the modules of this rank do now, and what they wait for."""
+    doing, batch = model.doing, ""
+    waits, is_transfer = "", False
+    span = SPANS.open[-1] if SPANS.open else None
+    if span is not None and span.phase in _WAITS:
+        waits, is_transfer = _WAITS[span.phase], span.phase == "bridge_wait"
+        if is_transfer:
+            encoder, _, way = span.edge.rpartition("_")
+            rows = "rows" if way == "forward" else "gradients"
+            waits = f"bridge {encoder}: {rows} of microbatch {span.number}"
+        elif model.watch is not None and (oldest := model.watch.oldest()) is not None:
+            waits, ranks = oldest  # the host waits for the device, and the device for this
+            waits = f"{waits}, from rank {', '.join(map(str, ranks))}"
+    if doing is None:
+        return Work(waits=waits, is_transfer=is_transfer)
+    what, microbatch = doing
+    with suppress(IndexError):  # the model has just begun another batch
+        batch = model.batch_in_words(microbatch)
+    return Work(f"{what}, microbatch {microbatch}", batch, waits, is_transfer, marker=doing)
+
+
 def train_in_world(
-    recipe: Recipe, layout: Layout, run_dir: Path, start: Start, began: float | None = None
+    recipe: Recipe, layout: Layout, run_dir: Path, start: Start, job_start: float | None = None
 ) -> int:
     """Train, from building the model to the last checkpoint; every rank of the world calls it.
 
-    layout: the recipe's, for a world of this size; made before the ranks started.
-    began: when the job did, on the machine's monotonic clock; None for now.
-    Returns 0, or EXIT_CONTINUE where the run was asked to end early and has saved.
+    layout: the recipe's, for a world of this size. job_start: see `run_rank`.
+    Returns 0, or EXIT_CONTINUE where the run was asked to stop early and has saved.
     Afterwards only the world's group is left, so that another run can follow.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    set_threads(recipe.train.threads_per_rank, here)
-    with local_log(run_dir / f"log_rank_{dist.get_rank()}.txt") as log, _logging_to(log):
-        rank = dist.get_rank()
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    set_threads(recipe.train.threads_per_rank, ranks_here)
+    rank = dist.get_rank()
+    with _logging_to(run_dir / f"log_rank_{rank}.txt"):
         if (memory := gpu_memory()) is not None:
             check_memory(recipe, layout, range(rank, rank + 1), memory)
-        timeouts = recipe.bridge.timeout_seconds, recipe.train.step_timeout_seconds
-        presence = Presence(run_dir / RANKS, layout, rank, *timeouts)
-        # A failure is told before the save in flight is waited for.
-        with ExitStack() as saves, presence.watched():
+        monitor = _monitor(recipe, layout, run_dir, rank)
+        # A failure is reported before the save in flight is waited for.
+        with ExitStack() as saves, monitor.watched():
             topology = build_topology(layout, collective_timeout(recipe))
-            STARTING.ends("groups")
-            ending = Ending()
+            early_stop = EarlyStop()
             if (minutes := recipe.train.max_minutes) is not None and rank == 0:
-                ending = Ending((time.monotonic() if began is None else began) + 60 * minutes)
-            code = _train(recipe, topology, run_dir, start, presence, ending, saves)
+                job_start = time.monotonic() if job_start is None else job_start
+                early_stop = EarlyStop(job_start + 60 * minutes)
+            code = _train(recipe, topology, run_dir, start, monitor, early_stop, saves)
             topology.close()
     release_memory()
     return code
@@ -144,8 +201,8 @@ def _train(
     topology: Topology,
     run_dir: Path,
     start: Start,
-    presence: Presence,
-    ending: Ending,
+    monitor: HangMonitor,
+    early_stop: EarlyStop,
     saves: ExitStack,
 ) -> int:
     # If the weights come from one of our checkpoints, the initial ones need not be read.
@@ -153,20 +210,19 @@ def _train(
     initial = from_rank_0(lambda: initial_weights(recipe)) if scratch else None
     stored = read_start_index(start)
     trainer = Trainer(recipe, topology, run_dir, initial, stored)
-    presence.model = trainer.model
-    presence.at(0, "setup")  # still, but it gets on
-    STARTING.ends("model")
+    monitor.work = partial(_work, trainer.model)
+    monitor.memory, monitor.format_memory = trainer.model.memory, memory_in_words
+    on_setup_progress = partial(monitor.at, 0, "setup")
+    on_setup_progress()
     dataset = _open_together(recipe, "sources", trainer)
     validation = _open_together(recipe, "validation", trainer)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    presence.at(0, "setup")
-    STARTING.ends("data")
-    progress = load_start(trainer.model.modules, start, stored, lambda: presence.at(0, "setup"))
+    on_setup_progress()
+    progress = load_start(trainer.model.modules, start, stored, on_setup_progress)
     del stored  # of a large model it takes much memory
-    presence.at(0, "setup")
-    STARTING.ends("checkpoint")
-    dataset, trainer.progress, said = continue_order(dataset, progress)
-    trainer.ending = ending
+    on_setup_progress()
+    dataset, trainer.progress, notes = continue_order(dataset, progress)
+    trainer.early_stop = early_stop
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     saves.enter_context(trainer.saver)
     with changed_shards_named(), ExitStack() as stack:
@@ -178,56 +234,58 @@ def _train(
             write_environment(run_dir, topology.layout.world_size, first_step, device_name(), facts)
             writer = stack.enter_context(MetricsWriter(recipe, run_dir, first_step))
             bad_samples = BadSamples(run_dir, first_step, writer.say)
-            bad_samples.of_indexes(splits)
+            bad_samples.list_of_indexes(splits)
             _say_skipped(writer, dataset)
             summary = (f"summary {name}: {text}" for name, text in facts.items())
-            for line in (*said, *summary, *precision_warnings(recipe, initial)):
+            for line in (*notes, *summary, *precision_warnings(recipe, initial)):
                 writer.say(line)
                 logger.info(line)
-        owes = False
+        owes_validation = False
         if validation is not None:
-            (lacks,) = sum_over_world([float(writer is not None and writer.lacks_validation)])
-            owes = lacks > 0
-        steps = trainer.train(dataset, validation, presence, bad_samples, owes)
-        for metrics in collected_together(steps, recipe.train.collect_garbage_every):
+            lacks = float(writer is not None and writer.lacks_validation)
+            owes_validation = sum_over_world(lacks) > 0
+        observer = MonitoredSteps(monitor)
+        steps = trainer.train(dataset, validation, observer, bad_samples, owes_validation)
+        for metrics in with_synchronized_gc(steps, recipe.train.collect_garbage_every):
             if writer is not None and "validation_loss" in metrics:
                 writer.validation(metrics)
             elif writer is not None:
                 writer.step(metrics)
-            STARTING.tell(run_dir, None if writer is None else writer.say)
         done = trainer.progress.step
         if done >= recipe.train.steps:
             return 0
         if writer is not None:
-            text = f"ended by {' and '.join(ending.reasons)}, with a checkpoint after step {done}"
+            text = (
+                f"ended by {' and '.join(early_stop.reasons)}, with a checkpoint after step {done}"
+            )
             writer.say(f"{text}; continue with --resume")
-            record(run_dir, "signal", text, done - 1, reasons=ending.reasons, job=job_name())
+            record(run_dir, "signal", text, done - 1, reasons=early_stop.reasons, job=job_name())
         return EXIT_CONTINUE
 
 
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
-    """A split. Rank 0 looks at the shards; the others open the catalogs that it has found.
+    """Open a split: rank 0 looks at the shards, the others open the catalogs that it has found.
 
     Raises InputError, on all ranks, if one cannot open them; StartError if a file system fails.
     """
     text_and_media = trainer.chat, trainer.processors
-    indexes, problem, sick = tuple[Index, ...](), "", False
+    indexes, problem, file_system_fails = tuple[Index, ...](), "", False
 
     def find() -> bytes:
         nonlocal indexes
         indexes = open_indexes(recipe, split, *text_and_media)
         return pickle.dumps(indexes)
 
-    found = from_rank_0(find)
+    pickled = from_rank_0(find)
     try:
-        indexes = indexes or pickle.loads(found)
+        indexes = indexes or pickle.loads(pickled)
     except (OSError, ValueError) as error:
         problem = f"data.{split}: {error}; run `mimo data index` on each machine of the job"
-        sick = file_system_failed(error)
-    failed, of_sick = sum_over_world([float(bool(problem)), float(sick)])
-    if failed:
-        kind = StartError if failed == of_sick else InputError
-        raise kind(problem or f"data.{split}: {failed:g} ranks cannot open its index")
+        file_system_fails = file_system_failed(error)
+    num_failed, num_sick = sum_over_world([float(bool(problem)), float(file_system_fails)])
+    if num_failed:
+        kind = StartError if num_failed == num_sick else InputError
+        raise kind(problem or f"data.{split}: {num_failed:g} ranks cannot open its index")
     return dataset_of(recipe, split, indexes, *text_and_media) if indexes else None
 
 
@@ -258,5 +316,5 @@ def _logging_to(path: Path) -> Iterator[None]:
         yield
     finally:
         root.handlers = others
-        with suppress(OSError):  # of a full disk others tell, and this could hide what they say
+        with suppress(OSError):  # other writes report a full disk; this could hide their error
             handler.close()

@@ -1,6 +1,6 @@
-"""Starting all ranks again after one of them failed: from where, how often, and what is kept of it.
+"""Restarts of all ranks after one failed: from where, how often, and what is recorded of them.
 
-The launcher does so for its ranks. Under torchrun its elastic agent does, and ranks find out.
+The launcher restarts its own ranks. Under torchrun its agent does, and the ranks find out.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import psutil
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.model.memory import in_words, memory_in_words
+from mimo.runtime.heartbeat import RANKS, read_states
 from mimo.runtime.processes import RankError
-from mimo.train.incidents import incidents, record
-from mimo.train.run_files import METRICS, RANKS, read_states
+from mimo.runtime.run_files import METRICS, incidents, record
 
-_IN_VAIN = 3  # failures at one step, without a new checkpoint between them, are not by chance
-_BEGUN_BY = ".begun_by"
+_MAX_FAILURES_AT_STEP = 3  # without a new checkpoint between them; more are not by chance
+_STARTED_BY = ".begun_by"
 _LAST_BYTES = 1 << 16  # of metrics.jsonl; far more than a line has
 
 
 class NotRestarted(InputError):
-    """Restarting would not help, or is not wanted."""
+    """A restart would not help, or is not wanted."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class NotRestarted(InputError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How the ranks of a run ended. rank: None if that is not known; nor may the step be."""
+    """How the ranks of a run ended. rank, step: None where they are not known."""
 
     cause: str
     rank: int | None
@@ -52,79 +52,75 @@ class Failure:
 
 
 def job_name() -> str:
-    """What this job has in common with its later attempts, and with no other job."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run is None:
+    """Return a name that this job shares with its later attempts, and with no other job."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
         launcher = multiprocessing.parent_process()  # None in the launcher itself
         return _name_of(os.getpid() if launcher is None or launcher.pid is None else launcher.pid)
-    # Without a rendezvous of its own torchrun calls every job alike.
-    return _agent() if run == "none" else run
+    # Without a rendezvous of its own torchrun gives every job this name.
+    return _agent() if run_id == "none" else run_id
 
 
 def _agent() -> str:
-    """The process of torchrun that started this rank, and starts it again."""
+    """Return the name of torchrun's process that starts and restarts this rank."""
     return _name_of(os.getppid())
 
 
 def _name_of(pid: int) -> str:
-    # In a container numbers of processes, and names of hosts, come again at each start of it.
-    began = ""
-    with suppress(psutil.Error):  # whoever started a container's first process is outside of it
-        began = f"{psutil.Process(pid).create_time():.2f}"
-    return f"{socket.gethostname()} {pid} {began}"
+    # Each start of a container has the same process numbers and host name.
+    created = ""
+    with suppress(psutil.Error):  # the starter of a container's first process is outside of it
+        created = f"{psutil.Process(pid).create_time():.2f}"
+    return f"{socket.gethostname()} {pid} {created}"
 
 
-def say_begun(run_dir: Path, began: float) -> None:
-    """Note in the folder which job has begun there, and when.
+def note_start(run_dir: Path, start: float) -> None:
+    """Note in the folder which job has started there, and when.
 
-    began: on the monotonic clock, which later attempts on other machines do not have.
+    start: on the monotonic clock, which later attempts on other machines do not share.
     """
-    at = time.time() - (time.monotonic() - began)
-    (run_dir / _BEGUN_BY).write_text(f"{job_name()}\n{_agent()}\n{at}")
+    at = time.time() - (time.monotonic() - start)
+    (run_dir / _STARTED_BY).write_text(f"{job_name()}\n{_agent()}\n{at}")
 
 
-def begun_at(run_dir: Path) -> float:
-    """When the job began whose ranks start again, in seconds since 1970.
-
-    A job that is requeued may have the name of the one before.
-    """
+def start_time(run_dir: Path) -> float:
+    """Return when the job that is restarted first started, in seconds since 1970; 0 if unknown."""
     try:
-        return float((run_dir / _BEGUN_BY).read_text().split("\n")[2])
+        return float((run_dir / _STARTED_BY).read_text().split("\n")[2])
     except (OSError, ValueError, IndexError):
         return 0.0
 
 
-def has_begun(run_dir: Path, restart: int) -> bool:
-    """Whether an earlier attempt of this job of torchrun has begun in the folder.
+def has_earlier_attempt(run_dir: Path, restart: int) -> bool:
+    """Whether an earlier attempt of this job of torchrun has started in the folder.
 
-    restart: how often the ranks of this machine were started again; it may be 0 when those of
-    another one failed. A person may give the same name to several jobs. Others than torchrun may
-    start several jobs from one process, such as a shell.
+    restart: how often the ranks were restarted. It may be 0 on a machine that replaces another, and
+    several jobs may have one name, so the agent's process counts too.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:
-        name, agent, _ = (run_dir / _BEGUN_BY).read_text().split("\n")
+        name, agent, _ = (run_dir / _STARTED_BY).read_text().split("\n")
     except (FileNotFoundError, ValueError):
         return False
     return agent == _agent() or (restart > 0 and name == job_name())
 
 
-def follows_another() -> bool:
-    """Whether SLURM starts this job again, or after another one of a chain.
+def is_requeued() -> bool:
+    """Whether SLURM starts this job again, or after another job of a chain.
 
-    Of the start before a node may be lost, whose locks a file server keeps for a while.
+    A node of the earlier start may be lost, and a file server keeps its locks for a while.
     """
     requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return requeued or "SLURM_JOB_DEPENDENCY" in os.environ
 
 
-def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failure:
-    """How the ranks ended that last wrote to ``run_dir``.
+def find_failure(run_dir: Path, cause: str = "", rank: int | None = None) -> Failure:
+    """Return how the ranks ended that last wrote to ``run_dir``.
 
-    cause, rank: if they are known; if not, what a rank has left word of, if any has.
+    cause, rank: if they are known; if not, they are read from the ranks' files.
     """
-    # They write where they are now and then, but each step that is done.
+    # Ranks write where they are now and then, but metrics have each step that is done.
     steps, failures = _steps_done(run_dir), dict[int, str]()
     for number, state in read_states(run_dir, time.time()).items():
         steps += [state.step] if state.activity != "setup" else []
@@ -138,7 +134,7 @@ def failure_of(run_dir: Path, cause: str = "", rank: int | None = None) -> Failu
 
 
 def _steps_done(run_dir: Path) -> list[int]:
-    """How many steps are in the metrics; empty if none is."""
+    """Return the number of steps in the metrics, as a list; empty if there is none."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
@@ -148,43 +144,47 @@ def _steps_done(run_dir: Path) -> list[int]:
         return []
 
 
-def check_again(run_dir: Path, failure: Failure, began: float = 0.0) -> None:
-    """Raise NotRestarted if the ranks need not start again after a ``failure`` of this job.
+def check_restart(run_dir: Path, failure: Failure, started: float = 0.0) -> None:
+    """Raise NotRestarted if the ranks should not restart after a ``failure`` of this job.
 
-    began: as of `begun_at`.
+    started: when the job started, in seconds since 1970.
     """
     if not run_dir.is_dir():
         text = f"{run_dir} is gone: not started again; restore the folder or start another run"
         raise NotRestarted(text, 1)
-    own = _incidents_of_job(run_dir, began)
-    if own and (kind := own[-1]["kind"]) != "restart":
+    of_job = _incidents_of_job(run_dir, started)
+    if of_job and (kind := of_job[-1]["kind"]) != "restart":
         code = EXIT_CONTINUE if kind == "signal" else 1
-        raise NotRestarted(f"{own[-1]['text']}: not started again", code)
-    last = own[1 - _IN_VAIN :]
+        raise NotRestarted(f"{of_job[-1]['text']}: not started again", code)
+    last = of_job[1 - _MAX_FAILURES_AT_STEP :]
     same = (failure.step, _name(newest_checkpoint(run_dir)))
-    if [(one["step"], one.get("checkpoint")) for one in last] == [same] * (_IN_VAIN - 1):
+    places = [(incident["step"], incident.get("checkpoint")) for incident in last]
+    if places == [same] * (_MAX_FAILURES_AT_STEP - 1):
         raise NotRestarted(
-            f"{failure}: {_IN_VAIN} failures there without a new checkpoint, so restarting would "
-            "not help",
+            f"{failure}: {_MAX_FAILURES_AT_STEP} failures there without a new checkpoint, so "
+            "restarting would not help",
             1,
         )
 
 
-def _incidents_of_job(run_dir: Path, began: float) -> list[dict]:
-    """Restarts, signals and ends for lack of finite numbers; others do not name their job."""
-    own = (one for one in incidents(run_dir) if one.get("job") == job_name())
-    # Incidents have whole seconds.
-    return [one for one in own if datetime.fromisoformat(one["time"]).timestamp() >= int(began)]
+def _incidents_of_job(run_dir: Path, started: float) -> list[dict]:
+    """Return restarts, signals and ends for lack of finite numbers; others do not name their job.
 
-
-def say_restart(run_dir: Path, failure: Failure, most: int, began: float = 0.0) -> None:
-    """Record that all ranks start again, and print it in one line.
-
-    most: restarts of this job. began: as of `begun_at`.
+    started: a requeued job may have the name of the one before, so earlier incidents do not count.
     """
+    of_job = (i for i in incidents(run_dir) if i.get("job") == job_name())
+    # Incidents have whole seconds.
+    return [i for i in of_job if datetime.fromisoformat(i["time"]).timestamp() >= int(started)]
+
+
+def record_restart(
+    run_dir: Path, failure: Failure, max_restarts: int, started: float = 0.0
+) -> None:
+    """Record that all ranks restart, and print it in one line. started: see `check_restart`."""
     checkpoint = _name(newest_checkpoint(run_dir))
-    number = 1 + len(_incidents_of_job(run_dir, began))
-    text = f"restart {number} of {most}, from {checkpoint or 'the beginning'}: {failure}"
+    number = 1 + len(_incidents_of_job(run_dir, started))
+    source = checkpoint or "the beginning"
+    text = f"restart {number} of {max_restarts}, from {source}: {failure}"
     print(text, flush=True)
     record(
         run_dir,
@@ -202,10 +202,10 @@ def _name(checkpoint: Path | None) -> str | None:
     return checkpoint.name if checkpoint else None
 
 
-def say_ended(run_dir: Path, signal_name: str) -> None:
-    """Keep an incident of a run whose ranks a signal ended at once; their launcher calls it.
+def record_signal(run_dir: Path, signal_name: str) -> None:
+    """Record that a signal ended the ranks of a run at once; their launcher calls it.
 
-    What the ranks last said of themselves is removed, so that nobody takes them for running.
+    The ranks' files are removed, so that nobody takes the ranks for running.
     """
     done, checkpoint = max(_steps_done(run_dir), default=0), newest_checkpoint(run_dir)
     last = f"the last checkpoint is {checkpoint.name}" if checkpoint else "without a checkpoint"
@@ -214,13 +214,10 @@ def say_ended(run_dir: Path, signal_name: str) -> None:
     shutil.rmtree(run_dir / RANKS, ignore_errors=True)
 
 
-def say_killed(run_dir: Path, error: RankError) -> None:
-    """Keep an incident of a rank that ended without a word, with where it last was.
-
-    For the process that started it.
-    """
+def record_killed_rank(run_dir: Path, error: RankError) -> None:
+    """Record a rank that ended without reporting, with where it last was; its launcher calls it."""
     if error.traceback:
-        return  # it has done so itself
+        return  # it has reported itself
     state = read_states(run_dir, time.time(), [error.rank]).get(error.rank)
     if state is None:  # it ended too early
         record(run_dir, "crash", str(error), rank=error.rank)

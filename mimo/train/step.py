@@ -4,29 +4,77 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
+import numpy as np
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from bridge import BridgeError
 from mimo.config.schema import Recipe, Train
+from mimo.engines.contract import Module
 from mimo.model.modules import MimoModel
+from mimo.model.step_plan import StepPlan
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
-from mimo.train.metrics import StepResult, is_logged
-from mimo.train.observer import StepObserver
+from mimo.train.metrics import StepResult, StepTimes, is_logged
 from mimo.train.schedule import learning_rate, learning_rates
-from mimo.train.times import StepTimes
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
 _CHECKED_STEPS = 3
 _SHOWN_SAMPLES = 16  # in one error message
 
 
+class StepObserver(Protocol):
+    """Watches the steps of one rank. The methods do nothing; an observer overrides some of them.
+
+    All ranks call them in the same order, so an observer on every rank may use collectives.
+    """
+
+    def at(self, step: int, activity: str) -> None:
+        """Note that the rank begins one of `mimo.runtime.heartbeat.ACTIVITIES`."""
+
+    def planned(self, step: int, plan: StepPlan) -> None:
+        """Note that the plan of a step is complete; nothing has been computed yet."""
+
+    def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
+        """Note that all gradients are summed and divided, but not yet clipped.
+
+        modules: those of which this rank owns a part, by name.
+        """
+
+    def updated(self, step: int, modules: Mapping[str, Module]) -> None:
+        """Note that the step has updated the weights."""
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the one collective of a step carries: the terms of this rank, then their sums.
+
+    loss: summed over tokens. idle_seconds: of ranks of disjoint encoders. squared_norms: of the
+    gradients, squared_changes: of the weights in the update before, both by module that trains.
+    data_wait_seconds: terms of the mean over each module's ranks. times: (ranks x columns,) fp64,
+    of `StepTimes`, empty in steps that are not logged.
+    """
+
+    loss: float | Tensor
+    idle_seconds: float
+    squared_norms: Mapping[str, float | Tensor]
+    squared_changes: Mapping[str, float | Tensor]
+    data_wait_seconds: Mapping[str, float]
+    times: np.ndarray
+
+
+register_dataclass(StepSums)
+
+
 @SPANS.step()
 def train_step(
+    *,
     step: int,
     recipe: Recipe,
     model: MimoModel,
@@ -37,15 +85,16 @@ def train_step(
 ) -> StepResult:
     """Train on the next batch; every rank of the world calls it.
 
-    wait_for_copy: called before modules are updated, of which a copy may be on its way, with what
-        it is to call while that gets on; returns the seconds, which are none of the step's.
+    wait_for_copy: called before modules are updated, because a save may still copy them. Its
+        argument is called whenever that makes progress. Returns seconds, excluded from the step's
+        time.
 
-    On a device the host is ahead of it, and waits for it once: when it reads the norm and the loss.
-    A step lasts from asking for its batch until its update is queued; the device still works on
-    the update, which counts for the next step.
+    On a device the host runs ahead and waits once, when it reads the norm and the loss. A step
+    lasts from asking for its batch until its update is queued; the device still works on the
+    update, which counts for the next step.
 
-    A loss or a norm that is not finite, which all ranks see, updates no module: what is left is as
-    if the step had not been.
+    A loss or a norm that is not finite, which all ranks see, updates no module. The model is then
+    as it was before the step.
     """
     started = time.perf_counter()
 
@@ -58,7 +107,7 @@ def train_step(
 
     # ---- forward and backward of the modules of this rank
     observer.at(step, "forward and backward")
-    own_loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
+    rank_loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
     del batch  # its memory, before another batch is copied to the device
 
     # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
@@ -66,39 +115,42 @@ def train_step(
     model.finish_gradients(plan.num_loss_tokens)
     observer.gradients_complete(step, model.modules)
 
-    # ---- norms: the loss, the last update's change, unusable samples of a later batch go along
+    # ---- norms: one sum carries the loss, the last update's change, a later batch's bad samples
     observer.at(step, "data of a later step")
     with SPANS.span(RANK, "data"):
         batches.read_ahead()
-    idle = sum(sender.end.clock.seconds for sender in model.senders.values())
+    idle_seconds = sum(sender.end.clock.seconds for sender in model.senders.values())
     observer.at(step, "norm and loss")
     train, rates = recipe.train, learning_rates(recipe, step)
-    own_norms: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
     for name, module in model.modules.items():
         with SPANS.span(name, "gradients"):
-            own_norms[name] = module.squared_norm()
+            norms[name] = module.squared_norm()
     SPANS.end_period(measures=is_logged(train, step + 2))
-    own_times = []
-    if is_logged(train, step):
-        own_times = times.of_this_rank(model.bridge_bytes(plan))
-    own_changes, model.squared_changes = model.squared_changes, {}
-    squares = [own.get(name, 0.0) for own in (own_norms, own_changes) for name in rates]
+    changes, model.squared_changes = model.squared_changes, {}
     waited = batches.take_waited_seconds()
-    waits = batches.shares_of_means(waited)
-    asked = time.perf_counter()
+    terms = StepSums(
+        loss=rank_loss,
+        idle_seconds=idle_seconds,
+        squared_norms={name: norms.get(name, 0.0) for name in rates},
+        squared_changes={name: changes.get(name, 0.0) for name in rates},
+        data_wait_seconds=batches.shares_of_means(waited),
+        times=times.of_this_rank(model.bridge_bytes(plan))
+        if is_logged(train, step)
+        else np.zeros(0),
+    )
+    sum_started = time.perf_counter()
     with SPANS.span(RANK, "sync"):
-        loss, idle, *sums = batches.sum_over_world(own_loss, idle, *squares, *waits, *own_times)
-    waited += time.perf_counter() - asked + model.take_waited_seconds()
-    n = len(rates)
-    squared_norms, squared_changes, sums = sums[:n], sums[n : 2 * n], sums[2 * n :]
-    norm = math.sqrt(sum(squared_norms))
+        sums = batches.sum_over_world(terms)
+    waited += time.perf_counter() - sum_started + model.take_waited_seconds()
+    loss, grad_norms = float(sums.loss), _roots(sums.squared_norms)
+    norm = math.sqrt(sum(sums.squared_norms.values()))
 
-    # ---- update: clip all modules by one factor; each learns at its own rate
+    # ---- update: clip all modules by one factor; each has its own learning rate
     observer.at(step, "update")
     is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not is_skipped:
-        # Its seconds are those of the save, not of the step.
-        started += wait_for_copy(partial(observer.at, step, "update"))
+        started += wait_for_copy(partial(observer.at, step, "update"))  # the save's time
         factor, measured = _clip_factor(train, norm), is_logged(train, step + 1)
         for name, module in model.modules.items():
             rate = learning_rate(train, module.learning_rate, recipe.warmup_steps(name), step)
@@ -110,48 +162,47 @@ def train_step(
     seconds = time.perf_counter() - started
     has_changes = step > batches.steps.start and is_logged(train, step)
     return StepResult(
-        plan,
-        flops,
-        loss,
-        norm,
-        rates,
-        idle,
+        plan=plan,
+        flops=flops,
+        loss=loss,
+        grad_norm=norm,
+        rates=rates,
+        idle_seconds=sums.idle_seconds,
         step_seconds=seconds,
-        data_wait_seconds=max(sums[: len(waits)]),
+        data_wait_seconds=max(sums.data_wait_seconds.values()),
         host_seconds=seconds - waited,
         is_skipped=is_skipped,
-        grad_norms=_roots(rates, squared_norms),
-        update_norms=_roots(rates, squared_changes) if has_changes else dict.fromkeys(rates),
-        times=times.figures(sums[len(waits) :]),
+        grad_norms=grad_norms,
+        update_norms=_roots(sums.squared_changes) if has_changes else dict.fromkeys(rates),
+        times=times.figures(sums.times),
     )
 
 
 def run_modules(
     model: MimoModel, batch: RankBatch, forward_only: bool = False, check: bool = False
 ) -> float | Tensor:
-    """Forward (and backward) of this rank's modules; returns its part of the summed loss.
+    """Run forward, and backward, of this rank's modules; returns its part of the summed loss.
 
-    check: compare plans over the bridge first. Every rank of the world calls it.
+    Every rank of the world calls it. check: compare plans over the bridge first.
     """
-    with _errors_name(batch, model):
+    with _samples_named(batch, model):
         return model.run(
             batch.plan, batch.language, batch.items, forward_only, check, batch.sample_keys
         )
 
 
 @contextmanager
-def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
+def _samples_named(batch: RankBatch, model: MimoModel) -> Iterator[None]:
     """Add the batch's name and the microbatch's samples, as a note, to errors raised inside.
 
-    An error about one sample names only that sample.
-
-    Until the next batch the model can say the same: on a device, transfers started inside may turn
-    out to be late long afterwards. So it must not hold the batch itself.
+    An error about one sample names only that sample. The model keeps the descriptions until the
+    next batch, because on a device a transfer started inside may time out long afterwards. So they
+    must not hold the batch itself.
     """
     name, sample_keys, microbatches = batch.name, batch.sample_keys, batch.plan.microbatches
     del batch
 
-    def in_words(microbatch: int | None) -> str:
+    def describe(microbatch: int | None) -> str:
         if microbatch is None:
             return f"in {name}"
         samples, keys = microbatches[microbatch].samples, sample_keys(microbatch, _SHOWN_SAMPLES)
@@ -162,14 +213,14 @@ def _errors_name(batch: RankBatch, model: MimoModel) -> Iterator[None]:
 
     def note(error: Exception) -> None:
         if not isinstance(error, BridgeError):
-            error.add_note(in_words(None if model.doing is None else model.doing[1]))
+            error.add_note(describe(None if model.doing is None else model.doing[1]))
         elif error.microbatch is None or error.sample is None:
-            error.add_note(in_words(error.microbatch))
+            error.add_note(describe(error.microbatch))
         else:
             key = sample_keys(error.microbatch)[error.sample]
             error.add_note(f"in {name}, sample {key} of microbatch {error.microbatch}")
 
-    model.batch_in_words = in_words
+    model.batch_in_words = describe
     if model.watch is not None:
         model.watch.tell_where = note
     try:
@@ -190,5 +241,5 @@ def _clip_factor(train: Train, norm: float) -> float:
     return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
-def _roots(names: Iterable[str], squares: Iterable[float]) -> dict[str, float]:
-    return {name: math.sqrt(square) for name, square in zip(names, squares, strict=True)}
+def _roots(squares: Mapping[str, float | Tensor]) -> dict[str, float]:
+    return {name: math.sqrt(square) for name, square in squares.items()}

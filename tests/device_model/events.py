@@ -27,7 +27,7 @@ class Event:
     """Something that a device would have noticed.
 
     what: the operation. site: the innermost line of Megatron's, if it is one, and of ours.
-    step, activity: what the rank was doing, see `mimo.train.observer`.
+    step, activity: what the rank was doing, see `mimo.train.step`.
     """
 
     kind: Kind

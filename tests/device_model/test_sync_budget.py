@@ -219,13 +219,13 @@ def watch_runs(run_ranks: RunRanks, starts: Sequence[tuple[Recipe, Start]]) -> l
 
 def run_watched(rank: int, runs: Sequence[tuple[Recipe, Layout, Path, Start]]) -> list[Events]:
     """One rank: train, and what the device would have noticed of each run."""
+    from mimo.runtime.hang_monitor import HangMonitor
     from mimo.train import rank as train_rank
-    from mimo.train.presence import Presence
     from tests.device_model.shadow import pose_as_device
 
     record = pose_as_device()
 
-    class WatchedPresence(Presence):
+    class WatchedMonitor(HangMonitor):
         """Tells the record what the rank does."""
 
         def at(self, step: int, activity: str) -> None:
@@ -233,7 +233,7 @@ def run_watched(rank: int, runs: Sequence[tuple[Recipe, Layout, Path, Start]]) -
             record.step, record.activity = step, activity
 
     patched: Any = train_rank
-    patched.Presence = WatchedPresence
+    patched.HangMonitor = WatchedMonitor
     found = []
     for recipe, layout, run_dir, start in runs:
         record.step, record.activity, record.events = -1, "setup", Counter()

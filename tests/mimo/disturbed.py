@@ -31,7 +31,7 @@ def disturbing(patch: pytest.MonkeyPatch, disturb: str, given: Any) -> Train:
         return launch(RANK, (disturb, given, attempts - 1, args), *rest)
 
     # A rank that died silently is known to be the cause; what others say of it is not asked for.
-    patch.setattr(processes, "_ALL_TOLD_SECONDS", 0.05)
+    patch.setattr(processes, "_SILENT_CAUSE_SECONDS", 0.05)
     patch.setattr(job, "launch", launch_disturbed)
 
     def train(recipe: Path, overrides: Sequence[str], **options: Any) -> int:
@@ -53,15 +53,15 @@ def when_at(step: int, activity: str, strike: Callable[[], object]) -> None:
 
     A step without a checkpoint has no such activity.
     """
-    from mimo.train.presence import Presence
+    from mimo.runtime.hang_monitor import HangMonitor
 
-    tell, struck = Presence.at, False
+    tell, struck = HangMonitor.at, False
 
-    def at(self: Presence, now: int, doing: str) -> None:
+    def at(self: HangMonitor, now: int, doing: str) -> None:
         nonlocal struck
         tell(self, now, doing)
         if now >= step and doing == activity and not struck:
             struck = True
             strike()
 
-    Presence.at = at  # type: ignore[method-assign]
+    HangMonitor.at = at  # type: ignore[method-assign]

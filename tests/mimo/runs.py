@@ -20,7 +20,7 @@ from mimo.cli.main import app
 from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
-from mimo.train.run_files import BAD_SAMPLES
+from mimo.runtime.run_files import BAD_SAMPLES
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.ranks import MarkedJob

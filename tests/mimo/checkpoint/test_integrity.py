@@ -31,7 +31,7 @@ from mimo.checkpoint.resume import (
 from mimo.checkpoint.tensors import file_of, write_index, write_pieces
 from mimo.engines.piece import Piece
 from mimo.errors import InputError
-from mimo.train.incidents import incidents
+from mimo.runtime.run_files import incidents
 from mimo.train.main import Request
 from tests.conftest import RunRanks
 from tests.mimo import tiny

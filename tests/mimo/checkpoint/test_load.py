@@ -248,7 +248,7 @@ def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | Non
 
 def train_one_step(trainer: Any) -> None:
     from mimo.model.dataset import open_dataset
-    from mimo.train.observer import StepObserver
+    from mimo.train.step import StepObserver
 
     class Observer(StepObserver):
         pass

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mimo.cli.main import app
 from mimo.config.schema import Train
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, Overlap, overlap_of, variables_of
-from mimo.runtime.environment import VARIABLES
+from mimo.runtime.ranks import VARIABLES
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 SHARED = {"distributed_optimizer": True}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mimo.train.hang import State
+from mimo.runtime.heartbeat import RankState
 
 RECIPE = """\
 name: made
@@ -54,5 +54,5 @@ def say(folder: Path, rank: int, **state: Any) -> None:
     """The file of a rank that answers, or of one that failed."""
     given = {"who": "vision, lane 0", "host": "a", "step": 3, "activity": "update", **state}
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    told = json.dumps(asdict(State(rank, **given)))
+    told = json.dumps(asdict(RankState(rank, **given)))
     (folder / "ranks" / f"rank_{rank}.json").write_text(told)

@@ -12,7 +12,7 @@ import pytest
 
 from mimo.errors import InputError
 from mimo.report.logs import first_error, logs
-from mimo.train.incidents import record
+from mimo.runtime.run_files import record
 from tests.mimo.report.folders import make_run, say
 from tests.mimo.runs import mimo
 

@@ -16,8 +16,7 @@ from mimo.generate.evaluate import draw
 from mimo.generate.scores import Answered
 from mimo.report.run import compare, differences, figures, part_of, report
 from mimo.report.runs import read_runs
-from mimo.runtime.run_environment import starts_of
-from mimo.train.incidents import record
+from mimo.runtime.run_files import record, starts_of
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.report.folders import RECIPE, make_run

@@ -12,7 +12,7 @@ import pytest
 from mimo.errors import InputError
 from mimo.report import runs
 from mimo.report.runs import read_curves, read_runs
-from mimo.train.incidents import record
+from mimo.runtime.run_files import record
 from tests.mimo.report.folders import RECIPE, make_run, say
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mimo.errors import InputError
 from mimo.report.status import facts_of, look, status
-from mimo.train.incidents import record
+from mimo.runtime.run_files import record
 from tests.mimo.report.folders import RECIPE, make_run, say
 
 SECONDS = {

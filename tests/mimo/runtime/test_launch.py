@@ -94,10 +94,10 @@ def note_pid_and_wait_to_be_asked(directory: Path) -> int:
     env = rank_environment()
     assert env is not None
     (directory / f"rank_{env.rank}").write_text(str(os.getpid()))
-    while not signals.asked():
+    while not signals.stop_requested():
         time.sleep(0.02)
     time.sleep(0.2)  # for a second one that should not have come
-    (directory / f"asked_{env.rank}").write_text(" ".join(signals.asked()))
+    (directory / f"asked_{env.rank}").write_text(" ".join(signals.stop_requested()))
     return 75
 
 
@@ -245,8 +245,8 @@ def test_a_second_signal_or_ctrl_c_ends_a_rank_of_torchrun_that_is_stuck_inside_
     sent: list[signal.Signals],
 ) -> None:
     code = (
-        "import ctypes, socket; from mimo.runtime.signals import end_by_signals\n"
-        "end_by_signals(); here, there = socket.socketpair(); print('ready', flush=True)\n"
+        "import ctypes, socket; from mimo.runtime.signals import exit_on_second_signal\n"
+        "exit_on_second_signal(); here, there = socket.socketpair(); print('ready', flush=True)\n"
         "ctypes.CDLL(None).recv(here.fileno(), ctypes.create_string_buffer(1), 1, 0)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as rank:

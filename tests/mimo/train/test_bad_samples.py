@@ -15,16 +15,15 @@ from data.index.samples import SkippedSample
 from mimo.checkpoint.folder import Progress
 from mimo.config.training import Data
 from mimo.model.dataset import Dataset
-from mimo.train import bad_samples
-from mimo.train.bad_samples import BadSamples, check_skipped, leave_note
-from mimo.train.incidents import incidents
-from mimo.train.run_files import BAD_SAMPLES
+from mimo.runtime.run_files import BAD_SAMPLES, incidents
+from mimo.train import anomalies
+from mimo.train.anomalies import BadSamples, check_skipped, publish_bad_sample
 
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    monkeypatch.setattr(bad_samples, "_get_default_store", lambda: store)
+    monkeypatch.setattr(anomalies, "_get_default_store", lambda: store)
 
 
 def dataset(*skipped: SkippedSample, samples: int = 1000) -> Dataset:
@@ -47,10 +46,10 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_resumed_run_lists_each_bad_sample_once(tmp_path: Path) -> None:
     unused = dataset(SkippedSample("a.tar", "k\ud83d", "malformed"))
     first = BadSamples(tmp_path, 0)
-    first.of_indexes({"sources": unused, "validation": None})
+    first.list_of_indexes({"sources": unused, "validation": None})
     for step, number in ((1, 4), (3, 0)):
-        leave_note(step, number, 5, SkippedSample("b.tar", f"k{step}", "x" * 5000, number))
-        first.found(step, [number])
+        publish_bad_sample(step, number, 5, SkippedSample("b.tar", f"k{step}", "x" * 5000, number))
+        first.append(step, [number])
     with (tmp_path / BAD_SAMPLES).open("a") as file:
         file.write('{"found": "read')  # killed while writing
     whole = lines_before = [
@@ -60,10 +59,10 @@ def test_a_resumed_run_lists_each_bad_sample_once(tmp_path: Path) -> None:
         | {"shard": "b.tar", "key": "k1", "reason": "x" * 2000, "item": 4},
     ]
     resumed = BadSamples(tmp_path, 2)
-    resumed.of_indexes({"sources": unused})
+    resumed.list_of_indexes({"sources": unused})
     assert lines(tmp_path) == lines_before
-    leave_note(2, 0, 0, SkippedSample("b.tar", "k2", "gone"))
-    resumed.found(2, [0])
+    publish_bad_sample(2, 0, 0, SkippedSample("b.tar", "k2", "gone"))
+    resumed.append(2, [0])
     assert lines(tmp_path)[:2] == whole
     assert lines(tmp_path)[2:] == [
         {"found": "reading", "step": 2, "rank": 0, "shard": "b.tar", "key": "k2", "reason": "gone"}
@@ -75,11 +74,13 @@ def test_skipped_samples_are_told_one_by_one_and_then_when_their_number_has_doub
 ) -> None:
     said = list[str]()
     found = BadSamples(tmp_path, 0, said.append)
-    found.of_indexes({})
-    found.found(0, [])
+    found.list_of_indexes({})
+    found.append(0, [])
     for step in range(50):
-        leave_note(step, 7, 1, SkippedSample("b.tar", f"k{step}", "cut\noff" + "x" * 500, 2))
-        found.found(step, [7])
+        publish_bad_sample(
+            step, 7, 1, SkippedSample("b.tar", f"k{step}", "cut\noff" + "x" * 500, 2)
+        )
+        found.append(step, [7])
     counts = [*range(1, 11), 20, 40]
     assert [int(line.split()[3].rstrip(":")) for line in said] == counts
     assert said[-1].startswith(
@@ -93,17 +94,17 @@ def test_skipped_samples_are_told_one_by_one_and_then_when_their_number_has_doub
     ]
     said.clear()
     resumed = BadSamples(tmp_path, 40, said.append)
-    leave_note(40, 1, 0, SkippedSample("b.tar", "k", "gone"))
-    resumed.found(40, [1])
+    publish_bad_sample(40, 1, 0, SkippedSample("b.tar", "k", "gone"))
+    resumed.append(40, [1])
     assert said == []
 
 
 def test_the_bad_samples_of_an_index_are_all_counted_and_as_many_named_as_a_file_can_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bad_samples, "_MOST_OF_AN_INDEX", 3)
+    monkeypatch.setattr(anomalies, "_MOST_OF_AN_INDEX", 3)
     some = [SkippedSample("a.tar", str(n), "malformed") for n in range(10)]
-    BadSamples(tmp_path, 0).of_indexes({"test": dataset(*some)})
+    BadSamples(tmp_path, 0).list_of_indexes({"test": dataset(*some)})
     *named, last = lines(tmp_path)
     assert [line["key"] for line in named] == ["0", "1", "2"]
     assert last == {"found": "index", "split": "test", "source": 0, "more": 7}

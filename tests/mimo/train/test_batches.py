@@ -73,7 +73,7 @@ def _trained(path: Path, *overrides: str) -> Iterator[dict[str, Any]]:
     """The metrics of training on this rank, as they are made."""
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
-    from mimo.train.observer import StepObserver
+    from mimo.train.step import StepObserver
 
     class Observer(StepObserver):
         pass
@@ -100,8 +100,9 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
     import bridge.transfer
     from mimo.train import batches, loop
     from mimo.train.metrics import StepResult
+    from mimo.train.step import StepSums
 
-    threads, messages = dict[str, set[str]](), list[tuple[str, int]]()
+    threads, messages = dict[str, set[str]](), list[tuple[str, bool]]()
     for where, name in PREPARING:
         seen = threads.setdefault(f"{where}.{name}", set())
         _around(where, name, lambda seen=seen: seen.add(threading.current_thread().name))
@@ -110,9 +111,9 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
         _around("data.index.reader.SampleReader", "sample", lambda: time.sleep(0.01))
     summed = batches.sum_over_world
 
-    def note_and_sum(values: Any, arrays: Any = ()) -> list[float]:
-        messages.append((threading.current_thread().name, len(values)))
-        return summed(values, arrays)
+    def note_and_sum(terms: Any) -> Any:
+        messages.append((threading.current_thread().name, isinstance(terms[0], StepSums)))
+        return summed(terms)
 
     batches.sum_over_world = note_and_sum
     bridge.transfer.time = SimpleNamespace(perf_counter=itertools.count().__next__)  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from mimo.train import entry
 
 
 def test_the_engine_is_not_imported_with_the_entry_of_ranks() -> None:
-    code = "import sys, mimo.train.entry, mimo.train.startup; sys.exit('megatron' in sys.modules)"
+    code = "import sys, mimo.train.entry; sys.exit('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -33,6 +33,6 @@ def test_a_rank_ends_as_of_bad_input_where_a_package_of_kernels_cannot_be_import
     layout = Layout(language=GridSpec(LANGUAGE), encoders={}, world_size=1)
     try:
         with pytest.raises(InputError, match="broken_engine is installed but cannot be imported"):
-            entry.prepare_process(layout)
+            entry.prepare_process(layout, tmp_path)
     finally:
         acceleration.this_machine.cache_clear()

@@ -26,8 +26,8 @@ from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.runtime.ranks import launch, rank_environment
-from mimo.train.incidents import incidents
-from mimo.train.restarts import say_killed
+from mimo.runtime.run_files import incidents
+from mimo.train.restarts import record_killed_rank
 from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks
@@ -80,7 +80,7 @@ def run_with(
             (fault, recipe, layout, run_dir),
             layout.world_size,
             log_dir=run_dir,
-            on_failure=partial(say_killed, run_dir),
+            on_failure=partial(record_killed_rank, run_dir),
         )
         seconds = time.time() - (run_dir / STRUCK).stat().st_mtime
         pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
@@ -282,7 +282,7 @@ def test_without_a_timeout_of_its_own_a_hang_is_explained_before_transfers_time_
     text = (ended.run_dir / "hang" / "summary.txt").read_text()
     assert ended.text.rstrip().endswith("\n".join(text.splitlines()[:2]))
     assert re.match(r"the run hangs: rank \d .*\(bridge.timeout_seconds 5\)\norigin: rank 0 ", text)
-    assert "waits for rank 0: bridge vision -> language: rows of microbatch 1" in text
+    assert "waits for bridge vision: rows of microbatch 1" in text
     assert TIMEOUT_SECONDS / 2 < ended.seconds < TIMEOUT_SECONDS + 10
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mimo.train.garbage import collected_together
+from mimo.train.loop import with_synchronized_gc
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_garbage_is_collected_before_the_first_step_and_then_every_so_many(
     collections: list[int],
 ) -> None:
     seen = []
-    for _ in collected_together(range(7), every=3):
+    for _ in with_synchronized_gc(range(7), every=3):
         assert not gc.isenabled()
         seen.append(len(collections))
     assert seen == [1, 1, 1, 2, 2, 2, 3]
@@ -35,11 +35,11 @@ def test_a_failed_step_leaves_the_collector_as_it_was(collections: list[int]) ->
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
-        list(collected_together(steps(), every=3))
+        list(with_synchronized_gc(steps(), every=3))
     assert gc.isenabled()
 
 
 def test_it_can_be_left_to_python(collections: list[int]) -> None:
-    for _ in collected_together(range(3), every=None):
+    for _ in with_synchronized_gc(range(3), every=None):
         assert gc.isenabled()
     assert collections == []

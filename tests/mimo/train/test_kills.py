@@ -22,7 +22,7 @@ import torch
 from mimo.checkpoint import reading
 from mimo.checkpoint.folder import read_progress
 from mimo.checkpoint.resume import Resume, Start
-from mimo.train.incidents import incidents
+from mimo.runtime.run_files import incidents
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -70,16 +70,16 @@ def disturb(kills: list[Kill], attempt: int, run_dir: Path, start: Start) -> Non
 
 def note_samples(file: Path) -> None:
     from mimo.model.step_plan import StepPlan
-    from mimo.train.presence import Presence
+    from mimo.train.rank import MonitoredSteps
 
-    def planned(self: Presence, step: int, plan: StepPlan) -> None:
+    def planned(self: MonitoredSteps, step: int, plan: StepPlan) -> None:
         samples = [
             (m.samples.source.tolist(), m.samples.sample.tolist()) for m in plan.microbatches
         ]
         with file.open("a") as lines:
             lines.write(json.dumps([step, samples]) + "\n")
 
-    Presence.planned = planned  # type: ignore[method-assign]
+    MonitoredSteps.planned = planned  # type: ignore[method-assign]
 
 
 def die() -> None:

@@ -14,9 +14,8 @@ import pytest
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
-from mimo.train.loggers import check_loggers
+from mimo.train.loggers import MetricsWriter, check_loggers
 from mimo.train.main import Request
-from mimo.train.metrics import MetricsWriter
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import LAYOUT, metrics, mimo, run

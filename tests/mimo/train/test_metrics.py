@@ -17,7 +17,8 @@ from mimo.model.step_plan import StepPlan, StepPlanner
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import num_microbatches
 from mimo.train import metrics
-from mimo.train.metrics import MetricsWriter, StepResult, step_metrics
+from mimo.train.loggers import MetricsWriter
+from mimo.train.metrics import StepResult, step_metrics
 from tests.mimo import tiny
 
 

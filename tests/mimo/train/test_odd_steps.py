@@ -18,10 +18,10 @@ from mimo.checkpoint.resume import FromScratch, Resume, Start
 from mimo.model.dataset import open_dataset
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.build import build_layout
-from mimo.train.incidents import incidents
-from mimo.train.observer import StepObserver
-from mimo.train.odd_steps import LossSpikes
+from mimo.runtime.run_files import incidents
+from mimo.train.anomalies import LossSpikes
 from mimo.train.run_folder import make_run_dir
+from mimo.train.step import StepObserver
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -259,8 +259,8 @@ def train_spiking(
     recipe = load_recipe(path, [*overrides, f"train.steps={stop}"])
     train_step, steps = loop.train_step, count(first)
 
-    def spiking(*given: Any) -> Any:
-        done = train_step(*given)
+    def spiking(**arguments: Any) -> Any:
+        done = train_step(**arguments)
         return replace(done, loss=done.loss * 50) if next(steps) == spike else done
 
     loop.train_step = spiking

@@ -22,16 +22,16 @@ from mimo.checkpoint.resume import Start
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.runtime.processes import RanksFailed
 from mimo.runtime.ranks import RENDEZVOUS, run_on_cpu
+from mimo.runtime.run_files import INCIDENTS, incidents, record
 from mimo.train import main as job
-from mimo.train.incidents import INCIDENTS, incidents, record
 from mimo.train.restarts import (
     Failure,
     NotRestarted,
-    begun_at,
-    check_again,
+    check_restart,
     job_name,
-    say_begun,
-    say_restart,
+    note_start,
+    record_restart,
+    start_time,
 )
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -73,7 +73,7 @@ def never_finite(_: None, attempt: int, run_dir: Path, start: Start) -> None:
     from mimo.train import loop
 
     step = loop.train_step
-    loop.train_step = lambda *given: replace(step(*given), is_skipped=True)
+    loop.train_step = lambda **arguments: replace(step(**arguments), is_skipped=True)
 
 
 def hang_at_first(case: Case, attempt: int, run_dir: Path, start: Start) -> None:
@@ -152,17 +152,17 @@ def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_
 ) -> None:
     failure = Failure("rank 1 failed", 1, 3)
     for _ in range(2):
-        say_restart(tmp_path, failure, 9)
+        record_restart(tmp_path, failure, 9)
     with pytest.raises(NotRestarted):
-        check_again(tmp_path, failure)
-    check_again(tmp_path, Failure("rank 1 failed", 1, 4))
+        check_restart(tmp_path, failure)
+    check_restart(tmp_path, Failure("rank 1 failed", 1, 4))
     file = tmp_path / INCIDENTS
     file.write_text(file.read_text().replace(socket.gethostname(), "elsewhere"))
-    check_again(tmp_path, failure)
+    check_restart(tmp_path, failure)
     assert len(incidents(tmp_path)) == 2
     shutil.rmtree(tmp_path)
     with pytest.raises(NotRestarted, match="is gone"):
-        check_again(tmp_path, failure)
+        check_restart(tmp_path, failure)
 
 
 @pytest.mark.slow
@@ -184,16 +184,16 @@ def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
 ) -> None:
     failure = Failure("rank 1 failed", 1, 3)
     record(tmp_path, "signal", "ended by SIGTERM", 2, job=job_name())
-    say_restart(tmp_path, failure, 9)
-    say_restart(tmp_path, failure, 9)
+    record_restart(tmp_path, failure, 9)
+    record_restart(tmp_path, failure, 9)
     with pytest.raises(NotRestarted):
-        check_again(tmp_path, failure)
+        check_restart(tmp_path, failure)
     requeued = time.time() + 2
-    check_again(tmp_path, failure, requeued)
-    say_restart(tmp_path, failure, 9, requeued)
+    check_restart(tmp_path, failure, requeued)
+    record_restart(tmp_path, failure, 9, requeued)
     assert capsys.readouterr().out.splitlines()[-1].startswith("restart 1 of 9")
-    say_begun(tmp_path, time.monotonic())
-    assert begun_at(tmp_path) == pytest.approx(time.time(), abs=60)
+    note_start(tmp_path, time.monotonic())
+    assert start_time(tmp_path) == pytest.approx(time.time(), abs=60)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.model.recipe_checks import check_recipe
 from mimo.train.main import Job, Request
-from mimo.train.restarts import follows_another
+from mimo.train.restarts import is_requeued
 from tests.mimo import tiny
 
 
@@ -81,11 +81,11 @@ def test_the_launch_of_an_older_run_goes_with_it(recipe: Path) -> None:
 def test_a_job_that_slurm_starts_again_or_after_another_waits_for_locks_of_lost_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not follows_another()
+    assert not is_requeued()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    assert not follows_another()
+    assert not is_requeued()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert follows_another()
+    assert is_requeued()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     monkeypatch.setenv("SLURM_JOB_DEPENDENCY", "afterany:12")
-    assert follows_another()
+    assert is_requeued()

@@ -14,7 +14,7 @@ from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.model.recipe_checks import check_recipe
-from mimo.runtime.run_environment import starts_of
+from mimo.runtime.run_files import starts_of
 from mimo.train.run_summary import num_parameters, precision_warnings, summary_of
 from tests.conftest import RunRanks
 from tests.mimo import tiny

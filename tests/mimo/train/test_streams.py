@@ -29,9 +29,10 @@ from mimo.model.dataset import Dataset, item_processors, open_dataset, open_toke
 from mimo.parallel.build import build_layout
 from mimo.parallel.connections import Host
 from mimo.train import batches, loop
-from mimo.train.continuation import continue_order
+from mimo.train.batches import Batches, RankBatch
 from mimo.train.loop import Trainer
-from mimo.train.observer import StepObserver
+from mimo.train.run_folder import continue_order
+from mimo.train.step import StepObserver
 from tests.mimo import tiny
 
 # How batches are read ahead of use.
@@ -85,10 +86,10 @@ def without_a_model(rank: int) -> Iterator[None]:
 
     model = SimpleNamespace(encode_group=None, modules={}, stage=stage)
 
-    def step(number: int, recipe: Recipe, model: Any, own: batches.Batches, *others: Any) -> Any:
-        batch = own.next()
-        own.read_ahead()
-        own.sum_over_world()
+    def step(*, batches: Batches, **others: Any) -> Any:
+        batch = batches.next()
+        batches.read_ahead()
+        batches.sum_over_world(())
         return SimpleNamespace(batch=batch, is_skipped=False)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -98,15 +99,13 @@ def without_a_model(rank: int) -> Iterator[None]:
         for name in ("begin", "publish", "wait"):
             patched.setattr(loop.Saver, name, lambda *given: None)
         patched.setattr(decoding, "find_host", lambda: Host((rank,), "streams", 2**40, 1))
-        patched.setattr(
-            batches, "sum_over_world", lambda values, arrays: np.concatenate([values, *arrays])
-        )
+        patched.setattr(batches, "sum_over_world", lambda terms: terms)
         yield
 
 
 def train(
     recipe: Recipe, rank: int, dataset: Dataset, progress: Progress, steps: int
-) -> tuple[list[batches.RankBatch], Progress]:
+) -> tuple[list[RankBatch], Progress]:
     """What this rank trains on in so many steps from ``progress`` on, and where it then stands.
 
     The recipe has more of them, so later ones have been read when it stops.
@@ -121,7 +120,7 @@ def train(
     return found, trainer.progress
 
 
-def packs_of(batch: batches.RankBatch, dataset: Dataset, recipe: Recipe) -> list[list[Key]]:
+def packs_of(batch: RankBatch, dataset: Dataset, recipe: Recipe) -> list[list[Key]]:
     """The samples of a step, by microbatch and lane."""
     found = []
     for planned in batch.plan.microbatches:
@@ -132,7 +131,7 @@ def packs_of(batch: batches.RankBatch, dataset: Dataset, recipe: Recipe) -> list
     return found
 
 
-def check_contents(batch: batches.RankBatch, dataset: Dataset, recipe: Recipe, rank: int) -> None:
+def check_contents(batch: RankBatch, dataset: Dataset, recipe: Recipe, rank: int) -> None:
     """What a rank has of a batch is what the plan says, read from the shards once more."""
     layout, readers = build_layout(recipe), dataset.readers
     for m, planned in enumerate(batch.plan.microbatches):

@@ -11,8 +11,8 @@ from PIL import Image
 
 from mimo.parallel.grids import GridSpec, Layout
 from mimo.spans import RANK
-from mimo.train import times
-from mimo.train.times import StepTimes
+from mimo.train import metrics as figures
+from mimo.train.metrics import StepTimes
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import metrics, run
@@ -44,10 +44,10 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
     layout = Layout(language, {"vision": GridSpec("vision")}, world_size=3)
     tables = []
     for rank, seconds in enumerate(SECONDS):
-        monkeypatch.setattr(times.SPANS, "take", lambda seconds=seconds: seconds)
-        monkeypatch.setattr(times, "memory_taken", lambda rank=rank: (rank + 1) * 2**30)
+        monkeypatch.setattr(figures.SPANS, "take", lambda seconds=seconds: seconds)
+        monkeypatch.setattr(figures, "memory_taken", lambda rank=rank: (rank + 1) * 2**30)
         tables.append(StepTimes(layout, rank).of_this_rank(BYTES[rank]))
-    found = StepTimes(layout, 0).figures(np.sum(tables, axis=0).tolist())
+    found = StepTimes(layout, 0).figures(np.sum(tables, axis=0))
     assert found == pytest.approx(
         {
             "idle_fraction": 18 / 30,
@@ -71,7 +71,7 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
             **with_max("language_pipeline_wait", 1, 2),
         }
     )
-    assert StepTimes(layout, 0).figures([]) == {}
+    assert StepTimes(layout, 0).figures(np.zeros(0)) == {}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Layout
 from mimo.report.status import facts_of, look
 from mimo.runtime.processes import RanksFailed
-from mimo.train.incidents import incidents
-from mimo.train.run_files import BAD_SAMPLES
+from mimo.runtime.run_files import BAD_SAMPLES, incidents
 from mimo.train.run_folder import make_run_dir
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -161,7 +160,7 @@ def _observe(rank: int, path: Path) -> tuple[list[str], float, dict[str, float]]
     """What an observer is told of one step, the squared norm that it finds, and the metrics."""
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
-    from mimo.train.observer import StepObserver
+    from mimo.train.step import StepObserver
 
     class Observer(StepObserver):
         def at(self, step: int, activity: str) -> None:
@@ -248,7 +247,6 @@ CONSOLE = re.compile(
     r"|summary [\w .]+: .+"
     r"|saves a checkpoint (every \d+ steps|after the last step only)"
     r"|changed since \S+:|  .* before, .* now"
-    r"|startup [\d.]+ s: start and imports .*, first step [\d.]+ \(rank \d\)"
     r"|the run continues from \S+"
     r"|step \d+/\d+ loss \S+ grad_norm \S+ lr \S+ tokens/s \d+ epoch [\d.]+"
     r" mfu \S+ idle [\d.]+ eta [\d:]+"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mimo.runtime.environment import VARIABLES, Variable, set_variables
+from mimo.runtime.ranks import VARIABLES, Variable, set_variables
 
 NAMES = {name for one in VARIABLES for name in (one.name, *one.instead)}
 

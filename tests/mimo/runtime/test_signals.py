@@ -15,8 +15,8 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.resume import Start
 from mimo.errors import EXIT_CONTINUE
 from mimo.report.status import facts_of, look
-from mimo.runtime.ending import Ending
-from mimo.train.incidents import incidents
+from mimo.runtime.run_files import incidents
+from mimo.runtime.signals import EarlyStop
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -24,7 +24,7 @@ from tests.mimo.disturbed import disturbing, when_at
 from tests.mimo.runs import ADAM, LAYOUT, metrics, run
 from tests.ranks import running
 
-HERE = "tests.mimo.runtime.test_ending"
+HERE = "tests.mimo.runtime.test_signals"
 STEPS = 5
 SETTINGS = [*LAYOUT, *ADAM, "train.global_batch_size=4", f"train.steps={STEPS}"]
 SAME = ("step", "loss", "grad_norm", "tokens", "epochs", "validation_loss")
@@ -140,12 +140,12 @@ def test_a_run_whose_time_is_up_saves_and_wants_to_be_continued(
 
 
 def test_what_is_agreed_on_is_what_any_rank_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [Ending(deadline=time.monotonic()), Ending()]
-    monkeypatch.setattr("mimo.runtime.ending.asked", lambda: ())
-    sums = ranks[0].flags() + ranks[1].flags()
+    ranks = [EarlyStop(deadline=time.monotonic()), EarlyStop()]
+    monkeypatch.setattr("mimo.runtime.signals.stop_requested", lambda: ())
+    sums = [sum(flags) for flags in zip(ranks[0].flags(), ranks[1].flags(), strict=True)]
     for rank in ranks:
         rank.agree(sums)
         assert rank.reasons == ("train.max_minutes",)
-    monkeypatch.setattr("mimo.runtime.ending.asked", lambda: ("SIGUSR1",))
+    monkeypatch.setattr("mimo.runtime.signals.stop_requested", lambda: ("SIGUSR1",))
     ranks[1].agree(ranks[1].flags())
     assert ranks[1].reasons == ("train.max_minutes", "SIGUSR1")

@@ -1,0 +1,116 @@
+"""Files of a run folder that reports read: their names, incidents, and the environment of starts.
+
+Reading them needs no engine, so looking at a run is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+METRICS = "metrics.jsonl"
+BAD_SAMPLES = "bad_samples.jsonl"
+INCIDENTS = "incidents.jsonl"
+"""One JSON object a line, oldest first."""
+ENVIRONMENT = "environment.json"
+"""Where the run ran: one entry for each start, oldest first."""
+LAUNCH = "launch"
+"""The folder of what starts jobs: script, recipe, placement, output."""
+
+Kind = Literal[
+    "signal",
+    "restart",
+    "skipped step",
+    "skipped samples",
+    "not finite",
+    "loss spike",
+    "hang",
+    "crash",
+    "checkpoint",
+]
+_PACKAGES = (
+    *("mimo-toolkit", "torch", "megatron-core", "transformers", "numpy"),
+    *("transformer-engine", "flash-attn"),
+)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one a line, without cut lines; none if it is absent."""
+    entries = []
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            entries.append(json.loads(line))
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def record(run_dir: Path, kind: Kind, text: str, step: int | None = None, **facts: Any) -> None:
+    """Append one incident; one process per incident calls it.
+
+    text: one sentence for people. step: counted from 0; None outside of steps. facts: further JSON
+    values for programs.
+    Warns on stderr instead of raising if the folder cannot be written.
+    """
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    line = json.dumps({"time": now, "kind": kind, "step": step, "text": text, **facts})
+    try:
+        with (run_dir / INCIDENTS).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")  # one write, so that lines of two processes do not mix
+    except OSError as error:
+        print(f"warning: {run_dir / INCIDENTS}: {error}; not kept: {line}", file=sys.stderr)
+
+
+def incidents(run_dir: Path) -> list[dict[str, Any]]:
+    """Return all incidents of a run, oldest first."""
+    return json_lines(run_dir / INCIDENTS)
+
+
+def write_environment(
+    run_dir: Path, num_ranks: int, step: int, device: str, summary: Mapping[str, str]
+) -> None:
+    """Add this start of the run, at ``step``, to `ENVIRONMENT`; the reporting rank calls it.
+
+    device: its name. summary: facts by name, of `mimo.train.run_summary`.
+    """
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": step,
+        "host": socket.gethostname(),
+        "ranks": num_ranks,
+        "device": device,
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "summary": dict(summary),
+    }
+    partial = run_dir / f".{ENVIRONMENT}"
+    partial.write_text(json.dumps([*starts_of(run_dir), start], indent=1) + "\n")
+    os.replace(partial, run_dir / ENVIRONMENT)
+
+
+def starts_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return all starts of a run, oldest first; none if the file is absent or damaged."""
+    try:
+        starts = json.loads((run_dir / ENVIRONMENT).read_text(errors="replace"))
+    except (OSError, ValueError):
+        return []
+    return [start for start in starts if isinstance(start, dict)] if type(starts) is list else []
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the installed packages that matter, by name."""
+    installed = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed

@@ -1,0 +1,270 @@
+"""What goes wrong in data and steps, and how much of it a run tolerates.
+
+Samples that cannot be read are listed in ``bad_samples.jsonl`` in the run folder. The samples of a
+step whose loss or gradient norm is not finite, or whose loss spikes, are kept in
+``batches/step_<n>.json``; `mimo replay` runs the step again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.distributed.distributed_c10d import _get_default_store
+
+from data.index.samples import ENOUGH, SkippedSample, worst_shards
+from mimo.checkpoint.folder import Progress
+from mimo.config.schema import Train
+from mimo.config.training import Data
+from mimo.device import barrier
+from mimo.model.dataset import Dataset
+from mimo.model.step_plan import StepPlan
+from mimo.runtime.run_files import BAD_SAMPLES, METRICS, Kind, record
+from mimo.train.metrics import StepResult
+from mimo.train.restarts import job_name
+
+BATCHES = "batches"
+_SHOWN_SAMPLES = 16  # samples in an incident
+# The median of distances from the median of a normal distribution, in standard deviations.
+_MAD = 0.6745
+_LEAST_SPREAD = 1e-3  # of the median: below it losses are equal
+_MAX_LINES_PER_INDEX = 10_000  # lines
+_LONGEST_REASON = 2000  # characters of a reason
+_LONGEST_ON_CONSOLE = 200
+_ALL_REPORTED = 10  # skipped samples of a run; later only each doubling is reported
+
+
+# ------------------------------------------------------------------- unreadable samples
+
+
+def publish_bad_sample(step: int, number: int, rank: int, bad: SkippedSample) -> None:
+    """Publish why a sample cannot be read, for the rank that lists it.
+
+    number: of the sample in the step. It goes to the store of the world, before the sum in which
+    all ranks learn of the sample, so the reporting rank finds it there.
+    """
+    entry = {"step": step, "rank": rank} | asdict(bad)
+    _get_default_store().set(_store_key(step, number), json.dumps(entry))
+
+
+def _store_key(step: int, number: int) -> str:
+    return f"bad sample {number} of step {step}"
+
+
+class BadSamples:
+    """The list of bad samples in the run folder; used by the one rank that reports.
+
+    A resumed run continues it: the samples that indexes leave out are listed anew, and lines of the
+    steps that are repeated are dropped.
+    """
+
+    def __init__(
+        self, run_dir: Path, first_step: int, say: Callable[[str], object] = print
+    ) -> None:
+        """say: takes a line for the console."""
+        self._run_dir, self._path, self._say = run_dir, run_dir / BAD_SAMPLES, say
+        self._read: list[str] = []
+        if self._path.exists():
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+            self._read = [line for line in lines if _step_of(line) < first_step]
+        self._count = self._count_reported = len(self._read)
+
+    def list_of_indexes(self, splits: Mapping[str, Dataset | None]) -> None:
+        """List the samples that indexes leave out: the first ten thousand of each, and a count."""
+        lines = []
+        for split, dataset in splits.items():
+            for source, index in enumerate(dataset.indexes if dataset else ()):
+                named = itertools.islice(index.skipped_samples(), _MAX_LINES_PER_INDEX)
+                where = {"found": "index", "split": split, "source": source}
+                lines += [_line(where | asdict(bad)) for bad in named]
+                if (more := index.num_skipped - _MAX_LINES_PER_INDEX) > 0:
+                    lines.append(_line(where | {"more": more}))
+        text = "".join(f"{line}\n" for line in (*lines, *self._read))
+        self._path.write_text(text, encoding="utf-8")
+
+    def append(self, step: int, numbers: Iterable[int]) -> None:
+        """Append samples that some rank could not read, by their numbers in the step.
+
+        Reports them on the console and as an incident: the first ten of a run, then each time that
+        their number has doubled.
+        """
+        store = _get_default_store()
+        entries = [json.loads(store.get(_store_key(step, number))) for number in numbers]
+        if not entries:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(_line({"found": "reading"} | entry) + "\n" for entry in entries)
+        before, self._count = self._count, self._count + len(entries)
+        if before >= _ALL_REPORTED and self._count < 2 * self._count_reported:
+            return
+        self._count_reported = self._count
+        last = SkippedSample(**{k: v for k, v in entries[-1].items() if k not in ("step", "rank")})
+        text = (
+            f"{len(entries)} skipped in this step, {self._count} in all; the last: "
+            f"{' '.join(str(last).split())[:_LONGEST_ON_CONSOLE]}; all are in {BAD_SAMPLES}"
+        )
+        self._say(f"skipped samples: step {step + 1}: {text}")
+        record(self._run_dir, "skipped samples", text, step, num_samples=self._count)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    entry = {key: value for key, value in entry.items() if value is not None}
+    if "reason" in entry:
+        entry["reason"] = entry["reason"][:_LONGEST_REASON]
+    return json.dumps(entry)
+
+
+def _step_of(line: str) -> float:
+    """Return the step in which a bad sample was found; infinity for one of an index."""
+    try:
+        return json.loads(line).get("step", float("inf"))
+    except ValueError:
+        return float("inf")  # the last line of a run that was killed while writing
+
+
+def check_skipped(limits: Data, progress: Progress, used: int, dataset: Dataset) -> None:
+    """Raise RuntimeError when more samples were skipped than the recipe allows.
+
+    used: number of samples so far; later epochs repeat them.
+    """
+    bad = progress.skipped_samples
+    used = min(used, sum(map(len, dataset.indexes)))
+    if bad > limits.max_skipped_samples:
+        limit = f"more than data.max_skipped_samples {limits.max_skipped_samples}"
+    elif used >= ENOUGH and bad > limits.max_skipped_fraction * used:
+        limit = (
+            f"{bad / used:.2%} of the {used} used so far and above data.max_skipped_fraction "
+            f"{limits.max_skipped_fraction:g}"
+        )
+    else:
+        return
+    by_shard = Counter(
+        dataset.indexes[source].shard_of(sample) for source, sample in progress.skipped
+    )
+    raise RuntimeError(
+        f"{bad} samples could not be read, {limit}; {worst_shards(by_shard)}; {BAD_SAMPLES} in the "
+        "run folder names each with its reason: mend these shards, or raise the limit"
+    )
+
+
+# ------------------------------------------------------------------- steps
+
+
+class LossSpikes:
+    """Robust z-scores of losses among those of the ``window`` steps before.
+
+    Median and median absolute deviation take the place of mean and standard deviation, so that a
+    spike does not hide the next one. Source: Iglewicz and Hoaglin 1993, How to Detect and Handle
+    Outliers.
+    """
+
+    def __init__(self, window: int, losses: Iterable[float] = ()) -> None:
+        self._losses = deque(losses, window)
+
+    def score(self, loss: float) -> float:
+        """Return the score of a loss, 0 while the window is less than half full; keep the loss."""
+        others = np.array(self._losses)
+        self._losses.append(loss)
+        if 2 * len(others) < (self._losses.maxlen or 0):
+            return 0.0
+        median = float(np.median(others))
+        spread = float(np.median(np.abs(others - median)))
+        return _MAD * (loss - median) / max(spread, _LEAST_SPREAD * abs(median), 1e-12)
+
+
+class AnomalyDetector:
+    """Checks the outcome of every step on every rank; the reporting rank also writes."""
+
+    def __init__(self, train: Train, run_dir: Path, dataset: Dataset, reports: bool) -> None:
+        """Start from the losses in the metrics in ``run_dir``, if there are any."""
+        self._train, self._run_dir, self._dataset = train, run_dir, dataset
+        self._reports, self._skipped_in_a_row = reports, list[int]()
+        self._spikes = None
+        if reports and train.loss_spike_zscore is not None:
+            window = train.loss_spike_window
+            self._spikes = LossSpikes(window, deque(_losses(run_dir / METRICS), window))
+
+    def check(self, step: int, done: StepResult) -> None:
+        """Check one step; every rank calls it after each.
+
+        Raises FloatingPointError, on all ranks, once more than `train.max_skipped_steps` steps in
+        a row were skipped.
+        """
+        self._skipped_in_a_row = [*self._skipped_in_a_row, step] if done.is_skipped else []
+        if self._reports:
+            self._record(step, done)
+        if len(self._skipped_in_a_row) <= self._train.max_skipped_steps:
+            return
+        first = self._skipped_in_a_row[0]
+        text = (
+            f"step {step}: the loss is {_loss(done):g}, the gradient norm {done.grad_norm:g}, and "
+            f"none of {len(self._skipped_in_a_row)} steps since step {first} was finite, more than "
+            f"train.max_skipped_steps {self._train.max_skipped_steps}; their samples are in "
+            f"{self._run_dir / BATCHES}: look at them with `mimo replay {self._run_dir} --step "
+            f"{first}`, or lower train.learning_rate"
+        )
+        if self._reports:  # it would recur, so the job must not restart
+            record(self._run_dir, "not finite", text, step, job=job_name())
+        barrier()  # a rank that ends early would end the one that still writes
+        raise FloatingPointError(text)
+
+    def _record(self, step: int, done: StepResult) -> None:
+        loss = _loss(done)
+        if done.is_skipped:
+            norms = ", ".join(f"{name} {norm:g}" for name, norm in done.grad_norms.items())
+            text = (
+                f"the loss is {loss:g}, the gradient norm {done.grad_norm:g} ({norms}): "
+                f"no module was updated"
+            )
+            self._keep("skipped step", text, step, done)
+        elif self._spikes is not None:
+            score, limit = self._spikes.score(loss), self._train.loss_spike_zscore
+            if limit is not None and score > limit:
+                window = self._train.loss_spike_window
+                text = f"the loss {loss:g} has the z-score {score:.1f} among {window} steps before"
+                self._keep("loss spike", text, step, done)
+
+    def _keep(self, kind: Kind, text: str, step: int, done: StepResult) -> None:
+        samples = list(samples_of(done.plan, self._dataset))
+        path = self._run_dir / BATCHES / f"step_{step}.json"
+        content = {"step": step, "kind": kind, "text": text, "samples": samples}
+        kept = str(path.relative_to(self._run_dir))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content), encoding="utf-8")
+        except OSError as error:
+            kept = f"not kept: {error}"
+        named = [sample["key"] for sample in samples[:_SHOWN_SAMPLES]]
+        record(self._run_dir, kind, text, step, samples=named, num_samples=len(samples), batch=kept)
+
+
+def samples_of(plan: StepPlan, dataset: Dataset) -> Iterator[dict[str, Any]]:
+    """Yield every sample of a step: where it is, and its microbatch and lane."""
+    for number, planned in enumerate(plan.microbatches):
+        batch = planned.samples
+        columns = (batch.source.tolist(), batch.sample.tolist(), batch.lane.tolist())
+        for source, sample, lane in zip(*columns, strict=True):
+            index = dataset.indexes[source]
+            where = {"source": source, "sample": sample, "shard": str(index.shard_of(sample))}
+            yield where | {"key": index.key(sample), "microbatch": number, "lane": lane}
+
+
+def _loss(done: StepResult) -> float:
+    """Return the loss per token."""
+    return done.loss / max(done.plan.num_loss_tokens, 1)
+
+
+def _losses(metrics: Path) -> Iterator[float]:
+    """Yield the logged losses of training, without those of skipped steps."""
+    if metrics.exists():
+        with metrics.open(encoding="utf-8") as file:
+            for line in file:
+                entry = json.loads(line)
+                if entry.get("loss") is not None and entry.get("grad_norm") is not None:
+                    yield entry["loss"]
