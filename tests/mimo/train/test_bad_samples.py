@@ -102,7 +102,7 @@ def test_skipped_samples_are_told_one_by_one_and_then_when_their_number_has_doub
 def test_the_bad_samples_of_an_index_are_all_counted_and_as_many_named_as_a_file_can_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(anomalies, "_MOST_OF_AN_INDEX", 3)
+    monkeypatch.setattr(anomalies, "_MAX_LINES_PER_INDEX", 3)
     some = [SkippedSample("a.tar", str(n), "malformed") for n in range(10)]
     BadSamples(tmp_path, 0).list_of_indexes({"test": dataset(*some)})
     *named, last = lines(tmp_path)
