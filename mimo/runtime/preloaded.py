@@ -1,4 +1,4 @@
-"""What the fork server imports: the modules that ranks need, and a look at CUDA after each.
+"""What the fork server imports: the modules that ranks need, with a check of CUDA after each.
 
 A process that has initialised CUDA must not fork: its children could not use the device.
 """

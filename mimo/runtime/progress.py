@@ -12,7 +12,7 @@ from rich.progress import Progress, TimeRemainingColumn
 
 @contextmanager
 def progress_of(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback (done, total) shown as a bar."""
+    """Show a bar; yields a callback (done, total)."""
     console = Console()
     columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -22,7 +22,7 @@ def progress_of(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def counter_of(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A callback that counts one more of ``total``."""
+    """Show a bar of ``total`` items; yields a callback that counts one more."""
     with progress_of(title) as show:
         done = itertools.count(1)
         yield lambda: show(next(done), total)

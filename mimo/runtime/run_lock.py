@@ -32,9 +32,9 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     """Hold the lock of ``run_dir``, which need not exist; one process of a job calls it.
 
     The lock is on a file beside the folder, because the folder itself may be moved aside.
-    patience_seconds: that the holder's last processes may need to end.
-    Raises StartError saying who already holds it, or how the file system fails; InputError for a
-    folder that cannot be written.
+    patience_seconds: for the holder's last processes to end.
+    Raises StartError if another process holds it or the file system fails; InputError if the folder
+    cannot be written.
     """
     path = _lock_file(run_dir)
     deadline = time.monotonic() + patience_seconds
@@ -57,29 +57,30 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
 
 
 def keep_lock(run_dir: Path) -> None:
-    """Hold the lock, too, until this process ends; every rank of the job that has it calls it.
+    """Share the lock until this process ends; every rank of the job that has it calls it.
 
-    So a rank that outlives whoever took the lock keeps other jobs away.
+    So a rank that outlives the process that took the lock keeps other jobs away.
     """
-    with suppress(FileNotFoundError):  # whoever took it has just ended, and this process is to end
+    with suppress(FileNotFoundError):  # the process that took it has just ended; this one will end
         descriptor = os.open(_lock_file(run_dir), os.O_RDWR)  # for as long as this process lives
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def holder(run_dir: Path) -> str:
-    """Who began the job that has the lock, as far as its file tells; empty if there is no such job.
+    """Describe the process that took the lock, as its file says; empty if there is none.
 
-    For whoever only looks: it does not try the lock, which would keep a job from taking it. On
-    another host than the holder's it cannot tell a job that was killed.
+    It does not try the lock, because that would keep a job from taking it. From another host it
+    cannot see that the process was killed.
     """
     try:
-        told = _lock_file(run_dir.resolve()).read_text(errors="replace").strip()
+        text = _lock_file(run_dir.resolve()).read_text(errors="replace").strip()
     except OSError:
         return ""
-    found = re.match(r"host (.*), process (\d+), ", told)
-    here = found is not None and found[1] == socket.gethostname()
-    return "" if here and found is not None and not psutil.pid_exists(int(found[2])) else told
+    match = re.match(r"host (.*), process (\d+), ", text)
+    if match and match[1] == socket.gethostname() and not psutil.pid_exists(int(match[2])):
+        return ""
+    return text
 
 
 def _lock_file(run_dir: Path) -> Path:
@@ -87,7 +88,7 @@ def _lock_file(run_dir: Path) -> Path:
 
 
 def _locked(path: Path, run_dir: Path, patient: bool) -> int | None:
-    """A locked, open descriptor of the file at ``path``; None if another has it and we may wait."""
+    """Lock the file at ``path`` and return its descriptor; None if it is taken and we may wait."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -1,15 +1,15 @@
 """The global batches of a split, one after another, as one rank sees them.
 
-All ranks make the same plan, and each reads its own part. What one rank cannot read, all leave out.
+All ranks make the same plan, and each reads its part. All ranks skip what one of them cannot read.
 
-The thread that trains neither reads, plans nor packs; it waits, if it must, and joins in the one
-sum over all ranks per step. While it works on step k, threads in the background have this for it:
+The training thread neither reads, plans nor packs. It only waits, and takes part in the one sum
+over all ranks per step. While it works on step k, background threads do this:
 
     prepare step k + 1   planned without its unusable samples, packed, on its way to the device
     read step k + 2      decoded and tokenized by the loader, and what follows as far as memory goes
 
-With the loss of step k it is summed over all ranks who could not read which sample of step k + 2.
-No thread in the background ever waits for another thread, so none can hang.
+The sum that carries the loss of step k also carries the unreadable samples of step k + 2.
+No background thread ever waits for another thread, so none can hang.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STEP = "step"  # what messages call a batch that is trained on
 class RankBatch:
     """What the modules of this rank compute on in one step, on its device.
 
-    language, items: of `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
+    language, items: from `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
     one microbatch, or the first of them. flops: by module, over all ranks, where they are counted.
     """
 
@@ -70,8 +70,8 @@ class RankBatch:
 class _Coming:
     """A batch that is prepared.
 
-    used: the samples of the order up to its end. unusable: (data source, sample) of each that it
-    leaves out, with its number in the step.
+    used: the samples of the order up to its end. unusable: (data source, sample) of each sample
+    that is skipped, with its number in the step.
     """
 
     used: Used
@@ -89,7 +89,7 @@ class Batches:
     num_prepared: how many batches are prepared while another is in use, 1 or 0. The one after
     these is read meanwhile, and more of what follows as far as ``decoding`` lets it.
     early_stop: what ranks agree on with each sum.
-    flops: counts those of each batch; None where nobody asks.
+    flops: counts the operations of each batch; None to skip that.
     """
 
     def __init__(
@@ -145,16 +145,16 @@ class Batches:
         self._close()
 
     def unusable_samples(self) -> dict[tuple[int, int], int]:
-        """(data source, sample) of each that the next batch leaves out, and its number in it."""
+        """Return (data source, sample) of each sample that the next batch skips, and its number."""
         return self._coming[0].unusable
 
     @property
     def coming_used(self) -> Used:
-        """The samples of the order up to the next batch's end."""
+        """Samples of the order up to the next batch's end."""
         return self._coming[0].used
 
     def next(self) -> RankBatch:
-        """The next batch; waits for it if need be. Raises what its preparation raised."""
+        """Return the next batch; waits for it if need be. Raises what its preparation raised."""
         coming = self._coming.popleft()
         with self._waiting():
             batch, staging = coming.batch.result()
@@ -163,7 +163,7 @@ class Batches:
         return batch
 
     def read_ahead(self) -> None:
-        """Wait until the samples are read of which the next message says who could not read them.
+        """Wait until the samples are read whose readability the next sum carries.
 
         Raises what their reading raised. After the last batch there are none.
         """
@@ -191,7 +191,7 @@ class Batches:
         return sums
 
     def take_waited_seconds(self) -> float:
-        """Seconds that this rank waited for batches since the last call."""
+        """Return the seconds that this rank waited for batches since the last call."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
@@ -201,7 +201,7 @@ class Batches:
         return {name: value / grid.size * (self._rank in grid.ranks) for name, grid in grids}
 
     def _prepare(self, loaded: LoadedStep, unusable: Sequence[int]) -> tuple[RankBatch, Staging]:
-        """What this rank needs of a batch, in the order of its plan; in the background."""
+        """Pack this rank's part of a batch, in the order of its plan; in the background."""
         loaded.release()
         plan = self._planner.finish(loaded.microbatches, unusable)
         dataset, lanes, items = self.dataset, [], {}
@@ -225,7 +225,7 @@ class Batches:
         return RankBatch(name, plan, language, encoders, sample_keys, flops), staging
 
     def _flags(self, loaded: LoadedStep) -> np.ndarray:
-        """(n,) for each sample of a step, 1 if this rank could not read it."""
+        """Return (n,) fp64: for each sample of a step, 1 if this rank could not read it."""
         flags = np.zeros(loaded.num_samples)
         for number, bad in loaded.unusable.items():
             flags[number] = 1.0

@@ -37,19 +37,19 @@ _PACKAGES = ("wandb", "mlflow")  # their names are those of the loggers
 
 
 class Logger(Protocol):
-    """Takes the metrics of a run, on the one rank that speaks for it.
+    """Takes the metrics of a run, on the one rank that reports.
 
-    every_step: whether it wants all steps, or only those with a line on the console.
+    every_step: whether it takes all steps, or only those with a line on the console.
     """
 
     every_step: bool
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics such as `train/loss` after a step, counted from 0."""
+        """Write metrics such as `train/loss` of a step, counted from 0."""
         ...
 
     def close(self) -> None:
-        """No more follow."""
+        """Finish; no more metrics follow."""
         ...
 
 
@@ -70,7 +70,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Steps that a resumed run repeats are the same, and it drops those that it has."""
+    """Weights & Biases; it drops the steps that a resumed run repeats, which are the same."""
 
     every_step = False
 
@@ -112,14 +112,14 @@ class _Mlflow:
 
 
 class Loggers:
-    """All loggers of a run. One that fails is left out from then on: training goes on."""
+    """All loggers of a run. One that fails is dropped with a warning, and training continues."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._open: dict[str, Logger] = {}
 
     def add(self, name: str, make: Callable[[], Logger]) -> None:
-        """Open one more."""
+        """Open one more logger."""
 
         def open_it() -> None:
             self._open[name] = make()
@@ -127,15 +127,15 @@ class Loggers:
         self._try(name, open_it)
 
     def write(self, metrics: Mapping[str, float], step: int, logged: bool) -> None:
-        """logged: whether the step has a line on the console."""
-        for name, one in list(self._open.items()):
-            if logged or one.every_step:
-                self._try(name, lambda one=one: one.write(metrics, step))
+        """Write a step's metrics. logged: whether the step has a line on the console."""
+        for name, logger in list(self._open.items()):
+            if logged or logger.every_step:
+                self._try(name, lambda logger=logger: logger.write(metrics, step))
 
     def close(self) -> None:
-        """No more metrics follow."""
-        for name, one in list(self._open.items()):
-            self._try(name, one.close)
+        """Close all loggers."""
+        for name, logger in list(self._open.items()):
+            self._try(name, logger.close)
 
     def _try(self, name: str, do: Callable[[], None]) -> None:
         try:
@@ -148,7 +148,7 @@ class Loggers:
 def open_loggers(
     recipe: Recipe, run_dir: Path, first_step: int, say: Callable[[str], None]
 ) -> Loggers:
-    """Those of `train.loggers`; one process calls it. say: takes a warning."""
+    """Open the loggers of `train.loggers`; one process calls it. say: takes a warning."""
     path, opened = run_dir / RUN_IDS, Loggers(say)
     ids = _ids_in(path)
     before = dict(ids)
@@ -183,7 +183,7 @@ def check_loggers(recipe: Recipe) -> None:
 
 
 class MetricsWriter:
-    """Writes one JSON object per step; used by the one rank that speaks for the run.
+    """Writes one JSON object per step; used by the one rank that reports.
 
     A resumed run continues the file: lines after the step it resumes from are dropped first.
     lacks_validation: there is then no validation after the last step of the file.
@@ -217,7 +217,7 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
         for file in (self._loggers, self._file):
-            with suppress(OSError):  # of a full disk, which ends the run by another write
+            with suppress(OSError):  # a full disk ends the run by another write
                 file.close()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
@@ -252,15 +252,15 @@ class MetricsWriter:
         """Record a validation; its step is the number of updates before it."""
         self._write(metrics, "validation", True)
         losses = {name.removeprefix("validation_"): metrics[name] for name in metrics}
-        told = " ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != "step")
-        self.say(f"validation after step {metrics['step']}: {told}")
+        text = " ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != "step")
+        self.say(f"validation after step {metrics['step']}: {text}")
 
     def say(self, line: str) -> None:
         """Print one line above the bar."""
         self.console.print(line, highlight=False, markup=False)
 
     def _left(self, done: int) -> timedelta:
-        """How long the rest takes at the pace since the last line, whatever the time went to."""
+        """Estimate the remaining time from the pace since the last line."""
         (before, then), self._logged = self._logged, (done, time.monotonic())
         pace = (self._logged[1] - then) / (done - before)
         return timedelta(seconds=round((self._train.steps - done) * pace))
@@ -278,15 +278,15 @@ class MetricsWriter:
         step = int(numbers.pop("step"))
         for source, epoch in numbers.pop("epochs", {}).items():
             numbers[f"epoch_{source}"] = epoch
-        found = {f"{group}/{name}": one for name, one in numbers.items() if one is not None}
-        self._loggers.write(found, step, logged)
+        named = {f"{group}/{name}": n for name, n in numbers.items() if n is not None}
+        self._loggers.write(named, step, logged)
 
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-# A whole line: one that was cut off when a run was killed is none.
+# A whole line; a line that was cut off when a run was killed does not match.
 _LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
 
 
@@ -301,9 +301,9 @@ def _drop_lines_from(path: Path, first_step: int) -> bool:
     partial = path.with_name(f".{path.name}")
     with path.open("rb") as lines, partial.open("wb") as kept:
         for line in lines:
-            found = _LINE.fullmatch(line)
-            if found and int(found[1]) < first_step + bool(found[2]):
+            match = _LINE.fullmatch(line)
+            if match and int(match[1]) < first_step + bool(match[2]):
                 kept.write(line)
-                last = found
+                last = match
     os.replace(partial, path)
     return last is not None and not last[2] and int(last[1]) == first_step - 1

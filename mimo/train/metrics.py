@@ -35,10 +35,10 @@ class StepResult:
     host_seconds: of this rank, the rest of the step: without its waits for data, for transfers of
     bridges, and for the sum over all ranks, which on a device is also the wait for the device. On a
     device that is the time to launch its work; on a CPU it is the work itself.
-    is_skipped: loss or gradient norm are not finite, so no module was updated. grad_norms: of each
+    is_skipped: loss or gradient norm is not finite, so no module was updated. grad_norms: of each
     module that trains. update_norms: how much the update before this step changed the weights of
     each, as a norm; None where it was not measured.
-    times: of `mimo.train.metrics`, in logged steps.
+    times: figures of `StepTimes`, in logged steps.
     """
 
     plan: StepPlan
@@ -64,7 +64,7 @@ def is_logged(train: Train, step: int) -> bool:
 def step_metrics(
     done: StepResult, layout: Layout, skipped_samples: int, skipped_steps: int
 ) -> dict[str, float | None]:
-    """The line of a step in metrics.jsonl, without its number.
+    """Return the line of a step in metrics.jsonl, without its number.
 
     skipped_samples, skipped_steps: since the run began.
     mfu is the share of the peak of all ranks of the job together, those of encoders included; None
@@ -97,7 +97,7 @@ def step_metrics(
 
 
 def _ranks_that_wait(layout: Layout) -> int:
-    """How many ranks send rows and then wait; on a GPU waiting does not block the host."""
+    """Return how many ranks send rows and then wait; on a GPU waiting does not block the host."""
     if has_gpu():
         return 0
     disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
@@ -105,7 +105,7 @@ def _ranks_that_wait(layout: Layout) -> int:
 
 
 class StepTimes:
-    """Of one rank's spans; all ranks of the world make the same table.
+    """The times of one rank's spans; all ranks of the world make the same table.
 
     columns: seconds of (module, part of the step), those of the edges of bridges, the bytes that go
     over these, and the memory.

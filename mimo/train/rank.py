@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import override
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, _dump_fr_trace_file
 
 from data.index.samples import Index
 from mimo.checkpoint.hf.initial import initial_weights
@@ -23,9 +23,11 @@ from mimo.checkpoint.reading import from_rank_0
 from mimo.checkpoint.resume import FromScratch, Start
 from mimo.config.schema import Recipe
 from mimo.device import (
+    backend,
     barrier,
     device_name,
     gpu_memory,
+    has_gpu,
     initialize_distributed,
     local_device,
     release_memory,
@@ -212,6 +214,8 @@ def _train(
     trainer = Trainer(recipe, topology, run_dir, initial, stored)
     monitor.work = partial(_work, trainer.model)
     monitor.memory, monitor.format_memory = trainer.model.memory, memory_in_words
+    if has_gpu():
+        monitor.dump_collectives = partial(_dump_fr_trace_file, topology.rank, backend=backend())
     on_setup_progress = partial(monitor.at, 0, "setup")
     on_setup_progress()
     dataset = _open_together(recipe, "sources", trainer)

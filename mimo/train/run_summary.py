@@ -1,4 +1,4 @@
-"""What a run trains, on what and for how long: facts said at each start and kept for the report."""
+"""Facts of a run: its parameters, data and length, printed at each start, kept for the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def summary_of(
     progress: Progress,
     splits: dict[str, Dataset | None],
 ) -> dict[str, str]:
-    """Facts of a run by name, each of one line. Reads some samples' lengths in the indexes.
+    """Return facts of a run by name, one line each. Reads some samples' lengths in the indexes.
 
     tokenizer_size: number of its tokens. progress: where the run begins. splits: `sources`, and
     perhaps `validation`.
@@ -59,7 +59,7 @@ def summary_of(
 
 
 class NumParameters(NamedTuple):
-    """Of a module, over all ranks, each counted once and without the vocabulary's padding."""
+    """Parameters of a module over all ranks, counted once, without the vocabulary's padding."""
 
     total: int
     trained: int
@@ -85,14 +85,14 @@ def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> NumParam
         trained += size * learns(weight.name)
         if part.lora is not None and ".layers." in weight.name and weight.name.endswith(targets):
             shape = (weight.num_rows, size // weight.num_rows)
-            own = sum(math.prod(one) for one in adapter_shapes(shape, part.lora.rank))
-            total += own
-            trained += own * part.trains
+            adapters = sum(math.prod(s) for s in adapter_shapes(shape, part.lora.rank))
+            total += adapters
+            trained += adapters * part.trains
     return NumParameters(total, trained)
 
 
 def _data(index: Index) -> str:
-    """A source, with a digest that changes when a shard is written anew."""
+    """Describe a source, with a digest that changes when a shard is rewritten."""
     catalog = index.catalog
     shards = repr((catalog.names, catalog.sizes, catalog.versions))
     digest = hashlib.sha256(shards.encode()).hexdigest()[:8]
@@ -105,7 +105,7 @@ def _data(index: Index) -> str:
 
 
 def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, str]:
-    """Tokens of a step, epochs of the whole run, and precision."""
+    """Return the tokens of a step, the epochs of the whole run, and the precision."""
     train, budget = recipe.train, recipe.data.tokens_per_microbatch
     mean = _mean_tokens(dataset.indexes, [one.weight for one in sources_of(recipe, "sources")])
     per_step = float(train.global_batch_size)
@@ -124,7 +124,7 @@ def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, 
 
 
 def _mean_tokens(indexes: Sequence[Index], weights: Sequence[float]) -> float:
-    """The mean length of a sample of the mix."""
+    """Return the mean number of tokens of a sample of the mixture."""
     lengths = [
         index.column("token_length", np.linspace(0, len(index) - 1, min(len(index), _MEASURED)))
         for index in indexes
@@ -133,7 +133,7 @@ def _mean_tokens(indexes: Sequence[Index], weights: Sequence[float]) -> float:
 
 
 def precision_warnings(recipe: Recipe, initial: InitialWeights | None) -> Iterator[str]:
-    """A line where a run computes in fp32 only because its recipe does not say bf16."""
+    """Yield a warning if a run computes in fp32 only because its recipe leaves precision open."""
     if initial is None or "precision" in recipe.train.model_fields_set:
         return
     stored = precision_of(initial.checkpoint.dtype)

@@ -8,7 +8,7 @@ from mimo.config.schema import Recipe, Train
 
 
 def learning_rate(train: Train, peak: float, warmup_steps: int, step: int) -> float:
-    """The learning rate of ``step``, which counts from 0.
+    """Return the learning rate of ``step``, which counts from 0.
 
     It rises linearly to ``peak``; `train.schedule` says how it then falls to
     `train.min_learning_rate_ratio` of it, or that it stays. Steps without an update count, too.
@@ -21,7 +21,7 @@ def learning_rate(train: Train, peak: float, warmup_steps: int, step: int) -> fl
 
 
 def _left(train: Train, warmup_steps: int, step: int) -> float:
-    """How much of the way down is left: 1 at the peak, 0 after the last step."""
+    """Return the share of the decay that is left: 1 at the peak, 0 after the last step."""
     # Warm-up, a long stretch at the peak and a short way down: Hu et al. 2024, arXiv:2404.06395.
     begin = train.steps - train.last_decay_steps if train.schedule == "wsd" else warmup_steps
     progress = min(1.0, max(0.0, (step - begin) / max(1, train.steps - begin)))
@@ -35,7 +35,7 @@ def _left(train: Train, warmup_steps: int, step: int) -> float:
 
 
 def learning_rates(recipe: Recipe, step: int) -> dict[str, float]:
-    """The learning rate of every module that trains, whichever rank owns it."""
+    """Return the learning rate of every module that trains, whichever rank owns it."""
     train = recipe.train
     return {
         name: learning_rate(
