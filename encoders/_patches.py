@@ -1,4 +1,4 @@
-"""What the towers that take flat patches in merge-block order have in common.
+"""Settings, packing and embedding of towers that take flat patches in merge-block order.
 
 A processor emits the patches of an image in blocks of merge × merge neighbours, so that every
 merge² consecutive patches make one row.

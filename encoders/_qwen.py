@@ -1,4 +1,4 @@
-"""What the towers of all Qwen-VL models have in common: settings, patches, merger, checkpoints.
+"""Settings, merger and checkpoints that the towers of all Qwen-VL models share.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.
@@ -65,8 +65,8 @@ class QwenSettings(PatchSettings):
                 f"{4 * self.num_attention_heads}: rows and columns turn half of each head's "
                 f"channels, in pairs"
             )
-        for media in ("image", VIDEO):
-            self.processor(media)
+        for modality in ("image", VIDEO):
+            self.processor(modality)
 
     def check_layers(self, key: str, layers: tuple[int, ...]) -> None:
         """Raise ValueError unless these are ascending numbers of layers. key: the recipe's."""
@@ -207,8 +207,8 @@ def _video_limits(
     if not processors.video:
         return {}
     where = "the video processor's configuration"
-    given = {key: value for key, value in processors.video.items() if value is not None}
-    videos = {**defaults, **given}
+    stored = {key: value for key, value in processors.video.items() if value is not None}
+    videos = {**defaults, **stored}
     check_processor(videos, Image.Resampling.BICUBIC, "video", kind)
     expect(videos, where, cap_pixels_per_frame=False, **sizes)
     if processors.image:

@@ -1,4 +1,4 @@
-"""What all towers have in common: the stack, construction, and the forward.
+"""The base of all towers: the stack, construction, and the forward.
 
 Letters: I items, P inputs of all items with C numbers each, T tokens of the stack, D tower hidden,
 N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, N' rows.
@@ -91,10 +91,10 @@ class SequencePart:
         length: blank ones included; those missing from ``values`` are zeros.
         """
         size = length // self.count
-        own = values[self.number * size : (self.number + 1) * size]
-        if own.shape[0] == size:
-            return own
-        return torch.cat((own, own.new_zeros(size - own.shape[0], *own.shape[1:])))
+        part = values[self.number * size : (self.number + 1) * size]
+        if part.shape[0] == size:
+            return part
+        return torch.cat((part, part.new_zeros(size - part.shape[0], *part.shape[1:])))
 
     def rows_per_item(self, sizes: list[int], num_held: int) -> tuple[int, ...]:
         """Rows of each item when this rank, like every other, holds ``num_held``.
@@ -118,7 +118,7 @@ class SequencePart:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedItems:
-    """What a tower knows of the items of a forward, blank ones at the end. Families add to it.
+    """The items of a forward, blank ones at the end, as a tower needs them. Families add to it.
 
     segments: of the tokens in the blocks, none of which sees another segment's.
     lookups: whatever else `Tower.embed` takes beside inputs; empty on later stages.
@@ -130,7 +130,7 @@ class PackedItems:
 
 @dataclass(frozen=True)
 class PreparedItems[P: PackedItems]:
-    """What a forward needs beside inputs, made by `Tower.prepare`.
+    """The arguments of a forward beside inputs, made by `Tower.prepare`.
 
     num_inputs: of all items, without blank ones. num_tokens: T, blank ones included. sizes: rows
     that each item's tokens should make. packed: with its tensors on the device.
@@ -188,7 +188,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
 
     @abstractmethod
     def pack(self, grids: Tensor) -> P:
-        """What the other methods need to know of the items with these ``grids`` (I, 3) int64.
+        """Pack items with these ``grids`` (I, 3) int64 for the other methods.
 
         Blank items at the end are among them. It runs on the host, ahead of the forward and perhaps
         in another thread; `prepare` brings all tensors in dataclasses and tuples to the device.
@@ -216,7 +216,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
         """
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
-        """All that the host has to work out for a forward over items with these ``grids`` (I, 3).
+        """Do all host work of a forward over items with these ``grids`` (I, 3) int64.
 
         copy: brings a host tensor to the device; it is called once.
         """
@@ -230,7 +230,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
         return PreparedItems(
             num_inputs=int(grids.prod(1).sum()),
             num_tokens=sum(tokens) + num_blank * self.tokens_per_row,
-            sizes=[own // self.tokens_per_row for own in tokens],
+            sizes=[number // self.tokens_per_row for number in tokens],
             packed=engine.to_device(packed, copy),
         )
 
@@ -308,7 +308,7 @@ def build_tower[T: Tower[Any]](
     output_size: int,
     seed: int,
 ) -> T:
-    """As of `EncoderFamily.build`. make: the tower's class. stack: what its layers are."""
+    """Implement `EncoderFamily.build`. make: the tower's class. stack: the shape of its layers."""
     config = engine.transformer_config(stack(settings), ctx)
     tower = make(settings, config, ctx, output_size)
     std = settings.init_std

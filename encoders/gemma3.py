@@ -113,8 +113,8 @@ class Settings(PatchSettings):
             }
         )
 
-    def processor(self, media: str = "image") -> SquareImageProcessor:
-        """How an image becomes patches; every media is taken as images."""
+    def processor(self, modality: str = "image") -> SquareImageProcessor:
+        """How an image becomes patches; every modality is taken as images."""
         crops = PanAndScan(
             min_crop_size=self.pan_and_scan_min_crop_size,
             max_num_crops=self.pan_and_scan_max_num_crops,
@@ -258,8 +258,8 @@ def _pan_and_scan(processor: Config) -> dict[str, Any]:
     if not processor.get("do_pan_and_scan"):
         return {}
     names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
-    given = {f"pan_and_scan_{name}": processor.get(f"pan_and_scan_{name}") for name in names}
-    return {"pan_and_scan": True, **{key: v for key, v in given.items() if v is not None}}
+    stored = {f"pan_and_scan_{name}": processor.get(f"pan_and_scan_{name}") for name in names}
+    return {"pan_and_scan": True, **{key: v for key, v in stored.items() if v is not None}}
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
@@ -267,7 +267,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     size, ffn, patch = settings.hidden_size, settings.ffn_hidden_size, settings.patch_size
     heads, root = settings.num_attention_heads, "model.vision_tower"
     embeddings, projector = f"{root}.embeddings", "model.multi_modal_projector"
-    found = [
+    weights = [
         *both("patch_embed", f"{embeddings}.patch_embedding", size, 3, patch, patch),
         plain(
             "pos_embed.weight",
@@ -286,7 +286,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     for n in range(settings.num_layers):
         here, there = f"blocks.layers.{n}", f"{root}.encoder.layers.{n}"
         attention, theirs = f"{here}.self_attention", f"{there}.self_attn"
-        found += [
+        weights += [
             *both(f"{here}.input_layernorm", f"{there}.layer_norm1", size),
             *both(f"{here}.pre_mlp_layernorm", f"{there}.layer_norm2", size),
             *both(f"{attention}.linear_proj", f"{theirs}.out_proj", size, size),
@@ -296,5 +296,5 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
         for kind, columns in (("weight", (size,)), ("bias", ())):
             keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]
             qkv = f"{attention}.linear_qkv.{kind}"
-            found.append(grouped_qkv(qkv, keys, heads, 1, size // heads, *columns))
-    return found
+            weights.append(grouped_qkv(qkv, keys, heads, 1, size // heads, *columns))
+    return weights

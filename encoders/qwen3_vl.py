@@ -87,10 +87,10 @@ class Settings(QwenSettings):
             }
         )
 
-    def processor(self, media: str = "image") -> ImageProcessor:
+    def processor(self, modality: str = "image") -> ImageProcessor:
         """How an image or a video becomes patches, and how many rows it encodes to."""
         images = self._images(self.hidden_size)
-        if media != VIDEO:
+        if modality != VIDEO:
             return images
         return TimedVideoProcessor.like(
             images,
@@ -100,16 +100,16 @@ class Settings(QwenSettings):
 
     def products(self, output_size: int) -> list[Product]:
         """All matrices and attention, in the order of a forward."""
-        found = [
+        products = [
             Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             Product("pos_embed.weight", "patch"),
             *self.stack_products("patch", gated=False),
             *self.merger_products("merger", output_size),
         ]
         for number in range(self.num_levels):
-            found.append(Product(f"level_mergers.{number}.norm.weight", "row"))
-            found += self.merger_products(f"level_mergers.{number}.mlp", output_size)
-        return found
+            products.append(Product(f"level_mergers.{number}.norm.weight", "row"))
+            products += self.merger_products(f"level_mergers.{number}.mlp", output_size)
+        return products
 
 
 class GridPositions(nn.Module):
@@ -198,14 +198,14 @@ class Qwen3VLTower(QwenTower):
         if not isinstance(self.pos_embed, GridPositions):  # a later stage
             return packed
         sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
-        own = (self.part.own(values, len(values)) for values in (packed.places, sizes))
-        return replace(packed, lookups=self.pos_embed.corners(*own))
+        parts = (self.part.own(values, len(values)) for values in (packed.places, sizes))
+        return replace(packed, lookups=self.pos_embed.corners(*parts))
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Hidden states (P', 1, D) -> rows (N', (1 + L)·H): embeddings, then each level."""
         assert self.level_mergers is not None, "the last stage projects"
         levels = zip(self.level_mergers, hidden[1:], strict=True)
-        rows = [super().project(hidden, packed), *(level(own) for level, own in levels)]
+        rows = [super().project(hidden, packed), *(level(states) for level, states in levels)]
         return torch.cat(rows, dim=-1)
 
 
@@ -243,7 +243,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     size, ffn, merged = settings.hidden_size, settings.ffn_hidden_size, settings.merged_size
     heads, patch = settings.num_attention_heads, settings.patch_size
     kernel = (3, settings.temporal_patch_size, patch, patch)
-    found = [
+    weights = [
         *both("patch_embed", f"{ROOT}.patch_embed.proj", size, *kernel),
         plain("pos_embed.weight", f"{ROOT}.pos_embed.weight", settings.num_grid_per_side**2, size),
         # The merger's norm is the final one of our stack.
@@ -253,7 +253,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     ]
     for n in range(settings.num_levels):
         here, there = f"level_mergers.{n}", f"{ROOT}.deepstack_merger_list.{n}"
-        found += [
+        weights += [
             *both(f"{here}.norm", f"{there}.norm", merged),
             *both(f"{here}.mlp.linear_fc1", f"{there}.linear_fc1", merged, merged),
             *both(f"{here}.mlp.linear_fc2", f"{there}.linear_fc2", output_size, merged),
@@ -261,7 +261,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     for n in range(settings.num_layers):
         here, there = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
         qkv = f"{here}.self_attention.linear_qkv"
-        found += [
+        weights += [
             *both(f"{here}.input_layernorm", f"{there}.norm1", size),
             *both(f"{here}.pre_mlp_layernorm", f"{there}.norm2", size),
             fused_qkv(f"{qkv}.weight", f"{there}.attn.qkv.weight", heads, size // heads, size),
@@ -270,4 +270,4 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
             *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.linear_fc1", ffn, size),
             *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.linear_fc2", size, ffn),
         ]
-    return found
+    return weights

@@ -109,13 +109,13 @@ class Settings(QwenSettings):
             }
         )
 
-    def processor(self, media: str = "image") -> ImageProcessor:
+    def processor(self, modality: str = "image") -> ImageProcessor:
         """How an image or a video becomes patches, and how many rows it encodes to."""
         # The cost grows with the square of a frame's size only in layers with full attention. The
         # fewer there are, the more the linear cost weighs, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
         images = self._images(self.hidden_size * self.num_layers // full)
-        if media != VIDEO:
+        if modality != VIDEO:
             return images
         return VideoProcessor.like(
             images,
@@ -134,14 +134,14 @@ class Settings(QwenSettings):
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         """Patches, rows, and pairs of patches of a frame and of a window."""
-        found = super().counts(grids)
-        found["full pair"] = found.pop("attention pair")
+        numbers = super().counts(grids)
+        numbers["full pair"] = numbers.pop("attention pair")
         if self.window_size is not None:
             side = self.window_size // (self.patch_size * self.merge_size)
             whole, rest = np.divmod(grids[:, 1:] // self.merge_size, side)
             squares = (whole * side**2 + rest**2).prod(axis=1)
-            found["window pair"] = float((grids[:, 0] * squares).sum() * self.merge_size**4)
-        return found
+            numbers["window pair"] = float((grids[:, 0] * squares).sum() * self.merge_size**4)
+        return numbers
 
 
 class QwenVLTower(QwenTower):
@@ -225,7 +225,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     """Every parameter of the whole tower, and what it is made of in Qwen2.5-VL's checkpoints."""
     size, ffn, merged = settings.hidden_size, settings.ffn_hidden_size, settings.merged_size
     heads, patch = settings.num_attention_heads, settings.patch_size
-    found = [
+    weights = [
         plain(
             "patch_embed.weight",
             f"{ROOT}.patch_embed.proj.weight",
@@ -238,7 +238,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     ]
     for n in range(settings.num_layers):
         here, there = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
-        found += [
+        weights += [
             plain(f"{here}.input_layernorm.weight", f"{there}.norm1.weight", size),
             plain(f"{here}.pre_mlp_layernorm.weight", f"{there}.norm2.weight", size),
             *both(f"{here}.self_attention.linear_proj", f"{there}.attn.proj", size, size),
@@ -246,7 +246,7 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
         ]
         for kind, columns in (("weight", (size,)), ("bias", ())):
             qkv, theirs = f"{here}.self_attention.linear_qkv.{kind}", f"{there}.attn.qkv.{kind}"
-            found.append(fused_qkv(qkv, theirs, heads, size // heads, *columns))
+            weights.append(fused_qkv(qkv, theirs, heads, size // heads, *columns))
             gate_up = [f"{there}.mlp.{which}_proj.{kind}" for which in ("gate", "up")]
-            found.append(stacked(f"{here}.mlp.linear_fc1.{kind}", gate_up, ffn, *columns))
-    return found
+            weights.append(stacked(f"{here}.mlp.linear_fc1.{kind}", gate_up, ffn, *columns))
+    return weights

@@ -73,8 +73,8 @@ class Settings(EncoderSettings):
             }
         )
 
-    def processor(self, media: str = "audio") -> AudioClips:
-        """How a clip becomes frames, and its number of rows; every media is taken as clips."""
+    def processor(self, modality: str = "audio") -> AudioClips:
+        """How a clip becomes frames, and its number of rows; every modality is taken as clips."""
         return AudioClips(
             num_mel_bins=self.num_mel_bins,
             tokens_per_row=self.tokens_per_row,

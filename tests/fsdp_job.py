@@ -92,20 +92,20 @@ def seed_weights(model: nn.Module) -> dict[str, Tensor]:
 class Wrapper(nn.Module):
     """transformers' Qwen3 as the engine wants it."""
 
-    def __init__(self, model: Any, tp: Any) -> None:
+    def __init__(self, model: Any, tp: Any, sums_heads: bool = True) -> None:
         super().__init__()
         self.model = model
         self.units, self.ends = list(model.model.layers), ()
         self.asked: Any = None
-        self.sums_over_tp: frozenset[str] = frozenset()
         if tp is not None:
-            self._cut(tp)
+            self._cut(tp, sums_heads)
         self.hf_names = {n: n.removeprefix(PREFIX) for n, _ in self.named_parameters()}
 
-    def _cut(self, tp: Any) -> None:
+    def _cut(self, tp: Any, sums_heads: bool) -> None:
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
             RowwiseParallel,
+            SequenceParallel,
             parallelize_module,
         )
 
@@ -113,10 +113,11 @@ class Wrapper(nn.Module):
         column = (*column, "mlp.gate_proj", "mlp.up_proj")
         plan: Any = {name: ColwiseParallel() for name in column}
         plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        if sums_heads:  # norms of (B, S, heads, D), of which a rank sees its own heads
+            norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+            plan |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
         for layer in self.units:
             parallelize_module(layer, tp, plan)
-        norms = ("q_norm.weight", "k_norm.weight")
-        self.sums_over_tp = frozenset(n for n, _ in self.named_parameters() if n.endswith(norms))
 
     def forward(
         self,

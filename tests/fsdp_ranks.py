@@ -45,7 +45,7 @@ def context(job: Job, mesh: Any) -> Any:
 
 def same_names(shapes: Mapping[str, tuple[int, ...]]) -> Any:
     """Names of transformers itself."""
-    from mimo.engines.fsdp.pieces import Names, Rows
+    from mimo.engines.fsdp.sharding import Names, Rows
 
     return Names.of((key, shape, [Rows(key, 0, shape[0])]) for key, shape in shapes.items())
 
@@ -55,24 +55,22 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
 
     plain: without a mesh. What was read is ``whole.asked``.
     """
-    from mimo.engines.fsdp.load import load, restore_buffers
+    from mimo.engines.fsdp.models import restore_buffers
     from mimo.engines.fsdp.module import FsdpModule
-    from mimo.engines.fsdp.sharding import shard
+    from mimo.engines.fsdp.sharding import load, shard
 
     ctx = context(job, None if plain else topology.meshes["language"])
     drawn = seed_weights(plain_model(job))
     with torch.device("meta"):
         model = plain_model(job)
     restore_buffers(model.model)
-    wrapper = Wrapper(model, ctx.tp)
+    wrapper = Wrapper(model, ctx.tp, sums_heads=job.plant != "no sum over tp")
     for name, param in wrapper.named_parameters():
         param.requires_grad_(not any(part in name for part in job.frozen))
     shard(wrapper, ctx)
     wrapper.asked = Asked(drawn)
     load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
     names = names or same_names({key: tuple(one.shape) for key, one in drawn.items()})
-    if job.plant == "no sum over tp":
-        wrapper.sums_over_tp = frozenset()
     module = FsdpModule(
         "language", topology.modules["language"], wrapper, ctx, names, OPTIMIZER, 1e-2
     )

@@ -37,7 +37,7 @@ from mimo.config.schema import Recipe, Train
 from mimo.engines.contract import Module
 from mimo.engines.fsdp.context import Wrapper
 from mimo.engines.fsdp.module import FsdpModule
-from mimo.engines.fsdp.sharding import Held
+from mimo.engines.fsdp.sharding import Rectangle
 from mimo.engines.piece import Piece
 from mimo.generate.one_rank import LocalModel
 from mimo.model.dataset import (
@@ -275,7 +275,7 @@ def _megatron_pieces(name: str, tensor: Tensor) -> list[Piece]:
 
 def _transformers_pieces(module: FsdpModule, name: str, tensor: Tensor) -> list[Piece]:
     """Cut a tensor of transformers into rows of the format's tensors: one or several."""
-    whole = Held(tuple(tensor.shape), 0, 0, tensor.reshape(len(tensor), -1), 0, 1)
+    whole = Rectangle(tuple(tensor.shape), 0, 0, tensor.reshape(len(tensor), -1), 0, 1)
     pieces = module.names.pieces(cast("Wrapper", module.whole).hf_names[name], whole)
     return [replace(piece, key=f"{module.name}.{piece.key}") for piece in pieces]
 

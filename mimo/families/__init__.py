@@ -1,1 +1,1 @@
-"""What a family of models offers the other packages, and how one is found by its name."""
+"""Families of models: their contracts, key maps and configurations, found by name."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ItemRules:
-    """A family's choice.
+    """How a language family treats the T packed tokens of a lane that stand for items.
 
     positions: "mrope", where the rows of an item lie on a grid of time, height and width, or
     "plain", where each is one more than the previous token's. bidirectional: whether the tokens of
@@ -45,14 +45,14 @@ class ItemRules:
     bidirectional: bool
 
     def position_ids(self, lane: PackedLane) -> np.ndarray:
-        """(3, T) int64; plain positions are the same three times."""
+        """Return (3, T) int64; plain positions are the same three times."""
         if self.positions == "mrope":
             return lane.position_ids
         plain = np.concatenate([np.arange(length, dtype=np.int64) for length in lane.lengths])
         return np.tile(plain, (3, 1))
 
     def bidirectional_spans(self, lane: PackedLane) -> tuple[tuple[int, int], ...]:
-        """(start, length) in the lane of each item whose tokens all see each other."""
+        """Return (start, length) in the lane of each item whose tokens all see each other."""
         return lane.items if self.bidirectional else ()
 
 
@@ -98,7 +98,7 @@ class FamilySettings(BaseModel):
         """
 
     def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
-        """What is wrong with ``tp`` ranks and so many chunks of all pipeline stages.
+        """Yield what is wrong with ``tp`` ranks and this many chunks of all pipeline stages.
 
         Each is a sentence that names axis, key and size.
         """
@@ -127,8 +127,8 @@ class EncoderSettings(FamilySettings):
         return 0
 
     @abstractmethod
-    def processor(self, media: str = "image") -> Media[Any]:
-        """What turns items of that media into patches and says how many rows each item becomes."""
+    def processor(self, modality: str = "image") -> Media[Any]:
+        """Return what turns items of the modality into patches and counts each item's rows."""
 
     @abstractmethod
     def products(self, output_size: int) -> list[Product]:
@@ -145,7 +145,7 @@ class EncoderSettings(FamilySettings):
     def stack_products(self, per: str, gated: bool) -> list[Product]:
         """The layers, for one token ``per`` unit, and the final norm."""
         heads = self.num_attention_heads
-        found = layer_products(
+        layers = layer_products(
             "blocks.layers",
             self.layer_kinds(),
             per,
@@ -154,7 +154,7 @@ class EncoderSettings(FamilySettings):
             (heads, heads, self.hidden_size // heads),
             gated,
         )
-        return [*found, Product("blocks.final_layernorm.weight", per)]
+        return [*layers, Product("blocks.final_layernorm.weight", per)]
 
     def _scaled_sizes(self, tp: int) -> dict[str, Any]:
         heads = math.lcm(2, tp)
@@ -171,7 +171,7 @@ class LanguageSettings(FamilySettings):
     item_rules: ClassVar[ItemRules]
     """How the family treats tokens that stand for items."""
     engines: ClassVar[tuple[str, ...]] = ("megatron", "fsdp")
-    """What can run it."""
+    """The engines that can run it."""
 
     num_query_groups: Heads
     """Key and value heads; query heads share them in equal groups."""
@@ -219,14 +219,14 @@ class LanguageSettings(FamilySettings):
         return super()._divided_by_tp() | padded
 
     def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
-        """As of all modules; groups of heads may also be fewer than ranks."""
+        """Yield the problems of all modules, and of groups of heads that ranks cannot share."""
         yield from super().grid_problems(tp, chunks)
         groups = self.num_query_groups
         if groups % tp and tp % groups:
             yield f"tp={tp} must divide num_query_groups, which is {groups}, or be a multiple of it"
 
     def products(self, vocab_size: int) -> list[Product]:
-        """As of `EncoderSettings`. vocab_size: V."""
+        """All matrices and attention, in the order of a forward. vocab_size: V."""
         embedding = "embedding.word_embeddings.weight"
         layers = layer_products(
             "decoder.layers",

@@ -54,7 +54,7 @@ def flops_per_unit(
     its own if it learns. learns: by the name of a parameter. input_learns: whether what comes into
     the module needs a gradient.
     """
-    found: dict[str, float] = {}
+    flops: dict[str, float] = {}
     passes = input_learns
     for product in _with_adapters(products, adapters):
         name = product.parameter
@@ -65,8 +65,8 @@ def flops_per_unit(
             passes = passes or (adapters is not None and ".layers." in name)
             times = 1 + passes + learns(name)
             passes = passes or learns(name)
-        found[product.per] = found.get(product.per, 0.0) + times * product.forward
-    return found
+        flops[product.per] = flops.get(product.per, 0.0) + times * product.forward
+    return flops
 
 
 def _with_adapters(products: Sequence[Product], adapters: Adapters | None) -> Iterator[Product]:
@@ -77,8 +77,8 @@ def _with_adapters(products: Sequence[Product], adapters: Adapters | None) -> It
             continue
         if any(f"linear_{target}." in name for target in adapters.targets):
             shapes = adapter_shapes(product.shape, adapters.rank)
-            for own, shape in zip(adapter_names(name), shapes, strict=True):
-                yield Product(own, product.per, shape)
+            for adapter, shape in zip(adapter_names(name), shapes, strict=True):
+                yield Product(adapter, product.per, shape)
 
 
 def step_flops(per_unit: Mapping[str, float], counts: Mapping[str, float]) -> float:
@@ -102,18 +102,18 @@ def layer_products(
     """
     num_heads, num_kv_heads, size = heads
     inner = 2 * ffn_hidden_size if gated else ffn_hidden_size
-    found = []
+    products = []
     for number, kind in enumerate(kinds):
         attention, mlp = f"{prefix}.{number}.self_attention", f"{prefix}.{number}.mlp"
         qkv = (num_heads + 2 * num_kv_heads) * size
-        found += [
+        products += [
             Product(f"{attention}.linear_qkv.weight", per, (qkv, hidden_size)),
             Product(None, f"{kind} pair", (2, num_heads * size)),
             Product(f"{attention}.linear_proj.weight", per, (hidden_size, num_heads * size)),
             Product(f"{mlp}.linear_fc1.weight", per, (inner, hidden_size)),
             Product(f"{mlp}.linear_fc2.weight", per, (hidden_size, ffn_hidden_size)),
         ]
-    return found
+    return products
 
 
 def causal_pairs(lengths: np.ndarray, window: int | None = None) -> float:

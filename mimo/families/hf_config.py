@@ -1,4 +1,8 @@
-"""The configuration files of a folder in Hugging Face format, and which values we can compute."""
+"""The configuration files of a folder in Hugging Face format, and which values we can compute.
+
+Defaults for items are in two places of transformers. Those in the class of an image or video
+processor apply where its file is silent; those in the class of the whole processor always apply.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises InputError if it is missing or holds anything else, StartError if its file system fails.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a folder in Hugging Face format") from None
     except (OSError, ValueError, RecursionError) as error:
         raise kind_of(error)(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{path}: is not a JSON object")
-    return found
+    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -40,14 +44,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     Sizes of the language model are under ``text_config``, even for a text-only model, those of a
     tower under ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
     """
-    said = read_json(folder / "config.json")  # says which file is missing or broken
-    if (quantized := said.get("quantization_config")) is not None:
+    stored = read_json(folder / "config.json")  # says which file is missing or broken
+    if (quantized := stored.get("quantization_config")) is not None:
         raise InputError(
             f"{folder / 'config.json'}: quantization_config is {shown(quantized)}, but only plain "
             "weights are trained; give the checkpoint before it was quantized, or remove the key "
             "if this one was not"
         )
-    # Imported here, because they cost seconds to import.
+    # They take seconds to import.
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -57,7 +61,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ).to_dict()
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         reason = f"cannot be understood: {error}"
-        if "auto_map" in said:  # transformers would tell people to run it
+        if "auto_map" in stored:  # transformers would tell people to run it
             reason = "has auto_map: the model is code of its own, which is not run"
         raise InputError(f"{folder / 'config.json'}: {reason}") from error
     # Tied embeddings are set at the top or under the text, depending on version and model.
@@ -75,7 +79,7 @@ def expect(section: Config, where: str, **values: object) -> None:
 
 
 def agree(section: Config, where: str, **values: object) -> None:
-    """The same for values that ``config.json`` gives as well."""
+    """Raise ValueError for keys of ``section`` that contradict ``config.json``."""
     _compare(section, where, "but config.json says {value!r}", values)
 
 
@@ -119,7 +123,7 @@ _ROPE_KNOWN = {
 
 
 def rope_settings(section: Config, where: str, *kinds: str) -> tuple[float, float]:
-    """Base of the frequencies, and what positions are divided by, as transformers computes them.
+    """Return the base of the frequencies and the divisor of positions, as transformers does.
 
     Source: its `modeling_rope_utils`. section: the rotary settings under the key ``where``. kinds:
     the values of ``rope_type`` that the caller computes. Raises ValueError for another kind, for a
@@ -127,7 +131,7 @@ def rope_settings(section: Config, where: str, *kinds: str) -> tuple[float, floa
     """
     kind = section["rope_type"]
     if kind not in kinds:
-        names = " and ".join(repr(one) for one in kinds)
+        names = " and ".join(map(repr, kinds))
         are = "is" if len(kinds) == 1 else "are"
         raise ValueError(f"{where}.rope_type is {kind!r}; only {names} {are} supported")
     unknown = [f"{where}.{key} is unknown" for key in section if key not in _ROPE_KNOWN]
@@ -151,10 +155,10 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Processors:
-    """How items are prepared; empty where no file of the folder says anything.
+    """The settings by which a folder prepares items; empty where none of its files has any.
 
-    image: every setting, defaults included. video: as its file says. whole: settings of the
-    processor that both belong to, as its file says. files: all these files by name.
+    image: every setting, defaults included. video, whole: the settings in the files of the video
+    processor and of the processor that both belong to. files: all these files by name.
     """
 
     image: Config
@@ -164,17 +168,17 @@ class Processors:
 
     @property
     def share_a_file(self) -> bool:
-        """Whether the file for images is also that for videos, as in old versions."""
+        """True if one file holds the settings of images and videos, as in old versions."""
         return self.video is self.files.get(_FILES["image"][0])
 
 
 def read_processors(folder: Path) -> Processors:
-    """The settings as `AutoProcessor` reads them. Raises InputError for files that it refuses."""
+    """Read settings as `AutoProcessor` does. Raises InputError for files that it refuses."""
     names = dict.fromkeys((WHOLE, *_FILES["image"], *_FILES["video"]))
     files = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
     whole = files.get(WHOLE, {})
-    image = _effective_image(folder) if _said(files, "image") is not None else {}
-    return Processors(image, _said(files, "video") or {}, whole, files)
+    image = _effective_image(folder) if _stored(files, "image") is not None else {}
+    return Processors(image, _stored(files, "video") or {}, whole, files)
 
 
 def processor_class(folder: str | Path) -> Any:
@@ -187,12 +191,12 @@ def processor_class(folder: str | Path) -> Any:
 
 
 def image_defaults_of_processor(folder: Path) -> Config:
-    """What the class of the whole processor says for images, whatever their own file says."""
+    """Return the settings of images that the class of the whole processor sets over any file."""
     return dict(getattr(processor_class(folder), "images_kwargs", {}))
 
 
-def _said(files: Mapping[str, Config], kind: str) -> Config | None:
-    """What the files say of one kind: the current single file, else those of older versions."""
+def _stored(files: Mapping[str, Config], kind: str) -> Config | None:
+    """Return the stored settings of a kind: of the current single file, else of older ones."""
     nested = files.get(WHOLE, {}).get(f"{kind}_processor")
     if nested is not None:
         return nested
@@ -211,13 +215,13 @@ def _effective_image(folder: Path) -> dict[str, Any]:
             f"{folder}: the image processor's configuration cannot be understood: {error}"
         ) from error
     name = type(processor).__name__.removesuffix("Pil").removesuffix("Fast")  # they name a backend
-    found = {**processor.to_dict(), "image_processor_type": name}
-    found |= image_defaults_of_processor(folder)
+    settings = {**processor.to_dict(), "image_processor_type": name}
+    settings |= image_defaults_of_processor(folder)
     # Settings of the tokenizer also go to the image processor.
     path = folder / TOKENIZER
-    given = read_json(path) if path.is_file() else {}
+    tokenizer = read_json(path) if path.is_file() else {}
     keys = processor.valid_kwargs.__annotations__
-    return {**found, **{key: value for key, value in given.items() if key in keys}}
+    return {**settings, **{key: value for key, value in tokenizer.items() if key in keys}}
 
 
 def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
@@ -226,29 +230,29 @@ def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
     prefix: of the names in the result.
     """
     size = processor.get("size") or {}
-    found = {
+    limits = {
         "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
         "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
     }
-    return {f"{prefix}{key}": value for key, value in found.items() if value is not None}
+    return {f"{prefix}{key}": value for key, value in limits.items() if value is not None}
 
 
 def normalisation(processor: Config) -> dict[str, list[float]]:
     """Means and deviations of the channels, which files may give as one number for all three."""
-    found = {}
+    channels = {}
     for key in ("image_mean", "image_std"):
         value = processor.get(key)
         if value is not None:
-            found[key] = [float(value)] * 3 if isinstance(value, (int, float)) else list(value)
-    return found
+            channels[key] = [float(value)] * 3 if isinstance(value, (int, float)) else list(value)
+    return channels
 
 
-def check_agreement(processors: Processors, **said: object) -> None:
+def check_agreement(processors: Processors, **expected: object) -> None:
     """Raise ValueError where a file of processors contradicts ``config.json``.
 
-    said: what ``config.json`` says, by the key in those files.
+    expected: values of ``config.json``, by the key in those files.
     """
-    agree(processors.image, "the image processor's configuration", **said)
-    agree(processors.video, "the video processor's configuration", **said)
+    agree(processors.image, "the image processor's configuration", **expected)
+    agree(processors.video, "the video processor's configuration", **expected)
     for name, content in processors.files.items():
-        agree(content, name, **said)
+        agree(content, name, **expected)

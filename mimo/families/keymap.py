@@ -1,4 +1,4 @@
-"""What our parameters are made of: runs of rows of the tensors of a Hugging Face checkpoint.
+"""The key map: our parameters as runs of rows of the tensors of a Hugging Face checkpoint.
 
 Seen as a matrix of its first dimension by all others, each of our parameters is made of whole rows
 of theirs: fused projections stack or interleave them, and a convolution whose stride equals its
@@ -86,7 +86,7 @@ class Weight:
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Our parameter, without padding, from whole tensors of the checkpoint by key."""
-        import torch  # here: recipes are read without it
+        import torch  # recipes are read without it
 
         parts = [
             run.source.matrix(tensors[run.source.key])[run.start : run.start + run.count]
@@ -109,8 +109,8 @@ class Weight:
             position += run.count
         # The runs cover a source completely, whatever their order in our parameter.
         return {
-            source: torch.cat([own[start] for start in sorted(own)])
-            for source, own in pieces.items()
+            source: torch.cat([by_start[start] for start in sorted(by_start)])
+            for source, by_start in pieces.items()
         }
 
 
@@ -152,7 +152,7 @@ def grouped_qkv(
 
 
 def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int) -> Weight:
-    """The same, from one tensor that holds all queries, then all keys, then all values."""
+    """A fused projection from one tensor of all queries, then all keys, then all values."""
     size = num_heads * head_size
     source = Source(key, (3 * size, *columns))
     return Weight(
@@ -176,7 +176,7 @@ _ENDINGS = (".lora_a", ".lora_b")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter, not to the model that it adapts."""
+    """True for the name of an adapter's parameter."""
     return name.endswith(_ENDINGS)
 
 
@@ -199,7 +199,7 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) 
     All have one dtype; the sum is taken in fp32 at least. scale: the recipe's. A rank's parts of
     the three give its part of the result.
     """
-    import torch  # here: recipes are read without it
+    import torch  # recipes are read without it
 
     wide = torch.promote_types(weight.dtype, torch.float32)
     update = lora_b.to(wide) @ lora_a.to(wide)

@@ -1,4 +1,6 @@
-"""Patches on their way to a tower: sent as their media say, values only once they are there.
+"""Patches in the form in which they are sent to a tower, and the names of number formats.
+
+A tower makes values of them on the device.
 
 Letters: P patches of all items of a forward, C numbers of each, W those of them that are sent.
 """
@@ -52,7 +54,9 @@ class WirePatches:
         offsets, *rest = send_together([*host, order] if len(forms) > 1 else host, copy)
         return cls(
             forms=forms,
-            parts=tuple(join([own for form, own in items if form == one]) for one in forms),
+            parts=tuple(
+                join([patches for form, patches in items if form == kind]) for kind in forms
+            ),
             offsets=offsets,
             tables=tuple(rest[: len(forms)]),
             order=rest[-1] if len(forms) > 1 else None,
@@ -61,8 +65,8 @@ class WirePatches:
     def values(self, dtype: torch.dtype) -> Tensor:
         """(P, C) in the order of the items: those of `WireForm.values`, in ``dtype``."""
         each = zip(self.forms, self.parts, self.tables, strict=True)
-        found = [self._values_of(*own, dtype) for own in each]
-        return found[0] if self.order is None else torch.cat(found)[self.order]
+        values = [self._values_of(*part, dtype) for part in each]
+        return values[0] if self.order is None else torch.cat(values)[self.order]
 
     def _values_of(self, form: WireForm, part: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         if form.normalise is None:

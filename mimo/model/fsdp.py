@@ -21,11 +21,9 @@ from mimo.device import local_device
 from mimo.engines.draw import adapter_numbers, draw
 from mimo.engines.fsdp.context import Adapters, FsdpContext, Wrapper
 from mimo.engines.fsdp.language import LanguageModel
-from mimo.engines.fsdp.load import Reader, load
-from mimo.engines.fsdp.lora import adapt
 from mimo.engines.fsdp.module import FsdpModule
-from mimo.engines.fsdp.pieces import Names, Rows
-from mimo.engines.fsdp.sharding import shard
+from mimo.engines.fsdp.plans import adapt
+from mimo.engines.fsdp.sharding import Names, Reader, Rows, load, shard
 from mimo.engines.fsdp.towers import TOWERS
 from mimo.errors import RecipeError
 from mimo.families.keymap import Weight, adapter_names, adapter_shapes, is_adapter, num_elements

@@ -13,7 +13,8 @@ from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.export import differences
 from mimo.checkpoint.hf.recipes import architecture_of_folder, transformers_config
 from mimo.config.schema import Recipe, key_of
-from mimo.engines.fsdp.plans import model_problems, tp_problems
+from mimo.engines.fsdp.models import model_problems
+from mimo.engines.fsdp.plans import tp_problems
 from mimo.engines.fsdp.towers import TOWERS
 from mimo.errors import InputError, RecipeError
 from mimo.parallel.grids import LANGUAGE, Layout

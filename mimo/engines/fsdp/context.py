@@ -1,4 +1,4 @@
-"""What an fsdp module is built on, and made of."""
+"""The mesh and the settings that an fsdp module runs with, and the interface of what it wraps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters. scale: of their output.
+    """Low-rank adapters. scale: factor of their output.
 
     groups: linears by name in the whole model of transformers; those of a group share one `lora_a`.
     """
@@ -35,12 +35,12 @@ class FsdpContext:
 
     mesh: (dp_replicate, dp_shard, tp), sizes of 1 included; None for the plain module of
         transformers on this rank alone, without FSDP2 and DTensor.
-    dtype: of the computation; weights are kept in at least fp32.
-    sequence_parallel: hidden states between layers are cut over tp.
-    scatter_embedding: embeddings are handed to `place` cut over tp too; else whole.
-    recompute: activations computed again in the backward pass, of core attention or of layers.
+    dtype: dtype of the computation; weights are kept in at least fp32.
+    sequence_parallel: hidden states between layers are sharded over tp along the sequence.
+    scatter_embedding: `place` gets embeddings that are sharded over tp too; else whole ones.
+    recompute: activations that the backward computes again: of core attention, or of layers.
     reshard_after_forward: free a layer's gathered weights until its backward.
-    reduce_gradients: once a step, of all its microbatches together, or after each microbatch.
+    reduce_gradients: once a step, for all its microbatches, or after each microbatch.
     """
 
     mesh: DeviceMesh | None
@@ -54,16 +54,21 @@ class FsdpContext:
 
     @property
     def tp(self) -> DeviceMesh | None:
-        """The tensor-parallel dimension; None where it has one rank."""
+        """The tensor-parallel dimension of the mesh; None where it has one rank."""
         if self.mesh is None or self.mesh[TP].size() == 1:
             return None
         return self.mesh[TP]
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of weights: at least fp32; the plain module's is that of the computation."""
+        return self.dtype if self.mesh is None else torch.promote_types(self.dtype, torch.float32)
+
 
 class _Call:
-    """What a sharded module is called with. FSDP2 does not look into it.
+    """The arguments of a forward, hidden from FSDP2.
 
-    It would cast and copy what it finds, plans of attention included.
+    It would cast and copy what it finds in them, plans of attention included.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -71,43 +76,41 @@ class _Call:
 
 
 class Wrapper(nn.Module, ABC):
-    """What an fsdp module is made of: parts of a model of transformers. Call it as `run` says.
+    """Parts of a model of transformers that run as one fsdp module. Call it as `run` says.
 
-    Weights are on meta and in at least fp32, until `mimo.engines.fsdp.load`; buffers are right.
+    Weights are on meta and in at least fp32 until `mimo.engines.fsdp.sharding.load`; buffers have
+    their values.
 
-    units: layers, which are gathered one at a time, in forward order. ends: before and after them,
-    the embedding and the head, gathered on their own as well; empty where one matrix is both.
-    hf_names: of every parameter here, the name that transformers gives it in memory in the whole
-    model. sums_over_tp: parameters that every tensor-parallel rank has whole, but of whose gradient
-    each has a part only.
+    units: layers, gathered one at a time, in forward order. ends: the embedding and the head, each
+    gathered on its own; empty where one matrix is both. hf_names: by parameter, its name in
+    transformers' memory in the whole model.
     """
 
     units: list[nn.Module]
     ends: tuple[nn.Module, ...] = ()
     hf_names: dict[str, str]
-    sums_over_tp: frozenset[str] = frozenset()
 
     def __init__(self, ctx: FsdpContext) -> None:
         super().__init__()
         self.ctx = ctx
 
     def name_as_in(self, whole: nn.Module) -> None:
-        """Set `hf_names`; all parameters here are parameters of ``whole``."""
+        """Set `hf_names`; all parameters of this module are parameters of ``whole``."""
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
-        self.hf_names = {name: names[id(own)] for name, own in self.named_parameters()}
+        self.hf_names = {name: names[id(param)] for name, param in self.named_parameters()}
 
     def attention_forms(self) -> frozenset[LayerForm]:
-        """Of its layers, for whoever plans attention ahead of its forward."""
+        """The forms of attention to plan ahead of the forward."""
         return frozenset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `run`, with what FSDP2 does before and after."""
+        """Call `run`, with FSDP2's hooks around it."""
         return super().__call__(_Call(args, kwargs))
 
     def forward(self, call: _Call) -> Any:
-        """For `torch.nn.Module`; see `run`."""
+        """Implement `torch.nn.Module`; see `run`."""
         return self.run(*call.args, **call.kwargs)
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What it computes."""
+        """Compute the module's output."""

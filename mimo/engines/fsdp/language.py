@@ -16,11 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig
 
-from mimo.engines.fsdp.attention import NAME, Segments, dense_masks, layer_form, windows
 from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
-from mimo.engines.fsdp.load import on_meta, restore_buffers
-from mimo.engines.fsdp.plans import Border, Head, local, parallelize, seeing_slices
-from mimo.engines.fsdp.sharding import stored_dtype
+from mimo.engines.fsdp.models import (
+    NAME,
+    Segments,
+    dense_masks,
+    layer_form,
+    on_meta,
+    restore_buffers,
+    windows,
+)
+from mimo.engines.fsdp.plans import Border, Head, local_share, parallelize
 from mimo.ops.attention_plan import LayerForm
 from mimo.ops.cross_entropy import linear_cross_entropy
 from mimo.ops.segments import PackedSegments
@@ -29,19 +35,17 @@ from mimo.ops.segments import PackedSegments
 class LanguageModel(Wrapper):
     """The text part of a model of transformers, with its head; its units are the layers.
 
-    A head of its own is an end, and so then is the embedding.
-
-    With tensor parallelism weights are DTensors as `plans` says. Without a mesh it is transformers'
-    module with its own attention, and has its weights in the dtype of the computation.
-    `plans` says which models can run so.
+    A head with a weight of its own is an end, and so is then the embedding. `plans` says which
+    models can be tensor-parallel, and how. Without a mesh it is transformers' module with its own
+    attention, and has its weights in the dtype of the computation.
     """
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext) -> None:
         super().__init__(ctx)
-        whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, stored_dtype(ctx))
+        whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, ctx.stored_dtype)
         self.text: Any = getattr(whole.model, "language_model", whole.model)
-        tied = whole.lm_head.weight is self.text.embed_tokens.weight
-        self.head = None if tied else Head.adopt(whole.lm_head)
+        is_tied = whole.lm_head.weight is self.text.embed_tokens.weight
+        self.head = None if is_tied else Head(whole.lm_head)
         restore_buffers(self.text)
         self.name_as_in(whole)
         self.units = list(self.text.layers)
@@ -51,19 +55,17 @@ class LanguageModel(Wrapper):
         if ctx.tp is not None:
             self.border = Border(ctx.tp, ctx.sequence_parallel)
             parallelize(self.text, self.head, self.border)
-            partly = seeing_slices(self.text, self.border)
-            self.sums_over_tp = frozenset(f"text.{name}" for name in partly)
         if ctx.recompute == "full":
             self.text.activation_checkpointing_enable({"use_reentrant": False})
 
     def attention_forms(self) -> frozenset[LayerForm]:
-        """Of its layers; transformers' attention needs no plan."""
+        """The forms of its layers; transformers' attention needs no plan."""
         if self.ctx.mesh is None:
             return frozenset()
         text = self.text.config
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        forms = (layer_form(head_size, self.ctx.dtype, window=one) for one in windows(text))
-        return frozenset(forms)
+        dtype = self.ctx.dtype
+        return frozenset(layer_form(head_size, dtype, window=window) for window in windows(text))
 
     def run(
         self,
@@ -79,10 +81,10 @@ class LanguageModel(Wrapper):
     ) -> Tensor:
         """Embedding to loss. Every rank of tp calls it alike, with equal tokens.
 
-        input_ids (B, S), position_ids (3, B, S), packed_seq_params, place, levels, labels, loss_at:
-        as of `mimo.engines.contract.Chunk`; without ``loss_at``, labels (B, S) -> losses (B, S).
-        Without labels it gives logits (B, S, V) or, of one sequence at the positions ``logits_at``
-        (n,), (1, n, V), whole on every rank of tp.
+        input_ids (B, S) and position_ids (3, B, S) int64, with packed_seq_params, place, levels,
+        labels and loss_at of `mimo.engines.contract.Chunk`. Without ``loss_at``, labels (B, S) give
+        losses (B, S). Without labels it gives logits (B, S, V) or, of one sequence at the positions
+        ``logits_at`` (n,), (1, n, V), whole on every rank of tp.
         """
         if self.border is not None and self.border.sequence_parallel:
             parts = self.border.tp.size()
@@ -104,8 +106,8 @@ class LanguageModel(Wrapper):
         if labels is None:
             return self.logits(hidden, logits_at)
         if loss_at is None:
-            found = self._losses(hidden, labels.t().flatten(), None)
-            return found.view(labels.shape[::-1]).t()
+            losses = self._losses(hidden, labels.t().flatten(), None)
+            return losses.view(labels.shape[::-1]).t()
         return self._losses(hidden, labels, loss_at)
 
     def _attention(self, packed: PackedSegments | None, device: torch.device) -> dict[str, Any]:
@@ -129,23 +131,23 @@ class LanguageModel(Wrapper):
     def _through_head(self, chosen: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """``compute(chosen, weight)``, with this rank's rows of the head's weight (V/tp, H)."""
         if self.head is None:
-            return compute(chosen, local(self.text.embed_tokens.weight))
+            return compute(chosen, local_share(self.text.embed_tokens.weight))
         return self.head(chosen, compute)
 
     def _chosen(self, hidden: Tensor, at: Tensor | None) -> Tensor:
-        """hidden (B, S', H), at (n,) -> (n, H), or all (S·B, H), as the head takes it on a rank.
+        """hidden (B, S', H), at (n,) -> (n, H), or all (S·B, H), equal on all ranks of tp.
 
         The gradient is a share on each rank of tp.
         """
         border = self.border
         if border is not None and border.sequence_parallel:
             hidden = border.enter(hidden)
-        found = hidden.transpose(0, 1).flatten(0, 1)
+        chosen = hidden.transpose(0, 1).flatten(0, 1)
         if at is not None:
-            found = found.index_select(0, at)
+            chosen = chosen.index_select(0, at)
         if border is not None and not border.sequence_parallel:
-            found = border.enter(found)
-        return found
+            chosen = border.enter(chosen)
+        return chosen
 
     def _losses(self, hidden: Tensor, labels: Tensor, at: Tensor | None) -> Tensor:
         def compute(chosen: Tensor, weight: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ class LanguageModel(Wrapper):
         return self._through_head(self._chosen(hidden, at), compute)
 
     def logits(self, hidden: Tensor, at: Tensor | None = None) -> Tensor:
-        """hidden (B, S', H) after the norm -> logits as of `run`; inside its forward.
+        """hidden (B, S', H) after the norm -> logits as `run` returns them; inside its forward.
 
         Every rank of tp calls it.
         """
@@ -175,7 +177,7 @@ class LanguageModel(Wrapper):
 def _add_level(
     level: Tensor, places: Tensor, layer: nn.Module, args: object, hidden: Tensor
 ) -> Tensor:
-    """A hook, outside what a layer computes again: level (n, H) to hidden (B, S', H) at (n,).
+    """A hook, outside what a layer computes again: add level (n, H) to hidden (B, S', H) at (n,).
 
     Even with no rows the result depends on them, so that the backward reaches the bridge.
     """

@@ -1,12 +1,13 @@
-"""Tensor and sequence parallelism of transformers' language models, by module names.
+"""Tensor and sequence parallelism of transformers' language models, and low-rank adapters.
 
-Weights are DTensors, cut over tp; layers compute on local tensors. Hidden states between layers are
-whole on every rank or, with sequence parallelism, cut along the sequence in equal parts. They enter
-what is cut over tp after a norm, and leave it as the sum of the ranks' shares (Shoeybi et al. 2019;
-with sequence parallelism Korthikanti et al. 2022). A parameter that is not cut is a plain tensor;
-if it sees only this rank's heads or tokens, its gradient has to be summed over tp.
+`parallelize` applies torch's parallel styles by module names. Hidden states between layers are
+whole on every rank of tp or, with sequence parallelism, sharded along the sequence in equal parts
+(Shoeybi et al. 2019; Korthikanti et al. 2022). A parameter that each rank has whole, but that sees
+only the rank's tokens or heads, is a replicated DTensor: its gradient is a partial sum, which FSDP2
+adds up over tp when it reduces gradients.
 
-Letters: B sequences of S tokens, S' of them on this rank, H hidden, V vocabulary.
+Letters: B sequences of S tokens, S' of them on this rank, H hidden, V vocabulary, I inputs and
+O outputs of a linear, R rank of an adapter.
 """
 
 from __future__ import annotations
@@ -16,22 +17,39 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.functional import linear
 
-from mimo.engines.fsdp.attention import KINDS, kinds
+from mimo.engines.fsdp.context import FsdpContext, Wrapper
 
-_SEQUENCE = 1  # dimension
+_SEQUENCE, _HEADS = 1, 2  # dimensions
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a decoder layer is cut; names of modules in it.
+    """The modules of a decoder layer that are parallelized, by name.
 
-    norms: after them, hidden states enter what is cut. columns: linears cut by outputs; from one of
-    them each rank has its heads, or its part of the MLP. rows: cut by inputs. per_head: norms of
-    queries and keys, which see this rank's heads.
+    norms: those of hidden states. columns: linears whose outputs are sharded, in parts of heads or
+    of the MLP. rows: linears whose inputs are. per_head: norms of queries and keys, which see the
+    rank's heads.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -42,22 +60,48 @@ class Plan:
     rows: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj")
     per_head: tuple[str, ...] = ()
 
+    def styles(self, outside: Placement) -> dict[str, ParallelStyle]:
+        """The style of each module. outside: the placement of hidden states between layers."""
+        whole = Replicate()
+        styles: dict[str, ParallelStyle] = {
+            "self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": outside},
+                desired_input_kwarg_layouts={"hidden_states": whole},
+            ),
+            "mlp": PrepareModuleInput(input_layouts=outside, desired_input_layouts=whole),
+        }
+        styles |= {name: ColwiseParallel() for name in self.columns}
+        styles |= {name: RowwiseParallel(output_layouts=outside) for name in self.rows}
+        styles |= {name: head_norm() for name in self.per_head}
+        if outside != whole:
+            styles |= {name: SequenceParallel(use_local_output=True) for name in self.norms}
+        return styles
+
+
+def head_norm() -> ParallelStyle:
+    """Return the style of a norm that sees (B, S, heads, D) of this rank's heads.
+
+    To the norm, heads are what tokens are to `SequenceParallel`: only the gradient needs a sum.
+    """
+    return SequenceParallel(sequence_dim=_HEADS, use_local_output=True)
+
 
 _LLAMA = Plan()
 _QWEN3 = replace(_LLAMA, per_head=("self_attn.q_norm", "self_attn.k_norm"))
+_SANDWICH = (*_LLAMA.norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 PLANS = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
     "qwen2_5_vl_text": _LLAMA,
     "qwen3": _QWEN3,
     "qwen3_vl_text": _QWEN3,
-    "gemma3_text": replace(_QWEN3, norms=("input_layernorm", "pre_feedforward_layernorm")),
+    "gemma3_text": replace(_QWEN3, norms=_SANDWICH),
 }
 """By `model_type` of the text part's configuration."""
 
 
 def tp_problems(config: Any, tp: int) -> Iterator[str]:
-    """Why so many tensor-parallel ranks cannot share the model."""
+    """Yield why ``tp`` tensor-parallel ranks cannot share the model."""
     text = config.get_text_config()
     if tp > 1 and text.model_type not in PLANS:
         yield (
@@ -70,49 +114,9 @@ def tp_problems(config: Any, tp: int) -> Iterator[str]:
             yield f"got {tp}, which does not divide {key} = {size} of the model; change tp"
 
 
-def model_problems(config: Any) -> Iterator[str]:
-    """What of the model no kernel computes."""
-    text = config.get_text_config()
-    for key, what in (
-        ("attn_logit_softcapping", "a soft cap on attention scores"),
-        ("final_logit_softcapping", "a soft cap on logits"),
-        ("logits_scaling", "a scale of logits"),
-        ("logit_scale", "a scale of logits"),
-        ("attention_dropout", "attention dropout"),
-        ("use_bidirectional_attention", "attention to later text"),
-    ):
-        value = getattr(text, key, None)
-        if value and not (key.startswith("logit") and value == 1):
-            yield f"the model has {what} ({key} = {value}), which no kernel computes"
-    if others := sorted(set(kinds(text)) - set(KINDS)):
-        yield (
-            f"the model has layers of {', '.join(others)}, which do not keep packed segments "
-            f"apart; only those of {' and '.join(KINDS)} do"
-        )
-
-
-def structure_problems(whole: Any) -> Iterator[str]:
-    """Why a causal language model of transformers cannot run for how it is built; may be on meta.
-
-    Its layers attend through transformers' registry alone, so that segments stay apart.
-    """
-    text, head = getattr(whole, "model", None), getattr(whole, "lm_head", None)
-    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    missing = [f"model.{part}" for part in parts if not hasattr(text, part)]
-    if missing:
-        yield f"engine: fsdp asks for {', '.join(missing)} in the model, which it does not have"
-        return
-    if not all(hasattr(layer, "self_attn") for layer in cast("Any", text).layers):
-        yield "engine: fsdp asks for layers that attend (self_attn), and not all of its do"
-    if not whole._supports_attention_backend:
-        yield "engine: fsdp asks for attention by transformers' registry, which it does not use"
-    if type(head) is not nn.Linear or head.bias is not None:
-        yield "engine: fsdp asks for a head that is a matrix (lm_head), which its is not"
-
-
 @dataclass(frozen=True)
 class Border:
-    """Between hidden states of layers (B, S', H) and what is cut over tp.
+    """The border between hidden states of layers (B, S', H) and embedding or head.
 
     Every rank of tp calls `enter` and `leave` alike, and takes part in their backward.
     """
@@ -121,70 +125,55 @@ class Border:
     sequence_parallel: bool
 
     @property
-    def _outside(self) -> Shard | Replicate:
+    def outside(self) -> Placement:
+        """The placement of hidden states between layers."""
         return Shard(_SEQUENCE) if self.sequence_parallel else Replicate()
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """(B, S', H) -> (B, S, H), equal on all ranks; all-gathered if it was cut.
+        """(B, S', H) -> (B, S, H), equal on all ranks; all-gathered if it was sharded.
 
-        The gradient is a share on each rank: it is summed, and cut if the input was.
+        The gradient is a share on each rank: it is summed, and sharded if the input was.
         """
-        outside = DTensor.from_local(hidden, self.tp, [self._outside], run_check=False)
-        return outside.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        outside = DTensor.from_local(hidden, self.tp, [self.outside], run_check=False)
+        return local_share(outside.redistribute(placements=[Replicate()]))
 
     def leave(self, share: Tensor) -> Tensor:
         """This rank's share (B, S, H) of a sum -> the sum (B, S', H); its gradient is whole."""
         shares = DTensor.from_local(share, self.tp, [Partial()], run_check=False)
-        return shares.redistribute(placements=[self._outside]).to_local()
+        return shares.redistribute(placements=[self.outside]).to_local()
 
 
-class ColumnLinear(nn.Linear):
-    """Each rank has some of the outputs; all inputs on every rank."""
-
-    @classmethod
-    def adopt(cls, linear: nn.Linear, tp: DeviceMesh) -> None:
-        """Cut a linear and make it one of these."""
-        assert type(linear) is nn.Linear, f"a linear of {type(linear)}"
-        linear.__class__ = cls
-        cut(linear, "weight", tp, 0)
-        if linear.bias is not None:
-            cut(linear, "bias", tp, 0)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., inputs) -> (..., outputs/tp). No communication."""
-        bias = None if self.bias is None else local(self.bias)
-        return nn.functional.linear(input, local(self.weight), bias)
+def local_share(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; where ranks have the same, each has a share of its gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gradients = [Partial() if place.is_replicate() else place for place in tensor.placements]
+    return tensor.to_local(grad_placements=gradients)
 
 
-class RowLinear(nn.Linear):
-    """Each rank has some of the inputs; their shares of the outputs are summed."""
+class VocabularyParallel(ParallelStyle):
+    """Shard the rows of an embedding; each rank embeds its ids, and gives zeros for the others.
 
-    border: Border
+    Torch's `RowwiseParallel` has the backward of all V rows on every rank, and takes `padding_idx`
+    for a row of each rank.
+    """
 
-    @classmethod
-    def adopt(cls, linear: nn.Linear, border: Border) -> None:
-        """Cut a linear and make it one of these. Its bias is not cut."""
-        assert type(linear) is nn.Linear, f"a linear of {type(linear)}"
-        row = cast("RowLinear", linear)
-        row.__class__, row.border = cls, border
-        cut(row, "weight", border.tp, 1)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(B, S, inputs/tp) -> (B, S', outputs), as `Border.leave`."""
-        output = self.border.leave(nn.functional.linear(input, local(self.weight)))
-        return output if self.bias is None else output + self.bias
-
-
-def cut(module: nn.Module, name: str, tp: DeviceMesh, dim: int) -> None:
-    """Make a parameter of a module a DTensor that is cut over tp. No communication."""
-    whole = module.get_parameter(name)
-    own = distribute_tensor(whole.detach(), tp, [Shard(dim)], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(own, requires_grad=whole.requires_grad))
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        shard_rows(module, device_mesh)
+        module.forward = partial(_embed, module, device_mesh)
+        if (padding := module.padding_idx) is not None:
+            rows = local_share(module.weight).shape[0]
+            is_here = padding // rows == device_mesh.get_local_rank()
+            module.padding_idx = padding % rows if is_here else None
+        return module
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter that may be cut over tp."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def shard_rows(module: nn.Module, tp: DeviceMesh) -> None:
+    """Make the weight of a module a DTensor with its rows sharded over tp. No communication."""
+    whole = module.get_parameter("weight")
+    rows = distribute_tensor(whole.detach(), tp, [Shard(0)], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(rows, requires_grad=whole.requires_grad))
 
 
 def _embed(embedding: nn.Embedding, tp: DeviceMesh, ids: Tensor) -> Tensor:
@@ -194,69 +183,99 @@ def _embed(embedding: nn.Embedding, tp: DeviceMesh, ids: Tensor) -> Tensor:
     FSDP2's among them, are around all this.
     """
     whole = embedding.weight
-    weight = local(whole)
-    own = ids - tp.get_local_rank() * weight.shape[0]
-    here = (own >= 0) & (own < weight.shape[0])
+    rows = local_share(whole)
+    local_ids = ids - tp.get_local_rank() * rows.shape[0]
+    is_here = (local_ids >= 0) & (local_ids < rows.shape[0])
     parameters = cast("dict[str, Any]", embedding._parameters)
-    parameters["weight"] = weight
+    parameters["weight"] = rows
     try:
-        found = type(embedding).forward(embedding, own.where(here, 0))
+        embeddings = type(embedding).forward(embedding, local_ids.where(is_here, 0))
     finally:
         parameters["weight"] = whole
-    return found.masked_fill(~here[..., None], 0)
+    return embeddings.masked_fill(~is_here[..., None], 0)
 
 
-class Head(nn.Linear):
-    """A head whose weight is used by whoever calls it, so that FSDP2 gathers it for that long."""
+class Head(nn.Module):
+    """A head whose caller computes with its weight (V, H), which FSDP2 gathers for that long."""
 
-    @classmethod
-    def adopt(cls, linear: nn.Linear) -> Head:
-        """Make a linear one of these."""
-        assert type(linear) is nn.Linear, f"a linear of {type(linear)}"
-        linear.__class__ = cls
-        return cast("Head", linear)
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
 
-    def forward(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """``compute(hidden, weight)``, with this rank's rows of the weight (V/tp, H)."""
-        return compute(hidden, local(self.weight))
+        return compute(hidden, local_share(self.weight))
 
 
-def parallelize(text: Any, head: nn.Linear | None, border: Border) -> None:
-    """Cut a text model of transformers and its head, in place; a tied head is None.
+def parallelize(text: Any, head: Head | None, border: Border) -> None:
+    """Parallelize a text model of transformers and its head, in place; a tied head is None.
 
-    On a device or on meta; `tp_problems` are none.
+    On a device or on meta; `tp_problems` yields none. No communication.
     """
-    tp = border.tp
     plan = PLANS[text.config.model_type]
     for layer in text.layers:
-        for name in plan.norms:
-            layer.get_submodule(name).register_forward_hook(partial(_enter, border))
-        for name in plan.columns:
-            ColumnLinear.adopt(layer.get_submodule(name), tp)
-        for name in plan.rows:
-            RowLinear.adopt(layer.get_submodule(name), border)
-    cut(text.embed_tokens, "weight", tp, 0)
-    text.embed_tokens.forward = partial(_embed, text.embed_tokens, tp)
-    padding = text.embed_tokens.padding_idx
-    if padding is not None:
-        # The row that gets no gradient is one rank's, under another number.
-        rows = text.config.vocab_size // tp.size()
-        mine = padding // rows == tp.get_local_rank()
-        text.embed_tokens.padding_idx = padding % rows if mine else None
+        styles = plan.styles(border.outside)
+        parallelize_module(layer, border.tp, styles, src_data_rank=None)
+    ends: dict[str, ParallelStyle] = {"embed_tokens": VocabularyParallel()}
+    if border.sequence_parallel:
+        ends["norm"] = SequenceParallel(use_local_output=True)
+    parallelize_module(text, border.tp, ends, src_data_rank=None)
     if head is not None:
-        cut(head, "weight", tp, 0)
+        shard_rows(head, border.tp)
 
 
-def _enter(border: Border, norm: nn.Module, args: object, output: Tensor) -> Tensor:
-    return border.enter(output)
+# ---- low-rank adapters, as those of `mimo.engines.megatron.lora`
 
 
-def seeing_slices(text: Any, border: Border) -> Iterator[str]:
-    """Names of parameters that are whole on every rank, but see its heads or tokens only."""
-    per_head = PLANS[text.config.model_type].per_head
-    for name, parameter in text.named_parameters():
-        owner = name.rpartition(".")[0]
-        if isinstance(parameter, DTensor):
-            continue
-        if border.sequence_parallel or owner.endswith(per_head):
-            yield name
+def adapt(wrapper: Wrapper, ctx: FsdpContext) -> None:
+    """Give linears of a wrapper on meta their adapters, in place and sharded over tp as they are.
+
+    Linears that the checkpoint format has as one, such as queries, keys and values, share one
+    `lora_a`. Names in transformers' memory are those of the linears with `lora_a` and `lora_b` in
+    the place of `weight`; a shared `lora_a` has that of the first.
+    """
+    if ctx.adapters is None:
+        return
+    ours = {theirs: name for name, theirs in wrapper.hf_names.items()}
+    for group in ctx.adapters.groups:
+        lora_a = None
+        for theirs in group:
+            name = ours[f"{theirs}.weight"].removesuffix(".weight")
+            module = wrapper.get_submodule(name)
+            assert isinstance(module, nn.Linear), f"{theirs} is a {type(module)}"
+            if lora_a is None:
+                lora_a = _adapter_matrix(module, 1, ctx.adapters.rank)
+            module.lora_a, module.lora_b = lora_a, _adapter_matrix(module, 0, ctx.adapters.rank)
+            # First of all hooks: parallel styles then shard or sum the adapter's output too.
+            module.register_forward_hook(partial(_add_update, ctx.adapters.scale), prepend=True)
+            # A shared matrix is named by the linear that the wrapper has first.
+            wrapper.hf_names |= {
+                f"{name}.lora_a": f"{group[0]}.lora_a",
+                f"{name}.lora_b": f"{theirs}.lora_b",
+            }
+
+
+def _adapter_matrix(module: nn.Linear, dim: int, rank: int) -> nn.Parameter:
+    """Return `lora_b` (O, R) for dim 0 or `lora_a` (R, I) for dim 1, sharded as the weight is."""
+    weight = module.weight
+    size = weight.shape[dim]
+    shape = (size, rank) if dim == 0 else (rank, size)
+    matrix = torch.empty(shape, dtype=weight.dtype, device="meta")
+    if isinstance(weight, DTensor):
+        (place,) = weight.placements
+        places = [place if place == Shard(dim) else Replicate()]
+        matrix = distribute_tensor(matrix, weight.device_mesh, places, src_data_rank=None)
+    return nn.Parameter(matrix)
+
+
+def _add_update(scale: float, module: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
+    """A forward hook: output (..., O) plus the adapter's update, with the output's placement.
+
+    A linear with sharded inputs has shares of outputs, and so has its adapter: no communication is
+    added. What every rank has whole gets a share of its gradient on each.
+    """
+    inputs, lora_a, lora_b = map(local_share, (args[0], module.lora_a, module.lora_b))  # type: ignore[arg-type]
+    update = linear(scale * linear(inputs, lora_a), lora_b)
+    if isinstance(output, DTensor):
+        update = DTensor.from_local(update, output.device_mesh, output.placements, run_check=False)
+    return output + update

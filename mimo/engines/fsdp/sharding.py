@@ -1,20 +1,24 @@
-"""FSDP2 around a wrapper module, and which part of a parameter a rank has.
+"""FSDP2 around a wrapper: which part of a parameter a rank has, its names and its weights.
 
 One `fully_shard` for each unit and each end, and one for the root, whose hooks cover the last norm
 and, where one matrix is both, embedding and head. Gradients are summed, never averaged; the one
 division by the global token count happens in `FsdpModule.finish_gradients`.
 
-Letters: R rows, C columns of a whole parameter, seen as a matrix of its first dimension by all
-others; a vector has one column.
+The tensors of the checkpoint format are made of whole rows of transformers' tensors, so a rectangle
+of one of theirs is a few of ours: plain integers and views. Reading a piece writes into the model.
+Each rank loads its own rectangles: nobody reads or holds a whole tensor that is sharded.
+
+Letters: R rows, C columns of a whole parameter or tensor, seen as a matrix of its first dimension
+by all others; a vector has one column.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +27,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext, Wrapper
-
-
-def stored_dtype(ctx: FsdpContext) -> torch.dtype:
-    """In which weights are built and kept: fp32 at least; the plain module's is that of compute."""
-    return ctx.dtype if ctx.mesh is None else torch.promote_types(ctx.dtype, torch.float32)
+from mimo.engines.piece import Piece
 
 
 def shard(module: nn.Module, ctx: FsdpContext) -> None:
-    """Cut the parameters over the data-parallel ranks, in place; nothing without a mesh.
+    """Shard the parameters over the data-parallel ranks, in place; nothing without a mesh.
 
-    module: a `Wrapper`, on meta or not, after tensor parallelism, in `stored_dtype`. With bf16,
-    weights are gathered and computed in it, while gradients are accumulated and summed in fp32.
-    Inputs are not cast: the wrapper hands on what its layers compute in. Every rank of the mesh
-    calls it; no collective.
+    module: a `Wrapper`, on meta or not, after tensor parallelism, in `FsdpContext.stored_dtype`.
+    With bf16, weights are gathered and computed in it, while gradients are accumulated and summed
+    in fp32. Inputs are not cast: the wrapper hands on what its layers compute in. Every rank of the
+    mesh calls it; no collective.
     """
     if ctx.mesh is None:
         return
-    wrong = [n for n, p in module.named_parameters() if p.dtype != stored_dtype(ctx)]
-    assert not wrong, f"{wrong[0]} is not {stored_dtype(ctx)}"
+    wrong = [n for n, p in module.named_parameters() if p.dtype != ctx.stored_dtype]
+    assert not wrong, f"{wrong[0]} is not {ctx.stored_dtype}"
     axes = (DP_REPLICATE, DP_SHARD) if ctx.mesh[DP_REPLICATE].size() > 1 else (DP_SHARD,)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if ctx.dtype != stored_dtype(ctx):
-        policy = MixedPrecisionPolicy(ctx.dtype, stored_dtype(ctx), cast_forward_inputs=False)
+    if ctx.dtype != ctx.stored_dtype:
+        policy = MixedPrecisionPolicy(ctx.dtype, ctx.stored_dtype, cast_forward_inputs=False)
     wrapper = cast("Wrapper", module)
     units = [*wrapper.ends[:1], *wrapper.units, *wrapper.ends[1:]]
     for unit in (*units, module):
@@ -63,17 +63,18 @@ def shard(module: nn.Module, ctx: FsdpContext) -> None:
         # Both are needed: a factor alone asks for an operation that gloo lacks.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    # Every rank reduces the same parameters, whatever its microbatches made use of.
+    # Every rank reduces the same parameters, whichever its microbatches used.
     cast("FSDPModule", module).set_reduce_scatter_unused_params(True)
-    order = [cast("FSDPModule", part) for part in (module, *units)]
-    for one, after in itertools.pairwise(order):
-        one.set_modules_to_forward_prefetch([after])
-    for one, before in itertools.pairwise([order[0], *reversed(order[1:])]):
-        one.set_modules_to_backward_prefetch([before])
+    forward = [cast("FSDPModule", part) for part in (module, *units)]
+    backward = [forward[0], *reversed(forward[1:])]
+    for part, following in itertools.pairwise(forward):
+        part.set_modules_to_forward_prefetch([following])
+    for part, following in itertools.pairwise(backward):
+        part.set_modules_to_backward_prefetch([following])
 
 
 def reduce_gradients(module: nn.Module, *, now: bool) -> None:
-    """Whether the next backward reduces what has been accumulated, and gives up gathered weights.
+    """Set whether the next backward reduces accumulated gradients and frees gathered weights.
 
     Else gradients stay whole on every rank, and the weights that the backward gathered stay for the
     next forward.
@@ -84,7 +85,7 @@ def reduce_gradients(module: nn.Module, *, now: bool) -> None:
 
 
 def sum_over_replicas(module: nn.Module, *, now: bool) -> None:
-    """Whether the next backward that reduces gradients also sums them over dp_replicate.
+    """Set whether the next backward that reduces gradients also sums them over dp_replicate.
 
     Else this rank keeps its part of the sum over dp_shard, to which the next reduction is added.
     """
@@ -93,7 +94,7 @@ def sum_over_replicas(module: nn.Module, *, now: bool) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Give up all gathered weights. They would go stale when the weights change."""
+    """Free all gathered weights. They would be stale once the weights change."""
     for part in _parts(module):
         part.reshard()
 
@@ -102,12 +103,15 @@ def _parts(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-@dataclass(frozen=True)
-class Held:
-    """A rank's rectangle of a parameter, or of a tensor that is cut like it.
+# ---- a rank's part of a parameter
 
-    shape: of the whole parameter. row, column: of the first element. values: (rows, columns), the
-    memory itself. copy: which of ``copies`` equal ones this is.
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rank's rectangle of a parameter, or of a tensor that is sharded like it.
+
+    shape: shape of the whole parameter. row, column: position of the first element. values: (rows,
+    columns), the memory itself. copy: which of ``copies`` equal rectangles this is.
     """
 
     shape: tuple[int, ...]
@@ -118,18 +122,18 @@ class Held:
     copies: int
 
     def like(self, local: Tensor) -> Tensor:
-        """Another local tensor of the parameter, such as its gradient, as a matrix; its memory."""
+        """View another local tensor of the parameter, such as its gradient, as a matrix."""
         return _matrix(local, self.shape)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a parameter or gradient: the memory itself, no collective."""
+    """This rank's part of a parameter or gradient: the memory itself, no collective."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held(param: Tensor, mesh: DeviceMesh | None) -> Held:
-    """The rectangle of ``param`` here: its tensor-parallel part, of which FSDP2 cuts the rows.
+def local_rectangle(param: Tensor, mesh: DeviceMesh | None) -> Rectangle:
+    """The rectangle of ``param`` on this rank: rows, cut by FSDP2, of its tensor-parallel part.
 
     mesh: the module's; None for a plain parameter.
     """
@@ -148,18 +152,18 @@ def held(param: Tensor, mesh: DeviceMesh | None) -> Held:
         start[0] += first
     values = _matrix(local_part(param), shape)
     assert tuple(values.shape) == tuple(size), f"{tuple(values.shape)}, not {size} of {shape}"
-    return Held(shape, start[0], start[1], values, copy, copies)
+    return Rectangle(shape, start[0], start[1], values, copy, copies)
 
 
 def _tensor_parallel_dim(param: Tensor) -> int | None:
-    """Along which it is cut over tp; None if every rank has all of it."""
+    """The dimension that is sharded over tp; None if every rank has all of it."""
     if not isinstance(param, DTensor):
         return None
     places = dict(zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=True))
     place = places.get(TP)
     if not isinstance(place, Shard):
         return None
-    assert place.dim == 0 or param.dim() == 2, "only a matrix is cut along its columns"
+    assert place.dim == 0 or param.dim() == 2, "only a matrix is sharded along its columns"
     return place.dim
 
 
@@ -171,5 +175,134 @@ def _chunk(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _matrix(local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A local part (R', ...) of a parameter of this whole shape as (R', C'), its memory."""
+    """View a local part (R', ...) of a parameter of this whole shape as (R', C')."""
     return local.unsqueeze(1) if len(shape) == 1 else local.flatten(1)
+
+
+# ---- its names in the checkpoint format
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``count`` rows of transformers' tensor ``key`` from ``start`` on. transposed: as (C, R)."""
+
+    key: str
+    start: int
+    count: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of transformers' that tensor ``name`` of the format has from ``row`` on."""
+
+    name: str
+    row: int
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Names:
+    """The tensors of the checkpoint format and the rows that they are made of.
+
+    shapes: of the format's tensors by name, rows of padding included. parts: by transformers' name,
+    the parts of the format's tensors that it makes. filled: by name, the rows that are not padding.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
+    filled: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], Sequence[Rows]]]) -> Self:
+        """From name, shape with any padding, and rows in order of every tensor of the format."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        parts: dict[str, tuple[Part, ...]] = {}
+        filled: dict[str, int] = {}
+        for name, shape, runs in tensors:
+            shapes[name], row = shape, 0
+            for rows in runs:
+                parts[rows.key] = (*parts.get(rows.key, ()), Part(name, row, rows))
+                row += rows.count
+            assert row <= shape[0], f"{name}: {row} rows, but {shape}"
+            filled[name] = row
+        return cls(shapes, parts, filled)
+
+    def users(self, key: str) -> frozenset[str]:
+        """The names of the tensors that have rows of transformers' tensor ``key``."""
+        assert key in self.parts, f"the key map does not say what is made of {key}"
+        return frozenset(part.name for part in self.parts[key])
+
+    def pieces(self, key: str, rectangle: Rectangle) -> Iterator[Piece]:
+        """A rectangle of transformers' tensor ``key`` as pieces of ours: views of its values.
+
+        Keys are names of the format. Rows of padding come as zeros with the last row before them.
+        """
+        for part in self.parts[key]:
+            values, row, column = rectangle.values, rectangle.row, rectangle.column
+            if part.rows.transposed:
+                values, row, column = values.T, column, row
+            first = max(row, part.rows.start)
+            last = min(row + values.shape[0], part.rows.start + part.rows.count)
+            if first >= last or not values.shape[1]:
+                continue
+            shape, moved = self.shapes[part.name], part.row - part.rows.start
+            yield Piece(part.name, shape, first + moved, column, values[first - row : last - row])
+            end = self.filled[part.name]
+            if last + moved == end < shape[0]:
+                zeros = values.new_zeros(shape[0] - end, values.shape[1])
+                yield Piece(part.name, shape, end, column, zeros)
+
+
+# ---- its weights
+
+Reader = Callable[[str, slice, slice], Tensor | None]
+"""``(key, rows, columns)`` -> these rows and columns of a matrix, in any dtype, by its name in
+transformers' memory. For any other tensor the columns are ``slice(None)``, and the result has any
+shape. None leaves the rows blank. Called once for each parameter, adapters included."""
+
+
+@torch.no_grad()
+def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Reader) -> None:
+    """Give a `Wrapper` that was built and sharded on meta its memory, and weights from ``reader``.
+
+    They are read in the order of `named_parameters`. No collective; every rank reads for itself.
+    Raises ValueError for a tensor of another shape than asked for.
+    """
+    materialise(module, device)
+    names = cast("Wrapper", module).hf_names
+    for name, param in module.named_parameters():
+        part = local_rectangle(param, ctx.mesh)
+        rows, columns = part.values.shape
+        if not rows:
+            continue  # fewer rows than ranks
+        is_matrix = len(part.shape) == 2
+        span = slice(part.column, part.column + columns) if is_matrix else slice(None)
+        values = reader(names[name], slice(part.row, part.row + rows), span)
+        if values is None:
+            continue
+        if values.numel() != part.values.numel():
+            raise ValueError(
+                f"{names[name]}: {list(values.shape)}, not {rows} rows of {part.shape}"
+            )
+        part.values.copy_(values.reshape(rows, columns))
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give weights on meta memory on the device, with any values; move the rest there.
+
+    Tied weights stay tied. Buffers have their values already.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((part, name))
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    assert not lost, f"{lost[0]} has no values; see `restore_buffers`"
+    module._apply(
+        lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device, copy=False)
+    )
+    for (first, first_name), *others in places.values():
+        for part, name in others:  # `_apply` has parted them
+            setattr(part, name, getattr(first, first_name))

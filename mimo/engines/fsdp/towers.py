@@ -1,7 +1,7 @@
 """Towers of transformers with their projectors: packed items to rows.
 
-What depends on the items' grids alone is worked out on the host, ahead of the forward, and handed
-to transformers, which takes it instead of asking the device for it.
+The host prepares what depends on the items' grids alone, ahead of the forward; transformers takes
+it instead of asking the device for it.
 
 Letters: I items, P patches of all items, C numbers of each, N rows, L levels, H hidden size of the
 language model.
@@ -28,10 +28,14 @@ from transformers.vision_utils import (
 )
 
 from mimo.device import send
-from mimo.engines.fsdp.attention import TOWER_NAME, Segments, layer_form
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
-from mimo.engines.fsdp.load import on_meta, restore_buffers
-from mimo.engines.fsdp.sharding import stored_dtype
+from mimo.engines.fsdp.models import (
+    TOWER_NAME,
+    Segments,
+    layer_form,
+    on_meta,
+    restore_buffers,
+)
 from mimo.ops.segments import PackedSegments, to_device
 
 MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
@@ -39,7 +43,7 @@ MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
 
 @dataclass(frozen=True)
 class PreparedItems:
-    """What a forward needs beside patches. sizes: rows that each item should become.
+    """The arguments of a forward beside patches. sizes: rows that each item should become.
 
     packed: the segments, and the windows if some layers attend inside those. options: of the
     tower's forward.
@@ -63,11 +67,11 @@ class Tower(Wrapper):
     layers: str
     """Where its layers are in it, in forward order."""
     packs = True
-    """Whether its attention is packed, by a kernel of ours."""
+    """True if its attention is packed, by a kernel of ours."""
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext, make_rows: MakeRows) -> None:
         super().__init__(ctx)
-        whole = on_meta(config, "sdpa", stored_dtype(ctx))
+        whole = on_meta(config, "sdpa", ctx.stored_dtype)
         for part in self.parts:
             module = whole.get_submodule(part)
             restore_buffers(module)
@@ -89,7 +93,7 @@ class Tower(Wrapper):
         return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
-        """All host work for items with these grids (I, 3) int64; for any thread.
+        """Do all host work for items with these grids (I, 3) int64; in any thread.
 
         copy: brings a host tensor to the device. Without items it prepares a blank one, so that
         this rank takes part in all that its others do.
@@ -114,7 +118,7 @@ class Tower(Wrapper):
             # A copy: a change in place of a view would lose FSDP2's hook; torch warns about it.
             return self.make_rows(self._rows(blank, items)[:0].clone(), ())
         rows = self._rows(self.values(patches), items)
-        # Rows carry no names: items take theirs in turn, and what is too much is the last one's.
+        # Assign rows to items in order; the surplus goes to the last item.
         ends = [min(end, len(rows)) for end in itertools.accumulate(items.sizes)]
         ends[-1] = len(rows)
         starts = [0, *ends[:-1]]
@@ -144,7 +148,7 @@ class Tower(Wrapper):
 
 
 class QwenTower(Tower):
-    """Of Qwen2.5-VL and Qwen3-VL: items of any size, packed; frames are segments."""
+    """Towers of Qwen2.5-VL and Qwen3-VL: items of any size, packed; frames are segments."""
 
     parts = ("model.visual",)
     layers = "visual.blocks"
@@ -183,8 +187,8 @@ class QwenTower(Tower):
             )
             options |= {"interp_indices": indices, "interp_weights": weights}
         head_size = vision.hidden_size // vision.num_heads
-        for one in packed:
-            one.prepare((layer_form(head_size, self.ctx.dtype, causal=False),))
+        for packing in packed:
+            packing.prepare((layer_form(head_size, self.ctx.dtype, causal=False),))
         return tuple(packed), options
 
     def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
@@ -202,7 +206,7 @@ def _segments(bounds: Tensor) -> PackedSegments:
 
 
 class GemmaTower(Tower):
-    """Of Gemma-3: square images of one size, a batch."""
+    """Tower of Gemma-3: square images of one size, a batch."""
 
     parts = ("model.vision_tower", "model.multi_modal_projector")
     layers = "vision_tower.encoder.layers"

@@ -1,4 +1,4 @@
-"""What decoders with grouped queries and a gated MLP share: construction and published names."""
+"""Decoders with grouped queries and a gated MLP: settings, construction and published names."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _PREFIX = "model.language_model"
 
 
 class DecoderSettings(LanguageSettings):
-    """What `build` needs beside the recipe keys."""
+    """The settings of a decoder, and the parts that `build` makes of them."""
 
     def stack_shape(self) -> engine.StackShape:
-        """What the engine builds the layers from; families change what differs."""
+        """Return the shape of the layers; families change what differs."""
         return engine.StackShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -43,12 +43,12 @@ class DecoderSettings(LanguageSettings):
 
     @abstractmethod
     def rotary(self) -> nn.Module:
-        """The module that stands for `GPTModel.rotary_pos_emb`."""
+        """Return the module that replaces `GPTModel.rotary_pos_emb`."""
 
     def layer_spec(
         self, config: engine.TransformerConfig, ctx: engine.ModuleContext
     ) -> engine.ModuleSpec:
-        """The spec of the layers: pre-norm ones."""
+        """Return the spec of the layers: pre-norm ones."""
         return engine.layer_spec(config, ctx.lora, causal=True)
 
     @property
@@ -115,37 +115,34 @@ def decoder_weights(
     assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
     ffn, head = settings.ffn_hidden_size, settings.head_size
     heads, groups = settings.num_attention_heads, settings.num_query_groups
-    found = [
+    weights = [
         plain("embedding.word_embeddings.weight", f"{_PREFIX}.embed_tokens.weight", vocab, size),
         plain("decoder.final_layernorm.weight", f"{_PREFIX}.norm.weight", size),
     ]
     if not settings.tie_word_embeddings:
-        found.append(plain("output_layer.weight", "lm_head.weight", vocab, size))
+        weights.append(plain("output_layer.weight", "lm_head.weight", vocab, size))
     for n in range(settings.num_layers):
         here, there = f"decoder.layers.{n}", f"{_PREFIX}.layers.{n}"
         attention, theirs = f"{here}.self_attention", f"{there}.self_attn"
         for norm, ours in norms.items():
             width = head if norm in QK_NORMS else size
-            found.append(plain(f"{here}.{ours}.weight", f"{there}.{norm}.weight", width))
+            weights.append(plain(f"{here}.{ours}.weight", f"{there}.{norm}.weight", width))
         kinds = {"weight": (size,), "bias": ()} if qkv_bias else {"weight": (size,)}
         for kind, columns in kinds.items():
             keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]
             qkv = f"{attention}.linear_qkv.{kind}"
-            found.append(grouped_qkv(qkv, keys, groups, heads // groups, head, *columns))
+            weights.append(grouped_qkv(qkv, keys, groups, heads // groups, head, *columns))
         gate_up = [f"{there}.mlp.{which}_proj.weight" for which in ("gate", "up")]
-        found += [
+        weights += [
             plain(f"{attention}.linear_proj.weight", f"{theirs}.o_proj.weight", size, heads * head),
             stacked(f"{here}.mlp.linear_fc1.weight", gate_up, ffn, size),
             plain(f"{here}.mlp.linear_fc2.weight", f"{there}.mlp.down_proj.weight", size, ffn),
         ]
-    return found
-
-
-# ---- rotary positions with the three axes of images (mRoPE)
+    return weights
 
 
 class MRopeSettings(DecoderSettings):
-    """Recipe keys under ``language.model``. Sizes are numbers of elements."""
+    """Keys of decoders whose rotary positions have the three axes of images (mRoPE)."""
 
     item_rules: ClassVar = ItemRules(positions="mrope", bidirectional=False)
 
@@ -199,9 +196,9 @@ def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]
 def proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int]:
     """``parts`` scaled to sum to ``total``, by largest remainder; what was above 0 stays so."""
     exact = [part * total / sum(parts) for part in parts]
-    found = [max(int(x), 1) if part else 0 for x, part in zip(exact, parts, strict=True)]
-    for axis in sorted(range(3), key=lambda a: found[a] - exact[a])[: max(0, total - sum(found))]:
-        found[axis] += 1
-    while sum(found) > total:
-        found[found.index(max(found))] -= 1
-    return found[0], found[1], found[2]
+    scaled = [max(int(x), 1) if part else 0 for x, part in zip(exact, parts, strict=True)]
+    for axis in sorted(range(3), key=lambda a: scaled[a] - exact[a])[: max(0, total - sum(scaled))]:
+        scaled[axis] += 1
+    while sum(scaled) > total:
+        scaled[scaled.index(max(scaled))] -= 1
+    return scaled[0], scaled[1], scaled[2]

@@ -50,7 +50,7 @@ class Settings(LanguageSettings):
         return self.model_copy(update=sizes)
 
     def configuration(self) -> dict[str, Any]:
-        """Of the model with these sizes, for transformers."""
+        """Return transformers' configuration of the model with these sizes."""
         sizes = {key: getattr(self, ours) for key, ours in _SIZES.items()}
         # Where kinds of layers are listed, transformers wants one for each layer.
         kinds = {
@@ -68,40 +68,40 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
     """
     from transformers import PreTrainedConfig  # late: it takes seconds to import
 
-    from mimo.engines.fsdp.plans import structure_problems
+    from mimo.engines.fsdp.models import structure_problems
 
     refuse_dropout(config)
     text, usual = config["text_config"], PreTrainedConfig().to_dict()
     heads = text["num_attention_heads"]
-    found = {ours: text[key] for key, ours in _SIZES.items() if text.get(key) is not None}
-    found.setdefault("num_query_groups", heads)
-    found.setdefault("head_size", text["hidden_size"] // heads)
-    found["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
-    own = {
+    sizes = {ours: text[key] for key, ours in _SIZES.items() if text.get(key) is not None}
+    sizes.setdefault("num_query_groups", heads)
+    sizes.setdefault("head_size", text["hidden_size"] // heads)
+    sizes["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
+    configuration = {
         key: value
         for key, value in text.items()
         if key == "model_type" or key not in {*_SIZES, *_NOT_THE_MODEL}
         if key not in usual or usual[key] != value or key == "model_type"
     }
-    whole = _on_meta(json.dumps(Settings(**found, config=own).configuration()))
+    whole = _on_meta(json.dumps(Settings(**sizes, config=configuration).configuration()))
     if problems := list(structure_problems(whole)):
         raise ValueError(f"model_type is {text['model_type']!r}: {'; '.join(problems)}")
-    return {**found, "config": own}
+    return {**sizes, "config": configuration}
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:
     """Every parameter of the whole model, under our name or else its own."""
     assert settings.vocab_size is not None, "settings from a checkpoint say how many it knows"
     whole = _on_meta(json.dumps(settings.configuration()))
-    shapes = {name: tuple(own.shape) for name, own in whole.named_parameters()}
+    shapes = {name: tuple(param.shape) for name, param in whole.named_parameters()}
     for norms in (PRE_NORMS, PRE_NORMS | QK_NORMS):
         for bias in (False, True):
-            found = decoder_weights(settings, norms, qkv_bias=bias)
-            sources = {source for weight in found for source in weight.sources}
+            weights = decoder_weights(settings, norms, qkv_bias=bias)
+            sources = {source for weight in weights for source in weight.sources}
             # Families have the names of a model with a tower.
-            theirs = {one.key.replace("language_model.", ""): one.shape for one in sources}
+            theirs = {source.key.replace("language_model.", ""): source.shape for source in sources}
             if theirs == shapes:
-                return found
+                return weights
     return [plain(name, name, *shape) for name, shape in shapes.items()]
 
 
@@ -110,7 +110,7 @@ def _on_meta(configuration: str) -> Any:
     import torch
     from transformers import AutoConfig
 
-    from mimo.engines.fsdp.load import on_meta
+    from mimo.engines.fsdp.models import on_meta
 
-    said = json.loads(configuration)
-    return on_meta(AutoConfig.for_model(said.pop("model_type"), **said), "sdpa", torch.float32)
+    keys = json.loads(configuration)
+    return on_meta(AutoConfig.for_model(keys.pop("model_type"), **keys), "sdpa", torch.float32)

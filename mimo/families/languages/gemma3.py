@@ -63,13 +63,13 @@ class Settings(DecoderSettings):
     def counts(
         self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
     ) -> dict[str, float]:
-        """As of all decoders, by kind of layer; an item's tokens also see those after them."""
+        """Count pairs by kind of layer; an item's tokens also see those after them."""
         rows = np.asarray(item_rows, np.float64)
         later = float((rows * (rows - 1) / 2).sum())
-        found = super().counts(lengths, item_rows, loss_tokens)
-        found["global pair"] = found.pop("attention pair") + later
-        found["sliding pair"] = causal_pairs(lengths, self.sliding_window) + later
-        return found
+        numbers = super().counts(lengths, item_rows, loss_tokens)
+        numbers["global pair"] = numbers.pop("attention pair") + later
+        numbers["sliding pair"] = causal_pairs(lengths, self.sliding_window) + later
+        return numbers
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
         """A tiny copy: see `LanguageSettings.scaled_down`.
@@ -94,7 +94,7 @@ class Settings(DecoderSettings):
         )
 
     def stack_shape(self) -> engine.StackShape:
-        """With norms on queries and keys, tanh GeGLU, and sliding and global layers."""
+        """Add norms on queries and keys, tanh GeGLU, and sliding and global layers."""
         scalar = self.query_pre_attn_scalar
         return replace(
             super().stack_shape(),
@@ -149,7 +149,7 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         rope["full_attention"], f"{where}.full_attention", "default", "linear"
     )
     kinds = ["global" if kind == "full_attention" else "sliding" for kind in text["layer_types"]]
-    found = {
+    settings = {
         **decoder_sizes(config),
         "query_pre_attn_scalar": float(text["query_pre_attn_scalar"]),
         "sliding_window": text["sliding_window"],
@@ -159,12 +159,12 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
         "rotary_base": base,
         "rotary_factor": factor,
     }
-    if list(Settings(**found).layer_kinds()) != kinds:
+    if list(Settings(**settings).layer_kinds()) != kinds:
         raise ValueError(
             f"text_config.layer_types is {text['layer_types']}; only one global layer after each "
-            f"{found['sliding_window_pattern'] - 1} sliding ones is supported"
+            f"{settings['sliding_window_pattern'] - 1} sliding ones is supported"
         )
-    return found
+    return settings
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:

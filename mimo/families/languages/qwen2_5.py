@@ -27,7 +27,7 @@ class Settings(MRopeSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
     def stack_shape(self) -> engine.StackShape:
-        """With biases."""
+        """Add biases to queries, keys and values."""
         return replace(super().stack_shape(), qkv_bias=True)
 
     def rotary(self) -> nn.Module:

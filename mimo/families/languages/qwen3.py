@@ -27,7 +27,7 @@ class Settings(MRopeSettings):
     """Recipe keys under ``language.model``. Sizes are numbers of elements."""
 
     def stack_shape(self) -> engine.StackShape:
-        """With norms on queries and keys."""
+        """Add norms on queries and keys."""
         return replace(super().stack_shape(), qk_norm=True)
 
     def rotary(self) -> nn.Module:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.cli.main import app
-from mimo.engines.fsdp.plans import model_problems, tp_problems
+from mimo.engines.fsdp.models import model_problems
+from mimo.engines.fsdp.plans import tp_problems
 from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_recipe
 from mimo.model.roles import parameters_by_role
@@ -205,15 +206,15 @@ def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ..
     modules: Any = build_model(recipe, topology, 60, initial_weights(recipe)).modules
     found = {}
     for name, module in modules.items():
-        own = [(one, one.own.values) for one in module._parameters]
+        own = [(one, one.part.values) for one in module._parameters]
         learnt = [values for one, values in own if one.local is not None]
         weights = sum(values.nbytes for _, values in own)
         gradients = sum(values.nbytes for values in learnt)
         mesh = topology.meshes[name]
         whole = {}
         for (parameter, _), (key, _) in zip(own, module.whole.named_parameters(), strict=True):
-            parts = mesh["tp"].size() if parameter.own.copies == mesh["dp_replicate"].size() else 1
-            whole[key] = math.prod(parameter.own.shape) // parts
+            parts = mesh["tp"].size() if parameter.part.copies == mesh["dp_replicate"].size() else 1
+            whole[key] = math.prod(parameter.part.shape) // parts
         layer = [key for key in whole if "layers." in key or "blocks." in key]
         first = [key for key in layer if "s.0." in key]
         size = DTYPES[recipe.train.precision].itemsize

@@ -70,8 +70,7 @@ def peak_of_a_step(_: int, reduce: Any) -> int:
 
     from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
     from mimo.engines.fsdp.language import LanguageModel
-    from mimo.engines.fsdp.load import materialise
-    from mimo.engines.fsdp.sharding import reduce_gradients, shard
+    from mimo.engines.fsdp.sharding import materialise, reduce_gradients, shard
     from mimo.ops.segments import PackedSegments
 
     dist.destroy_process_group()

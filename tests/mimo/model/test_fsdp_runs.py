@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mimo.check.workload import Sample, write_shard
 from mimo.checkpoint import reading
@@ -251,20 +252,20 @@ def test_an_adapter_without_its_sum_over_tp_is_noticed(run_ranks: RunRanks, reci
 
 
 def train_without_sums(rank: int, recipe: Recipe, run_dir: Path) -> None:
-    from mimo.model import fsdp
+    from mimo.engines.fsdp import plans
     from mimo.parallel.build import build_layout
     from mimo.train.rank import train_in_world
 
-    def adapt(wrapper: Any, ctx: Any) -> None:
-        before = wrapper.sums_over_tp
-        real(wrapper, ctx)
-        wrapper.sums_over_tp = before
+    def unsummed(tensor: Any) -> Any:
+        """As if the gradient of a parameter that each rank has whole were whole too."""
+        is_parameter = isinstance(tensor, nn.Parameter) and isinstance(tensor, DTensor)
+        return tensor.to_local() if is_parameter else real(tensor)
 
-    real, fsdp.adapt = fsdp.adapt, adapt
+    real, plans.local_share = plans.local_share, unsummed
     try:
         train_in_world(recipe, build_layout(recipe), run_dir, FromScratch())
     finally:
-        fsdp.adapt = real
+        plans.local_share = real
 
 
 @pytest.mark.slow

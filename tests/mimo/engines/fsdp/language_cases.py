@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
-from mimo.engines.fsdp.load import materialise
+from mimo.engines.fsdp.sharding import materialise
 from mimo.ops.segments import PackedSegments, insert_embeddings
 
 _TEXT = {
@@ -251,8 +251,9 @@ def fill(model: LanguageModel, plain: Any) -> None:
             if isinstance(own, DTensor):
                 (placement,) = own.placements
                 mesh = own.device_mesh
-                part = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]  # type: ignore[attr-defined]
-                own.to_local().copy_(part)
+                if isinstance(placement, Shard):
+                    whole = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+                own.to_local().copy_(whole)
             else:
                 own.copy_(whole)
 
@@ -317,19 +318,15 @@ def run_lane(
     return losses.detach(), gradient
 
 
-def gradients(model: LanguageModel, sums: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-    """Whole gradients by transformers' name. sums: which are summed over tp; None: as it says."""
-    sums = model.sums_over_tp.__contains__ if sums is None else sums
-    found = {}
-    for name, own in model.named_parameters():
-        gradient = own.grad
+def gradients(model: LanguageModel) -> dict[str, Tensor]:
+    """Whole gradients by transformers' name."""
+    whole = {}
+    for name, param in model.named_parameters():
+        gradient = param.grad
         assert gradient is not None, name
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
-        if sums(name):
-            assert model.ctx.tp is not None
-            dist.all_reduce(whole, group=model.ctx.tp.get_group())
-        found[model.hf_names[name]] = whole
-    return found
+        is_sharded = isinstance(gradient, DTensor)
+        whole[model.hf_names[name]] = gradient.full_tensor() if is_sharded else gradient.clone()
+    return whole
 
 
 def errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import mimo.engines.fsdp.language as language
-from mimo.engines.fsdp.attention import Segments, attend
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
-from mimo.engines.fsdp.plans import PLANS, model_problems, tp_problems
+from mimo.engines.fsdp.models import Segments, attend, model_problems
+from mimo.engines.fsdp.plans import PLANS, tp_problems
 from mimo.ops.attention_plan import LayerForm
 from tests.conftest import RunRanks
 from tests.mimo.engines.fsdp.language_cases import (
@@ -73,14 +73,19 @@ class Case:
             found[f"rows of lane {number}"] = error(rows, self.want.rows[number])
         return {key: value for key, value in found.items() if not value <= EXACT}
 
-    def partial(self) -> set[str]:
-        """Parameters that are not cut and whose gradients are wrong if nothing is summed."""
-        found = errors(gradients(self.model, lambda name: False), self.want.gradients)
-        return {
-            name
-            for name, own in self.model.named_parameters()
-            if not isinstance(own, DTensor) and found[self.model.hf_names[name]] > EXACT
-        }
+    def whole(self) -> dict[str, tuple[float, bool]]:
+        """Of every parameter that is not cut: the error of this rank's gradient, and whether it is
+        known to be a share, to be summed over tp.
+        """
+        wrong = {}
+        for name, param in self.model.named_parameters():
+            gradient, want = param.grad, self.want.gradients[self.model.hf_names[name]]
+            assert gradient is not None
+            placements = gradient.placements if isinstance(gradient, DTensor) else (Replicate(),)
+            if not isinstance(placements[0], Shard):
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                wrong[name] = error(local, want), placements[0].is_partial()
+        return wrong
 
 
 # ------------------------------------------------------------------ one rank
@@ -154,8 +159,10 @@ def exact_on_two_ranks(rank: int) -> None:
         for sequence_parallel in (False, True):
             case = Case(name, context(1, 2, sequence_parallel=sequence_parallel))
             assert case.wrong() == {}, (name, sequence_parallel)
-            assert case.partial() == case.model.sums_over_tp, (name, sequence_parallel)
-            norms = [own for own in case.model.sums_over_tp if own.endswith("q_norm.weight")]
+            shares = {key for key, (_, is_share) in case.whole().items() if is_share}
+            wrong = {key for key, (difference, _) in case.whole().items() if difference > EXACT}
+            assert wrong == shares, (name, sequence_parallel)
+            norms = [key for key in shares if key.endswith("q_norm.weight")]
             assert len(norms) == (3 if name in ("qwen3_vl", "gemma3") else 0)
     other_ways(case := Case("qwen3_vl", context(1, 2, sequence_parallel=True)))
     faults(case)

@@ -22,8 +22,7 @@ def test_losses_and_gradients_in_bf16_are_near_those_of_the_plain_module(name: s
     from mimo.device import initialize_distributed, local_device
     from mimo.engines.fsdp.context import FsdpContext
     from mimo.engines.fsdp.language import LanguageModel
-    from mimo.engines.fsdp.load import load
-    from mimo.engines.fsdp.sharding import shard
+    from mimo.engines.fsdp.sharding import load, shard
 
     if not dist.is_initialized():
         initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)  # type: ignore[attr-defined]

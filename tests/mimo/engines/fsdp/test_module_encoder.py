@@ -27,7 +27,6 @@ class Tower(nn.Module):
         self.tiny = nn.Parameter(torch.ones(1))  # fewer rows than ranks
         for param in self.parameters():
             param.data.copy_(torch.randn(param.shape, generator=generator))
-        self.sums_over_tp: frozenset[str] = frozenset()
         self.hf_names = {name: name for name, _ in self.named_parameters()}
 
     def forward(self, patches: Tensor, items: int) -> Tensor:

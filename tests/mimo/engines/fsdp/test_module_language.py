@@ -27,9 +27,8 @@ def step(rank: int, cases: Any) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     from mimo.engines.fsdp.language import LanguageModel
-    from mimo.engines.fsdp.load import load
     from mimo.engines.fsdp.module import FsdpModule
-    from mimo.engines.fsdp.sharding import shard
+    from mimo.engines.fsdp.sharding import load, shard
     from mimo.ops.segments import insert_embeddings
     from tests.fsdp_job import OPTIMIZER
     from tests.fsdp_ranks import Asked, norm_of, same_names, sent

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mimo.engines.fsdp.pieces import Names, Rows
-from mimo.engines.fsdp.sharding import Held
+from mimo.engines.fsdp.sharding import Names, Rectangle, Rows
 from tests.conftest import RunRanks
 from tests.fsdp_job import Job
 from tests.fsdp_ranks import build, make_topology, train_step
@@ -20,10 +19,10 @@ JOB = Job(vocabulary=100, biases=False, dtype=torch.float32)
 CUT, HYBRID = replace(JOB, shard=2, tp=2), replace(JOB, replicate=2, shard=2)
 
 
-def held(whole: torch.Tensor, row: int, column: int, rows: int, columns: int) -> Held:
+def held(whole: torch.Tensor, row: int, column: int, rows: int, columns: int) -> Rectangle:
     matrix = whole.unsqueeze(1) if whole.dim() == 1 else whole.flatten(1)
     values = matrix[row : row + rows, column : column + columns]
-    return Held(tuple(whole.shape), row, column, values, 0, 1)
+    return Rectangle(tuple(whole.shape), row, column, values, 0, 1)
 
 
 # ------------------------------------------------------------------------- names, without ranks

@@ -25,7 +25,7 @@ def holds(rank: int) -> dict[str, Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from mimo.engines.fsdp.context import TP, FsdpContext
-    from mimo.engines.fsdp.sharding import held, shard
+    from mimo.engines.fsdp.sharding import local_rectangle, shard
     from mimo.parallel.grids import GridSpec, Layout
     from mimo.parallel.groups import build_topology
 
@@ -50,7 +50,7 @@ def holds(rank: int) -> dict[str, Any]:
             shard(module, ctx)
             found[f"{tp} {replicate}"] = {
                 "place": mesh.get_coordinate(),
-                **{name: asdict(held(one, mesh)) for name, one in module.items()},
+                **{name: asdict(local_rectangle(one, mesh)) for name, one in module.items()},
             }
         topology.close()
     return found

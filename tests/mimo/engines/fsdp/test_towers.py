@@ -121,7 +121,7 @@ def tower_of(
     kind: str, model: Any, mesh: Any, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Any:
     from mimo.engines.fsdp.context import FsdpContext
-    from mimo.engines.fsdp.load import materialise
+    from mimo.engines.fsdp.sharding import materialise
     from mimo.engines.fsdp.towers import TOWERS
 
     ctx = FsdpContext(mesh, dtype, **options)
