@@ -41,12 +41,6 @@ class Host:
         """Take its link down: what is sent from now on goes nowhere."""
         self.run("ip", "link", "set", INTERFACE, "down")
 
-    def listens_at(self) -> set[str]:
-        """The addresses at which programs there listen, of TCP, as `/proc/net/tcp` writes them."""
-        tables = [Path(f"/proc/{self._holder}/net/{one}").read_text() for one in ("tcp", "tcp6")]
-        rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-        return {row[1].partition(":")[0] for row in rows if row[3] == "0A"}
-
     def run(self, *command: str) -> None:
         subprocess.run(self._inside(command), check=True)
 
