@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from data.index.reader import SampleReader
+from data.loader import LoadedStep
 from data.modalities.images import ImageProcessor
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import EncodedSample
-from mimo.model.loader import LoadedStep, pack_language
+from mimo.model.decoding import pack_language
 from mimo.model.step_plan import StepPlanner
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.data_workload import BATCH, Batch, Workload
 from data.index.samples import Index
+from data.loader import StepLoader
 from data.order import SampleOrder
 from mimo.config.training import Data
 from mimo.device import Staging, copy_stream
 from mimo.families.wire import WirePatches
-from mimo.model.decoding import Decoding
-from mimo.model.loader import StepLoader, gather_items, pack_language
+from mimo.model.decoding import decoding_of, gather_items, pack_language
 from mimo.model.step_plan import StepPlanner
 from mimo.parallel.connections import SHARED_MEMORY, Host
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
@@ -40,8 +40,8 @@ def our_batches(workload: Workload, num_workers: int) -> Iterator[Batch]:
     host = Host((0,), f"bench{os.getpid()}", free, len(os.sched_getaffinity(0)))
     ahead = Data.model_fields["prefetch_mib"].default * 2**20
     form, stream = reader.processors["image"].wire, copy_stream()
-    with Decoding(readers, planner.layout, 0, host, num_workers, ahead) as decoding:
-        loader = StepLoader(planner, readers, decoding, 0, _ENDLESS)
+    with decoding_of(readers, planner.layout, 0, host, num_workers, ahead) as decoding:
+        loader = StepLoader(planner, decoding, 0, _ENDLESS)
         try:
             while True:
                 loaded = loader.next()

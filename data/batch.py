@@ -1,9 +1,9 @@
 """From the order of samples to packed microbatches.
 
-What every rank needs to know of a global microbatch comes from the index alone
-(`GlobalMicrobatch`); what a rank owns is read and packed separately (`pack_lane`): one sequence per
-lane, each sample a segment. With packing off, every sample is a sequence of its own and a lane's
-sequences are equally long; they are still concatenated, so positions mean the same either way.
+Every rank plans each global microbatch from the index alone (`GlobalMicrobatch`). A rank reads and
+packs only its own lane (`pack_lane`): one sequence per lane, each sample a segment. With packing
+off, each sample is a sequence, padded to the longest of the lane; sequences are still concatenated,
+so positions mean the same either way.
 
 Letters: n samples and m items of one global microbatch, L language lanes, T tokens of one lane.
 """
@@ -28,7 +28,7 @@ def mrope_position_ids(
     grids: Sequence[tuple[int, int, int]] | np.ndarray,
     time_steps: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """int64 (3, T): temporal, height and width position of each token of its sequence.
+    """Return int64 (3, T): temporal, height and width position of each token in its sequence.
 
     A text token has three equal positions, one more than the largest before it. The rows of an item
     lie on a grid that starts there: time, height and width counting up. The text after an item goes
@@ -37,7 +37,7 @@ def mrope_position_ids(
 
     lengths: tokens of each sequence. item_offsets: (I,) first placeholder of each item among all T
     tokens, ascending. grids: (I, 3) grids (t, h, w) in rows, after merging. time_steps: (I,)
-    positions from one frame of an item to the next, cut down to whole ones; None for 1 each.
+    positions from one frame of an item to the next, rounded down; None for 1 each.
 
     Raises ValueError when items overlap, stick out of their sequence, or have an unusable grid.
     """
@@ -81,7 +81,7 @@ def _check(offset: np.ndarray, grid: np.ndarray, start: np.ndarray, stop: np.nda
 
 
 def _count_up(counts: np.ndarray) -> np.ndarray:
-    """(n,) counts -> 0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
+    """Return 0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ... of (n,) counts."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -89,8 +89,8 @@ def _count_up(counts: np.ndarray) -> np.ndarray:
 class Padding:
     """How samples become sequences, and the multiples to which these are padded.
 
-    packed: one sequence per lane; else one per sample.
-    segment: of each sample in a packed sequence. sequence: of each whole sequence.
+    packed: one sequence per lane; else one per sample. segment: multiple of each sample in a packed
+    sequence. sequence: multiple of each whole sequence.
     """
 
     packed: bool = True
@@ -104,7 +104,7 @@ _OF_ITEMS = ("item_media", "item", "item_sample", "item_position", "item_rows", 
 
 @dataclass(frozen=True)
 class GlobalMicrobatch:
-    """What all language lanes together process in one microbatch step.
+    """The samples that all language lanes together process in one microbatch step.
 
     Samples are ordered by lane, items by sample.
 
@@ -114,7 +114,7 @@ class GlobalMicrobatch:
     segment_length: (n,) tokens with the sample's own padding.
     lane_tokens: (L,) tokens T of each lane, all padding included.
     packed: whether a lane is one sequence; else each of its samples is one.
-    media: names of the media. item_media: (m,) into these.
+    media: names of the modalities. item_media: (m,) into these.
     item: (m,) number in its source's index. item_sample: (m,) ascending, into the samples.
     item_position: (m,) first placeholder among the tokens of the lane.
     item_rows, item_cost: (m,) placeholders, and work of the encoder.
@@ -148,7 +148,7 @@ class GlobalMicrobatch:
         return int((self.lane_tokens if self.packed else self.segment_length).max())
 
     def padded_to(self, tokens: int) -> GlobalMicrobatch:
-        """The same samples in sequences of ``tokens`` tokens each, on all lanes."""
+        """Return the same samples in sequences of ``tokens`` tokens each, on all lanes."""
         assert tokens >= self.longest_sequence, "sequences are padded, not cut"
         if self.packed:
             return replace(self, lane_tokens=np.full_like(self.lane_tokens, tokens))
@@ -164,7 +164,7 @@ class GlobalMicrobatch:
         )
 
     def split(self, count: int) -> list[GlobalMicrobatch]:
-        """Planned as one microbatch of many lanes -> ``count`` microbatches of equally many."""
+        """Split one microbatch of many lanes into ``count`` microbatches of equally many lanes."""
         lanes = len(self.lane_tokens) // count
         first_samples = np.searchsorted(self.lane, np.arange(count + 1) * lanes)
         first_items = np.searchsorted(self.item_sample, first_samples)
@@ -184,12 +184,12 @@ class GlobalMicrobatch:
         return np.flatnonzero(self.lane == lane)
 
     def items_of_media(self, *media: str) -> np.ndarray:
-        """Numbers in this microbatch of the items of these media, in order."""
-        numbers = [self.media.index(one) for one in media if one in self.media]
+        """Numbers in this microbatch of the items of these modalities, in order."""
+        numbers = [self.media.index(name) for name in media if name in self.media]
         return np.flatnonzero(np.isin(self.item_media, numbers))
 
     def without(self, unusable: Collection[int]) -> GlobalMicrobatch:
-        """The same microbatch with some samples blanked: no items and no loss, tokens kept.
+        """Return the microbatch with some samples blanked: no items and no loss, tokens kept.
 
         unusable: sample numbers in this microbatch. Every rank must blank the same ones. Shapes do
         not change, and segments are separate, so no other sample sees the difference.
@@ -211,10 +211,10 @@ def plan_microbatch(
     packs: Sequence[np.ndarray],
     padding: Padding = Padding(),
 ) -> GlobalMicrobatch:
-    """The microbatch of the samples at these positions of the order, the same on every rank.
+    """Plan the microbatch of the samples at these positions of the order, equally on every rank.
 
     packs: the positions of each lane's samples, at least one; equally many if each sample is a
-    sequence of its own. All ``indexes`` have the same media.
+    sequence. All ``indexes`` have the same modalities.
     """
     source, sample = order.at(np.concatenate(packs))
     item, item_sample = items_of_samples(indexes, source, sample)
@@ -252,7 +252,7 @@ def plan_microbatch(
 
 
 def sizes_in_order(indexes: Sequence[Index], order: SampleOrder) -> Sizes:
-    """The tokens and rows of samples by their positions, for packing by budget."""
+    """Return a function from positions to tokens and rows, for packing by budget."""
 
     def sizes(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         source, sample = order.at(positions)
@@ -308,8 +308,8 @@ def pack_lane(
 ) -> PackedLane:
     """Lay a lane's samples one after the other into ``num_tokens`` tokens.
 
-    grids: per sample, the (t, h, w) of its items in rows. time_steps: per sample, as of
-    `mrope_position_ids`. loss_tokens: per sample; one planned with none (blanked) has its whole
+    grids: per sample, the (t, h, w) of its items in rows. time_steps: per sample, positions from
+    one frame to the next. loss_tokens: per sample; one planned with none (blanked) has its whole
     loss mask cleared. segment_lengths: per sample, its tokens with padding; without them there is
     padding at the end only. Positions restart in every segment; padding never counts in the loss.
     """

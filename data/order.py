@@ -1,12 +1,11 @@
 """The order of samples: a pure function of (seed, position), the same on any number of ranks.
 
-Positions 0, 1, 2, ... count samples of the whole run. Sources take turns of so many positions, by
-weight (mixing.py). A source hands out its samples epoch after epoch, in an epoch its own blocks of
-neighbouring samples in a random order (permutation.py); inside a block they stay in order, so
-reading a shard stays local.
+Positions 0, 1, 2, ... count samples of the whole run. Sources take turns by weight. A source hands
+out its samples epoch after epoch; an epoch permutes blocks of neighbouring samples, and inside a
+block they stay in order, so reading a shard stays local (packing.py has both).
 
-A run may go on with other sources: another mixture then begins at the position that it has reached,
-and each source that stays goes on where it stood.
+A run may continue with other sources: another mixture then begins at the current position, and each
+source that stays continues where it stood.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from data.mixing import Mixing, permutation
+from data.packing import Mixing, permutation
 
 _EPOCH_STREAM = 2
 # A small source is shuffled sample by sample. Of a large one, a batch of 512 samples reads 16 runs
@@ -30,9 +29,8 @@ _LARGE_SOURCE, _BLOCK_OF_LARGE = 2**16, 32
 class Stream:
     """A source of a mixture: an endless stream of epochs.
 
-    name: what it is called. size: samples. block: of them that stay together. salt: tells it from
-    other sources of the run, for as long as it stays in. start: samples of the stream that came
-    before the mixture.
+    size: samples. block: samples that stay together. salt: differs from other sources of the run,
+    and stays while the source stays. start: samples of the stream before the mixture.
     """
 
     name: str
@@ -45,9 +43,9 @@ class Stream:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What the order of samples is from one position on.
+    """The order of samples from one position on.
 
-    turn: positions that a source has at a time.
+    turn: consecutive positions of one source.
     Raises ValueError for weights or counts that cannot work.
     """
 
@@ -90,7 +88,7 @@ class Mixture:
         return stream, sample
 
     def kind(self) -> tuple[int, int, list[tuple[float, ...]]]:
-        """Equal for mixtures that differ in where they begin and what sources are called."""
+        """Equal for mixtures that differ only in their first position and the names of sources."""
         streams = [(stream.size, stream.weight, stream.block) for stream in self.streams]
         return self.seed, self.turn, streams
 
@@ -123,7 +121,7 @@ class Mixture:
 
 
 class SampleOrder:
-    """Which sample of which source is at a position of the run.
+    """Maps a position of the run to a source and a sample in it.
 
     num_samples: samples per source. weights: relative share of each source, 0 turns it off. seed:
     any integer. block: samples that stay together; a source has as many positions at a time.
@@ -168,8 +166,8 @@ class SampleOrder:
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """positions int (n,), from 0 -> (source int64 (n,), sample int64 (n,) inside that source).
 
-        Any order, repeated or not. The source is -1 where it is gone, or has another number of
-        samples now. Raises ValueError for a negative position.
+        Positions may repeat, in any order. The source is -1 where it is gone, or has another size
+        now. Raises ValueError for a negative position.
         """
         positions = np.asarray(positions, dtype=np.int64).reshape(-1)
         if len(positions) and positions.min() < 0:
@@ -183,16 +181,16 @@ class SampleOrder:
         return source, sample
 
     def epochs(self, position: int) -> list[float]:
-        """How often each source has been gone through before ``position`` of the last mixture."""
+        """Epochs of each source before ``position`` of the last mixture."""
         last = self.mixtures[-1]
         pairs = zip(last.places(position), last.streams, strict=True)
         return [place / max(stream.size, 1) for place, stream in pairs]
 
     def after(self, earlier: Sequence[Mixture], end: int) -> SampleOrder:
-        """The order that is ``earlier`` up to the position ``end``, then that of these sources.
+        """Return the order that is ``earlier`` up to position ``end``, then that of these sources.
 
-        A source stays if it keeps its name, or else its number and its size (it was moved). It goes
-        on where it stood, or, with another size, block or seed, begins an epoch.
+        A source stays if it keeps its name, or else its number and its size (it was moved). It
+        continues where it stood; with another size, block or seed it begins an epoch.
         """
         before, now = earlier[-1], self.mixtures[-1]
         kept = _same_sources(before.streams, now.streams)
@@ -220,7 +218,7 @@ class SampleOrder:
 
 
 def _same_sources(before: Sequence[Stream], now: Sequence[Stream]) -> dict[int, int]:
-    """The numbers of the sources that stay: that of now, and that of before."""
+    """The sources that stay: their numbers now and before."""
     kept: dict[int, int] = {}
     pairs = [(n, o) for n in range(len(now)) for o in range(len(before))]
     same_name = [(n, o) for n, o in pairs if now[n].name == before[o].name]

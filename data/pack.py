@@ -35,9 +35,10 @@ _SUFFIXES = (".json", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Row:
-    """number: in its file, from 1; of JSON Lines, the line. problem: why there is no document.
+    """A row of a file.
 
-    done: how far this is in its file, as a share of its bytes or rows.
+    number: in its file, from 1; the line in JSON Lines. problem: the reason for no document. done:
+    share of the file's bytes or rows up to this one.
     """
 
     file: str
@@ -48,9 +49,9 @@ class Row:
 
 
 def find_files(source: str) -> tuple[list[str], Path]:
-    """The files that a path, a folder of Parquet files or a glob pattern names, and their folder.
+    """Return the files that a path, a folder of Parquet files or a glob names, and their folder.
 
-    Raises ValueError when there are none, or some are of another kind.
+    Raises ValueError for no files and for files of another kind.
     """
     path = Path(source)
     if path.is_dir():
@@ -68,7 +69,7 @@ def find_files(source: str) -> tuple[list[str], Path]:
 
 
 def read_rows(file: str) -> Iterator[Row]:
-    """The rows of a file. Raises ValueError where it cannot be read any further."""
+    """Yield the rows of a file. Raises ValueError where reading fails."""
     try:
         if file.lower().endswith(".parquet"):
             yield from _of_parquet(file)
@@ -101,9 +102,9 @@ def _of_lines(opened: IO[bytes], file: str) -> Iterator[Row]:
 
 
 def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
-    """The elements of an array; the file is in memory as a text, and one element of it decoded.
+    """Yield the elements of an array, one decoded at a time.
 
-    With its text, which takes up to four times its bytes, it has a limit.
+    The text of the whole file is in memory, in up to four times its bytes; hence a limit.
     """
     if (size := os.path.getsize(file)) > _MAX_ARRAY:
         raise ValueError(
@@ -198,7 +199,7 @@ class ShardSize:
 
 @dataclass
 class Packed:
-    """What was packed. first_bad: where the first row that was left out is, and why."""
+    """Counts of a call. first_bad: place of the first omitted row, and the reason."""
 
     samples: int = 0
     files: int = 0
@@ -218,14 +219,14 @@ def pack(
 ) -> Packed:
     """Write the rows of JSON, JSON Lines or Parquet files as shards into the folder `out`.
 
-    media_root: the folder that files are named in, outside of which none is read; default: that of
-    `source`. A row that cannot be used is left out and listed in `out`/bad_samples.jsonl.
-    overwrite: replace what a former call wrote. progress(done, total) counts thousandths of files.
+    media_root: the folder of the files, outside of which none is read; default: that of `source`.
+    An unusable row is left out and listed in `out`/bad_samples.jsonl. overwrite: replace the shards
+    of an earlier call. progress(done, total) counts thousandths of files.
 
-    Raises ValueError for a folder that is not empty, a source that cannot be read on, or too many
-    bad rows. Then no shard is added or replaced, and only the list of bad rows is left.
+    Raises ValueError for a folder that is not empty, an unreadable source, or too many bad rows.
+    Then no shard is added or replaced; only the list of bad rows is written.
     """
-    from webdataset import ShardWriter  # late: it imports torch
+    from webdataset.writer import ShardWriter  # late: it imports torch
 
     files, folder = find_files(source)
     media = MediaFolder(folder if media_root is None else media_root)
@@ -273,12 +274,12 @@ def _write(writer: Any, sample: dict[str, str | bytes], limit: int | None) -> No
 
 @contextmanager
 def _all_or_nothing(out: Path) -> Iterator[Path]:
-    """A folder whose files replace those of a former call in ``out`` at the end.
+    """Give a folder whose files replace those of an earlier call in ``out`` at the end.
 
-    After an error only the list of bad rows does.
+    After an error, only the list of bad rows is replaced.
     """
     folder = out / _UNFINISHED
-    shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed call
     folder.mkdir()
     try:
         yield folder
@@ -314,7 +315,7 @@ def _list_bad(out: Path, row: Row, reason: str, packed: Packed) -> None:
 
 
 def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
-    """A row for the tar writer, in our form.
+    """Convert a row into a sample for the tar writer, in our form.
 
     Raises ValueError, RecursionError, and TypeError for bytes inside a message.
     """
@@ -340,12 +341,12 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
     sample["json"] = text = json.dumps(document, ensure_ascii=False).encode()
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"its chat has {len(text)} bytes, at most {MAX_JSON_BYTES} are read")
-    parse_messages(text)  # what no reader would take is not packed
+    parse_messages(text)  # raises what a reader would raise
     return sample
 
 
 class MediaFolder:
-    """The folder that rows name files in; nothing outside of it is read."""
+    """The folder of the files that rows name; nothing outside of it is read."""
 
     def __init__(self, root: Path) -> None:
         self.root, self._real = root, os.path.realpath(root)
@@ -353,7 +354,7 @@ class MediaFolder:
             raise ValueError(f"the media root {root} is no folder: correct --media-root")
 
     def read(self, kind: str, given: Any) -> tuple[str, bytes]:
-        """Suffix and bytes of a file as a row names it, or has it. Raises ValueError."""
+        """Return suffix and bytes of a file that a row names or contains. Raises ValueError."""
         if isinstance(given, Mapping):  # Hugging Face's: {"bytes": ..., "path": ...}
             given = given.get("path") if given.get("bytes") is None else given["bytes"]
         if isinstance(given, Embedded):

@@ -1,21 +1,193 @@
-"""Which samples share a sequence: so many, or as many as fit into a budget of tokens.
-
-A pack is the samples of one sequence: their positions in the order of samples, ascending. Packs
-follow from the order and from what is used of it, and from nothing that depends on ranks or lanes.
-
-By budget, packs are filled by best fit, among the first so many unused samples of the order (the
-window). The oldest of them go first, until half of the budget is used; then, again and again, the
-longest that still fits. A budget counts tokens of samples: what a layout pads them to, less than
-two tokens of a sample on each context-parallel rank, comes on top.
-"""
+"""Random permutations, mixing of sources by weight, and packing of samples by budget."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
+
+_MOST_SORTED = 2**16
+_ROUNDS = 8  # four in each direction: entries that were neighbours have nothing in common
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix64(values: np.ndarray, *salts: int) -> np.ndarray:
+    """Hash each value of uint64 (n,) together with all salts (splitmix64); uint64 (n,).
+
+    NumPy does not promise equal random streams across versions, but a resumed run must see the same
+    order. Source: Steele, Lea, Flood, "Fast splittable pseudorandom
+    number generators", 2014.
+    """
+    return _mixed(values, _state_of(salts))
+
+
+def _state_of(salts: tuple[int, ...]) -> np.ndarray:
+    state = np.zeros(1, dtype=np.uint64)
+    for salt in salts:
+        state = _finish(state + np.uint64(salt % 2**64) + _GOLDEN)
+    return state
+
+
+def _mixed(values: np.ndarray, state: np.ndarray) -> np.ndarray:
+    return _finish(state + (values.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+
+
+def _finish(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@lru_cache(maxsize=128)
+def permutation(size: int, *salts: int) -> _Sorted | _Feistel:
+    """Return a random permutation of the numbers below ``size``, a different one for other salts.
+
+    `at(slots)` int64 (n,) are the numbers in these slots; `slot_of(number)` is a number's slot.
+    """
+    return (_Sorted if size <= _MOST_SORTED else _Feistel)(size, salts)
+
+
+class _Sorted:
+    def __init__(self, size: int, salts: tuple[int, ...]) -> None:
+        order = np.argsort(mix64(np.arange(size), *salts), kind="stable")
+        self._order = order.astype(np.uint16)  # many are kept
+
+    def at(self, slots: np.ndarray) -> np.ndarray:
+        return self._order[slots].astype(np.int64)
+
+    def slot_of(self, number: int) -> int:
+        return int(np.flatnonzero(self._order == number)[0])
+
+
+class _Feistel:
+    """A Feistel network on a grid of about as many rows as columns, with few spare cells.
+
+    A number that comes out in a spare cell goes through the rounds again.
+    """
+
+    def __init__(self, size: int, salts: tuple[int, ...]) -> None:
+        self._size = size
+        self._states = [_state_of((*salts, number)) for number in range(_ROUNDS)]
+        rows = math.isqrt(size - 1) + 1
+        self._shape = rows, -(-size // rows)
+
+    def at(self, slots: np.ndarray) -> np.ndarray:
+        return self._moved(slots, 1)
+
+    def slot_of(self, number: int) -> int:
+        return int(self._moved(np.array([number]), -1)[0])
+
+    def _moved(self, cells: np.ndarray, sign: int) -> np.ndarray:
+        """Apply all rounds; with the sign -1 their inverses."""
+        found = self._through_rounds(cells, sign)
+        while (outside := np.flatnonzero(found >= self._size)).size:
+            found[outside] = self._through_rounds(found[outside], sign)
+        return found
+
+    def _through_rounds(self, cells: np.ndarray, sign: int) -> np.ndarray:
+        place = list(np.divmod(cells, self._shape[1]))  # row, column
+        for number in range(_ROUNDS)[::sign]:
+            own, other = number % 2, 1 - number % 2
+            count = self._shape[own]
+            way = _mixed(place[other], self._states[number]) % np.uint64(count)
+            place[own] = (place[own] + sign * way.astype(np.int64)) % count
+        return place[0] * self._shape[1] + place[1]
+
+
+_SHUFFLED = 8  # turns in a row
+_PHASE_STREAM, _SHUFFLE_STREAM = 3, 4
+_LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """left, right: numbers of sources or nodes. share, phase: those of the left, in 2^-64."""
+
+    left: int
+    right: int
+    share: int
+    phase: int
+
+
+class Mixing:
+    """Deals turns to sources by weight. weights: at least one above 0. seed: any integer."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self._seed, self._num_sources = seed, len(weights)
+        self._nodes: dict[int, _Node] = {}  # numbered after the sources
+        waiting = [(Fraction(weight), number) for number, weight in enumerate(weights) if weight]
+        heapq.heapify(waiting)
+        while len(waiting) > 1:
+            (left, first), (right, second) = heapq.heappop(waiting), heapq.heappop(waiting)
+            number, share = self._num_sources + len(self._nodes), int(left / (left + right) * 2**64)
+            phase = int(mix64(np.array([number]), seed, _PHASE_STREAM)[0])
+            self._nodes[number] = _Node(first, second, share, phase)
+            heapq.heappush(waiting, (left + right, number))
+        self._root = waiting[0][1]
+
+    def at(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """turns int64 (n,) -> (source int64 (n,), earlier turns of that source int64 (n,))."""
+        if not self._nodes:
+            return np.full(len(turns), self._root), turns
+        groups, inverse = np.unique(turns // _SHUFFLED, return_inverse=True)
+        together = groups[:, None] * _SHUFFLED + np.arange(_SHUFFLED)
+        source, earlier = (own.reshape(-1, _SHUFFLED) for own in self._deal(together.ravel()))
+        hashes = mix64(together.ravel(), self._seed, _SHUFFLE_STREAM).reshape(-1, _SHUFFLED)
+        shuffled = np.take_along_axis(source, np.argsort(hashes, 1, kind="stable"), 1)
+        # A source's own turns stay in order.
+        before, after = (np.argsort(one, 1, kind="stable") for one in (source, shuffled))
+        ordered = np.empty_like(earlier)
+        np.put_along_axis(ordered, after, np.take_along_axis(earlier, before, 1), 1)
+        place = inverse, turns % _SHUFFLED
+        return shuffled[place], ordered[place]
+
+    def counts(self, turns: int) -> np.ndarray:
+        """int64 (sources,): turns of each source among the first ``turns``."""
+        shuffled = turns // _SHUFFLED * _SHUFFLED
+        found, todo = np.zeros(self._num_sources, np.int64), [(self._root, shuffled)]
+        while todo:
+            number, count = todo.pop()
+            if (node := self._nodes.get(number)) is None:
+                found[number] = count
+            else:
+                left = (count * node.share + node.phase) >> 64
+                todo += [(node.left, left), (node.right, count - left)]
+        rest, _ = self.at(np.arange(shuffled, turns))
+        return found + np.bincount(rest, minlength=self._num_sources)
+
+    def _deal(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `at` does, before turns are shuffled."""
+        source, earlier = np.empty_like(turns), np.empty_like(turns)
+        todo = [(self._root, np.arange(len(turns)), turns)]
+        while todo:
+            number, place, own = todo.pop()
+            if (node := self._nodes.get(number)) is None:
+                source[place], earlier[place] = number, own
+            elif len(own):
+                before, after = (_dealt(node, upto) for upto in (own, own + 1))
+                left = after > before
+                todo.append((node.left, place[left], before[left]))
+                todo.append((node.right, place[~left], (own - before)[~left]))
+        return source, earlier
+
+
+def _dealt(node: _Node, turns: np.ndarray) -> np.ndarray:
+    """floor((turns · share + phase) / 2^64), int64 (n,): the 128 bits of the product in parts."""
+    count, share = turns.astype(np.uint64), np.uint64(node.share)
+    high, low = count >> _HALF, count & _LOW
+    share_high, share_low = share >> _HALF, share & _LOW
+    middle = high * share_low + (low * share_low >> _HALF)
+    second = low * share_high + (middle & _LOW)
+    whole = high * share_high + (middle >> _HALF) + (second >> _HALF)
+    carry = count * share > ~np.uint64(node.phase)
+    return (whole + carry).astype(np.int64)
+
 
 _ANY = 2**62
 _NUMBERS = 2**32  # more than samples in a step
@@ -25,9 +197,10 @@ Sizes = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Used:
-    """How much of the order of samples a run has used, whatever its batches were.
+    """The part of the order of samples that a run has used, whatever its batches were.
 
-    samples: how many. passed_over: ascending positions of unused samples before the last used one.
+    samples: their number. passed_over: ascending positions of unused samples before the last used
+    one.
     """
 
     samples: int = 0
@@ -44,7 +217,7 @@ class Used:
         return np.concatenate((earlier, np.arange(self.end, self.end + count - len(earlier))))
 
     def with_packs(self, packs: Sequence[np.ndarray]) -> Used:
-        """The same once these packs of unused samples are used, too."""
+        """Return the state after these packs of unused samples are used, too."""
         taken = np.concatenate(packs)
         end = max(self.end, int(taken.max()) + 1)
         before = np.concatenate((np.array(self.passed_over, np.int64), np.arange(self.end, end)))
@@ -55,10 +228,10 @@ class Used:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """What fits into a pack.
+    """The limits of a pack.
 
-    tokens: of its samples together. rows: of their items together, None for any number. window:
-    unused samples among which a pack is put together.
+    tokens: of its samples together. rows: of their items together; None for any number. window:
+    unused samples from which a pack is chosen.
     """
 
     tokens: int
@@ -67,27 +240,27 @@ class TokenBudget:
 
 
 def packs_of_samples(used: Used, num_packs: int, samples: int) -> list[np.ndarray]:
-    """The next packs, of ``samples`` each, in order."""
+    """Return the next packs of ``samples`` each, in order."""
     return list(used.unused(num_packs * samples).reshape(num_packs, samples))
 
 
 def packs_of_tokens(
     used: Used, num_packs: int, budget: TokenBudget, sizes: Sizes
 ) -> list[np.ndarray]:
-    """The next packs within ``budget``; taken in several calls, they are the same.
+    """Return the next packs within ``budget``; several calls give the same packs as one.
 
-    sizes: of any samples; none may be larger than the budget.
+    sizes: tokens and rows by position; no sample may exceed the budget.
     """
     window = _Window(used, budget, sizes)
     return [np.array(window.next_pack(), np.int64) for _ in range(num_packs)]
 
 
 class _Window:
-    """The unused samples among which packs are put together.
+    """The unused samples from which packs are chosen.
 
-    Samples have numbers in order of position. What is searched by length is one integer a sample,
-    its key: most tokens last, and of equally many the earliest. So a sample costs about a
-    microsecond, less than one call of NumPy.
+    Samples are numbered by position. The search by length uses one integer per sample, its key:
+    most tokens last, the earliest of equals last. A sample then costs about a microsecond, less
+    than one call of NumPy.
     """
 
     def __init__(self, used: Used, budget: TokenBudget, sizes: Sizes) -> None:
@@ -105,7 +278,7 @@ class _Window:
         self._look_up(np.array(used.passed_over, np.int64))
 
     def next_pack(self) -> list[int]:
-        """Positions, ascending; they leave the window."""
+        """Return ascending positions, which leave the window."""
         self._fill()
         budget, taken, by_length = self.budget.tokens, self._taken, self._by_length
         all_tokens, all_rows, rows_by_length = self._tokens, self._rows, self._rows_by_length
@@ -160,10 +333,10 @@ class _Window:
 
 
 def deal(costs: np.ndarray, lanes: int) -> np.ndarray:
-    """(n,) costs of packs -> (n / lanes, lanes): the pack of each microbatch and lane.
+    """Deal packs to microbatches and lanes by (n,) costs: numbers (n / lanes, lanes).
 
-    Packs that cost about the same run at the same time: sorted by cost, each microbatch takes the
-    next ``lanes``. Its most expensive pack goes to the lane that has had least so far.
+    Packs of about the same cost run at the same time: sorted by cost, each microbatch takes the
+    next ``lanes``. Its most expensive pack goes to the lane with the least cost so far.
     """
     microbatches = np.argsort(-costs, kind="stable").reshape(-1, lanes)
     dealt = np.empty_like(microbatches)

@@ -1,15 +1,23 @@
-"""The processes that decode for a rank: workers, and the nursery, of which each is a fork.
+"""The processes that decode for a rank: workers, and the fork server, of which each is a fork.
 
-The nursery loads tokenizer and indexes once, so that a worker starts in milliseconds, and never
-decodes, so that it always answers. It ends with its rank, however that ends, and its workers with
-it. None loads an engine, nor torch unless a media's decoder does, and no GPU is visible to them.
+The fork server loads tokenizer and indexes once, so that a worker starts in milliseconds, and never
+decodes, so that it always answers. It ends with its rank, and its workers with it. None loads an
+engine, nor torch unless a decoder does, and no GPU is visible to them.
+
+Arrays are handed from one process of a host to others as files in a folder of shared memory. A file
+gets its name once it is complete. The folder belongs to one job; its users hold a lock in it, which
+ends with the process. The last user, or the next job, removes the folder.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import json
+import math
 import os
 import pickle
+import shutil
 import signal
 import sys
 import time
@@ -23,29 +31,107 @@ from typing import Any
 
 import numpy as np
 
-from data.handover import remove_unless_used, write_arrays
 from data.index.reader import SampleReader, UnreadableSample
 
+_ALIGNMENT = 64  # bytes
+_LOCK = "lock"
+
+
+class HandoverFolder:
+    """The shared folder of a job, for its user alone. Every process that opens it closes it.
+
+    root: its parent, in which folders of this user's dead jobs are removed.
+    """
+
+    def __init__(self, root: Path, job: str) -> None:
+        prefix = f"mimo-{os.getuid()}-"
+        for folder in root.glob(f"{prefix}*"):
+            remove_unless_used(folder)
+        self.path = root / f"{prefix}{job}"
+        self._lock = _locked(self.path)
+
+    def close(self) -> None:
+        """Leave the folder; the last one removes it."""
+        os.close(self._lock)
+        remove_unless_used(self.path)
+
+
+def _locked(folder: Path) -> int:
+    """Return a descriptor with a shared lock in ``folder``, which is created if needed."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # another process has just removed it
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), (folder / _LOCK).stat()):
+                    return descriptor
+            os.close(descriptor)
+
+
+def remove_unless_used(folder: Path) -> bool:
+    """Remove a folder whose lock no process holds; return whether it is gone."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:  # another user's, or gone
+        return not folder.exists()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def write_arrays(path: Path, arrays: Sequence[np.ndarray]) -> None:
+    """Write a file of any number of arrays. Raises OSError, such as for a full disk."""
+    header = json.dumps([[array.dtype.str, array.shape] for array in arrays]).encode()
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for array in arrays:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def arrays_in(whole: np.ndarray) -> list[np.ndarray]:
+    """Return the arrays of a file whose bytes are ``whole`` (n,) uint8, without a copy."""
+    end = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+    arrays = []
+    for name, shape in json.loads(whole[8:end].tobytes()):
+        start = end + -end % _ALIGNMENT
+        end = start + math.prod(shape) * np.dtype(name).itemsize
+        arrays.append(whole[start:end].view(name).reshape(shape))
+    return arrays
+
+
 TEXT, ITEM = "text", "item"  # kinds of work
-WITH_NURSERY = "ended with the process that started it"
-_END_SECONDS = 1.0
+WITH_SERVER = "ended with the process that started it"
+_END_SECONDS = 1.0  # for the other ranks' last uses of the folder
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def decode(reader: SampleReader, kind: str, number: int) -> list[np.ndarray]:
-    """An item's patches, or the fields of a tokenized sample. Raises UnreadableSample."""
+    """Return an item's patches, or the fields of a tokenized sample. Raises UnreadableSample."""
     if kind == ITEM:
         return [reader.patches(number)]
     return list(vars(reader.sample(number)).values())
 
 
 def main(descriptor: int, folder: Path) -> None:
-    """The life of a nursery; ``descriptor``: of its connection to the rank.
+    """Run the fork server; ``descriptor``: its connection to the rank.
 
     The rank asks: to load readers (the answer is what went wrong), to fork a worker (its process id
-    and connection), to bury one (how it ended), or to end.
+    and connection), to reap one (how it ended), or to end.
     """
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the rank's to handle
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the rank handles these
         signal.signal(signum, signal.SIG_IGN)
     control, readers, workers = Connection(descriptor), [], set[int]()
     try:
@@ -59,8 +145,8 @@ def main(descriptor: int, folder: Path) -> None:
                     control.send(traceback.format_exc())
             elif question == "fork":
                 workers.add(_fork(control, readers))
-            elif question == "bury":
-                control.send(_bury(value))
+            elif question == "reap":
+                control.send(_reap(value))
                 workers.discard(value)
             else:
                 return
@@ -75,14 +161,14 @@ def main(descriptor: int, folder: Path) -> None:
 
 def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
     to_rank, to_worker = Pipe()
-    nursery, pid = os.getpid(), os.fork()
+    server, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
             control.close()
             to_worker.close()
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == nursery:
+            if os.getppid() == server:
                 _work(to_rank, readers)
         except (EOFError, OSError):  # the rank is gone
             os._exit(0)
@@ -96,11 +182,11 @@ def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
     return pid
 
 
-def _bury(pid: int) -> str:
+def _reap(pid: int) -> str:
     try:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # a child of a nursery that has died
-        return WITH_NURSERY
+    except ChildProcessError:  # the child of a fork server that has died
+        return WITH_SERVER
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
@@ -120,7 +206,7 @@ def _work(pipe: Connection, readers: Sequence[SampleReader]) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error with its traceback as a note, or in words if it cannot be sent."""
+    """Return the error with its traceback as a note; a RuntimeError if it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     error.add_note(f"in a decode worker: {text}")
     with suppress(Exception):

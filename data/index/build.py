@@ -1,4 +1,4 @@
-"""Indexes shards: tokenizes every sample, reads every item's header."""
+"""Index shards: tokenize every sample, read every item's header."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class IndexTask:
 
 @dataclass
 class Problems:
-    """What kept shards from being indexed: how many there are of each kind, and the first ones.
+    """Problems that kept shards from being indexed: the number and the first lines of each kind.
 
-    causes: what the operating system said of each shard that it did not give.
+    causes: the system's error for each shard that could not be read.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -46,19 +46,19 @@ class Problems:
     causes: list[OSError] = field(default_factory=list)
 
     def add(self, kind: str, line: str, cause: BaseException | None = None) -> None:
-        """One more."""
+        """Add one problem."""
         causes = [cause] if isinstance(cause, OSError) else []
         self.merge(Problems({kind: 1}, {kind: [line]}, causes))
 
     def merge(self, other: Problems) -> None:
-        """Those of other shards."""
+        """Add the problems of other shards."""
         for kind, count in other.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.lines[kind] = (self.lines.get(kind, []) + other.lines[kind])[:_NAMED]
         self.causes = [*self.causes, *other.causes]
 
     def raise_any(self, processors: Processors) -> None:
-        """Raises ValueError if there are any; from an OSError if all of them come of the same."""
+        """Raise ValueError if there are any problems, from their OSError if all have the same."""
         if not self.counts:
             return
         alike = len({error.errno for error in self.causes}) == 1
@@ -66,14 +66,14 @@ class Problems:
         raise ValueError(self._text(processors)) from self.causes[0] if alike else None
 
     def _text(self, processors: Processors) -> str:
-        """What to tell the user."""
+        """The message to the user."""
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
         remedies = {
             "unknown": (
-                "samples have items of a media that no encoder takes (shard: key: media)",
-                f"the encoders take {', '.join(media) or 'none'}; give one of them this media, or "
-                "correct or leave out these samples",
+                "samples have items of a modality that no encoder takes (shard: key: modality)",
+                f"the encoders take {', '.join(media) or 'none'}; give one of them this modality, "
+                "or correct or leave out these samples",
             ),
             "mismatched": (
                 "samples have more or fewer placeholders than items (shard: key: placeholders / "
@@ -103,7 +103,7 @@ def build_here(
     """Index shards, one after the other; `progress(done, total)` counts their bytes.
 
     Raises ValueError when a shard is damaged or has samples that would be misread (see Problems);
-    the other shards are indexed all the same.
+    the other shards are still indexed.
     """
     problems, done, total = Problems(), 0, sum(task.shard.size for task in tasks)
     for task in tasks:
@@ -126,12 +126,12 @@ def index_shard(
 ) -> Problems:
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 
-    A sample that cannot be used is left out, with its reason. processors: of the same media as the
-    placeholders of `chat`. progress(position) now and then: bytes of the shard that are done.
+    An unusable sample is left out, with its reason. processors: of the same modalities as the
+    placeholders of `chat`. progress(position): bytes of the shard that are done.
 
-    Returns its problems; with any, no file is written. Raises OSError when that cannot be.
+    Returns the problems; with any, no file is written. Raises OSError when it cannot be written.
     """
-    assert sorted(processors) == sorted(chat.placeholders), "every media has a placeholder"
+    assert sorted(processors) == sorted(chat.placeholders), "every modality has a placeholder"
     path, problems = task.shard.path, Problems()
     columns: dict[str, array[Any]] = {
         name: array("d" if name == "item_fps" else "q")
@@ -186,10 +186,10 @@ _Row = dict[str, float]  # a number for each column of a sample, an item or a fi
 def _read_sample(
     raw: RawSample, file: ShardStream, chat: ChatTokenizer, processors: Processors
 ) -> tuple[_Row, list[_Row], list[_Row]]:
-    """A sample, its items and its files; `item_file` counts from its own first file.
+    """Read a sample, its items and its files; `item_file` counts from the sample's first file.
 
-    Raises ValueError or RecursionError if it cannot be used, PlaceholderError and UnknownMediaError
-    if it would be misread.
+    Raises ValueError or RecursionError for an unusable sample, PlaceholderError and
+    UnknownMediaError for one that would be misread.
     """
     if raw.problem or raw.json is None:
         raise ValueError(raw.problem or "no .json member")
@@ -244,7 +244,7 @@ def _read_sample(
 def _read_part(
     mention: Mention, first: int, members: Sequence[TarMember], file: ShardStream, media: Media[Any]
 ) -> tuple[Part, PartPlan]:
-    """A part, whose files all need to be of one size. first: number of its first file."""
+    """Read a part, whose files must have one size. first: number of its first file."""
     number, sizes = first, []
     try:
         for number in range(first, first + mention.frames):
@@ -264,7 +264,7 @@ def _read_part(
 
 
 def _short(text: str) -> str:
-    """A text that may be a sample's own in a message: printable, and not pages of it."""
+    """Make a text from a sample printable and at most 1000 characters long."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:1000])
 
 

@@ -1,4 +1,4 @@
-"""Reads single samples and items of an index by byte offset; nothing else is decoded."""
+"""Read single samples and items of an index by byte offset, and decode only these."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from data.index.block_cache import BlockCache
 from data.index.build import count_loss_tokens
-from data.index.remote import is_remote
+from data.index.remote import BlockCache, is_remote
 from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
 from data.modalities.processor import Media, Part, PartPlan
@@ -25,7 +24,7 @@ _PART_COLUMNS = ("item_media", "item_size_0", "item_size_1", "item_frames", "ite
 
 
 class UnreadableSample(Exception):
-    """A sample that cannot be used: corrupt, or no longer what the index says.
+    """A sample is corrupt, or differs from its index.
 
     item: the number in the name of the file at fault, or None when it is the text.
     """
@@ -39,8 +38,8 @@ class UnreadableSample(Exception):
 class SampleReader:
     """Samples and items of an index. Safe to use from several threads at once.
 
-    Keeps the files of up to 256 shards open, and one decoded file. All that reads a shard also
-    raises ShardChangedError. cache: of `ShardFile`.
+    Keeps the files of up to 256 shards open, and one decoded file. Every method that reads a shard
+    also raises ShardChangedError. cache: keeps blocks of remote shards.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class SampleReader:
     ) -> None:
         self.index, self.chat, self.processors, self.cache = index, chat, processors, cache
         most = _MAX_OPEN_URLS if is_remote(index.catalog.root) else _MAX_OPEN_SHARDS
-        # Nothing kept refers to the reader, so that its files are closed when it goes.
+        # No cache refers to the reader, so its files are closed with it.
         self._shard = lru_cache(most)(lambda number: ShardFile(index.state(number), cache))
         by_number = [processors[name] for name in index.media]
 
@@ -63,11 +62,11 @@ class SampleReader:
         self._kept: tuple[int, Any] | None = None  # the last file with several items, decoded
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another process, which opens the shards itself."""
+        """Pickle what another process needs to open the shards itself."""
         return SampleReader, (self.index, self.chat, self.processors, self.cache)
 
     def messages(self, sample: int) -> list[dict[str, object]]:
-        """The chat messages of a sample, as they are in its JSON.
+        """Return the chat messages of a sample, as they are in its JSON.
 
         Raises UnreadableSample.
         """
@@ -78,7 +77,7 @@ class SampleReader:
             raise self._unreadable(sample, None, str(error)) from error
 
     def sample(self, sample: int) -> EncodedSample:
-        """Tokens, labels and loss mask of a sample; no item is read.
+        """Return tokens, labels and loss mask of a sample; no item is read.
 
         Raises UnreadableSample when it cannot be encoded or differs from the index.
         """
@@ -104,18 +103,18 @@ class SampleReader:
             raise self._unreadable(
                 sample,
                 None,
-                f"tokens, loss tokens, item offsets and media are {(*found, media)}, the index "
-                f"says {expected}: the shard or the tokenizer changed since it was built; run "
-                "`mimo data index`",
+                f"tokens, loss tokens, item offsets and modalities are {(*found, media)}, the "
+                f"index says {expected}: the shard or the tokenizer changed since it was built; "
+                "run `mimo data index`",
             )
         return encoded
 
     def media(self, item: int) -> Media[Any]:
-        """The media of an item."""
+        """The modality of an item."""
         return self.processors[self.index.media[int(self.index.column("item_media", item))]]
 
     def decoded(self, item: int, file: int) -> Any:
-        """A file of the part that an item belongs to, as its media decodes it.
+        """Decode a file of the part that an item belongs to.
 
         Raises UnreadableSample when it cannot be decoded or its size differs from the index.
         """
@@ -141,7 +140,7 @@ class SampleReader:
         return decoded
 
     def patches(self, item: int) -> np.ndarray:
-        """(P, W): the patches of an item, see `Media.item_patches`. Raises as `decoded`."""
+        """Return the patches (P, W) of an item. Raises UnreadableSample."""
         part, media = self.index.part(item), self.media(item)
         number, files = int(self.index.column("item_number", item)), self.index.files_of_part(item)
         own = [self.decoded(item, files[file]) for file in media.item_files(part, number)]
@@ -152,11 +151,11 @@ class SampleReader:
             raise self._unreadable(sample, files[0], str(error)) from error
 
     def plan(self, item: int) -> PartPlan:
-        """What the part of an item becomes, from the index alone."""
+        """Plan the part of an item, from the index alone."""
         return self.plans(np.array([item]))[0]
 
     def plans(self, items: np.ndarray) -> list[PartPlan]:
-        """What the parts of many items become, from the index alone."""
+        """Plan the parts of many items, from the index alone."""
         columns = [self.index.column(name, items).tolist() for name in _PART_COLUMNS]
         return [self._plan(*values) for values in zip(*columns, strict=True)]
 
@@ -166,7 +165,7 @@ class SampleReader:
         self._kept = None
 
     def read(self, sample: int, file: int | None) -> bytes:
-        """A file of a sample, not decoded, or its JSON. Raises UnreadableSample."""
+        """Return a file of a sample, not decoded, or its JSON. Raises UnreadableSample."""
         what, number = ("json", sample) if file is None else ("file", file)
         offset = int(self.index.column(f"{what}_offset", number))
         size = int(self.index.column(f"{what}_size", number))
@@ -181,9 +180,9 @@ class SampleReader:
         return data
 
     def _unreadable(self, sample: int, file: int | None, reason: str) -> UnreadableSample:
-        """The error to raise. Raises ShardChangedError instead if that is the cause."""
+        """Return the error to raise; raise ShardChangedError if that is the cause."""
         index = self.index
-        # It may be no worse than the others: of a shard that was written meanwhile, all are wrong.
+        # If the shard was rewritten, all its samples are wrong, not only this one.
         with suppress(OSError):
             self._shard(int(index.column("shard", sample))).check()
         item = None if file is None else file - index.files_of_sample(sample).start
@@ -193,8 +192,8 @@ class SampleReader:
 def plans_of_items(
     readers: Sequence[SampleReader], source: np.ndarray, item: np.ndarray
 ) -> list[PartPlan]:
-    """source, item (m,) -> what the parts of these items become, in order."""
-    found: list[PartPlan] = []
-    for one in np.flatnonzero(np.bincount(source)).tolist():
-        found += readers[one].plans(item[source == one])
-    return [found[i] for i in np.argsort(np.argsort(source, kind="stable"))]
+    """Plan the parts of items, in order; source, item: (m,)."""
+    plans: list[PartPlan] = []
+    for number in np.flatnonzero(np.bincount(source)).tolist():
+        plans += readers[number].plans(item[source == number])
+    return [plans[i] for i in np.argsort(np.argsort(source, kind="stable"))]

@@ -1,9 +1,9 @@
 """The index of a source: everything the batches are planned from, without decoding.
 
 A shard has a file of columns, a source one small catalog of these files (shard_index.py). `Index`
-is the view of a source: it numbers the samples, items and files of all shards through, and maps a
-shard's file when it is first asked for. So the ranks of a machine share one copy, and none of them
-reads more than it plans. How a content part's files become items is in processor.py.
+is the view of a source: it numbers the samples, items and files of all shards consecutively, and
+maps a shard's file on first use. So the ranks of a machine share one copy, and each reads only what
+it plans. processor.py says how a content part's files become items.
 
 Letters: `n` samples, `m` items, in order of mention, and `f` files of all shards; `S` shards.
 """
@@ -39,9 +39,9 @@ _MAX_MAPPED = 2**14  # files at a time: Linux allows a process about four times 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that cannot be used, and why.
+    """An unusable sample and the reason.
 
-    item: the number in the name of the file at fault, if it was found when reading it.
+    item: the number in the name of the file at fault, if reading the file failed.
     """
 
     shard: str
@@ -57,13 +57,13 @@ class SkippedSample:
 class Index:
     """All samples of a source. Safe to use from several threads; pickled by the catalog's path.
 
-    shards: paths. media: names, sorted. num_items: of all samples together.
+    shards: paths. media: sorted names of modalities. num_items: of all samples together.
     most_tokens, most_rows: of any sample. num_skipped: samples that cannot be used.
-    unknown_share: of the tokens of texts, those that stand for what the tokenizer does not know.
+    unknown_share: share of unknown tokens among the tokens of texts.
     """
 
     def __init__(self, catalog: Catalog, keep: object = None) -> None:
-        """keep: what has to live as long as the index, such as a temporary folder."""
+        """keep: lives as long as the index, such as a temporary folder."""
         self.catalog, self._keep = catalog, keep
         self.shards, self.media = catalog.shards, catalog.media
         self._entries = entries = catalog.entries
@@ -84,13 +84,13 @@ class Index:
     def __reduce__(self) -> tuple[Any, ...]:
         return open_index, (self.catalog.path, self.catalog.root, self.catalog.identity)
 
-    # -------------------------------------------------------------------- many at once
+    # -------------------------------------------------------------------- columns
 
     def column(self, name: str, numbers: np.ndarray | slice | int = slice(None)) -> np.ndarray:
-        """The entries of a column for these samples, items or files, whichever it is of.
+        """Return the entries of a column for these samples, items or files.
 
-        numbers: any shape, which the answer has, too. int64, or float64 for `item_fps`. name: of
-        `shard_index.COLUMNS`, or `shard` (n,), the shard of a sample; `item_start` has an entry
+        numbers: any shape, which the result also has: int64, or float64 for `item_fps`. name: of
+        `shard_index.COLUMNS`, or `shard` (n,), the shard of a sample; `item_start` has one entry
         more than samples. Raises IndexError, DamagedFileError.
         """
         of = "samples" if name == "shard" else COLUMNS[name]
@@ -117,7 +117,7 @@ class Index:
         return found.reshape(numbers.shape)
 
     def _gather(self, column: int, shard: np.ndarray, local: np.ndarray) -> np.ndarray:
-        """A column's entries at places in shards; shard, local: (k,)."""
+        """Return a column's entries at places in shards; shard, local: (k,)."""
         specs = self._specs[:, column]
         found = specs["first"][shard] + specs["step"][shard] * local
         if np.all(specs["dtype"] == STEPS):
@@ -131,7 +131,7 @@ class Index:
         return found
 
     def _stored(self, shard: int, column: int) -> np.ndarray:
-        """A column of a shard as its file has it; its checksum is compared at first."""
+        """Return a column from the file of a shard; the first use compares its checksum."""
         spec = self._specs[shard, column]
         values = stored(self._bytes_of(shard), spec)
         if not self._checked[shard, column]:
@@ -141,7 +141,7 @@ class Index:
             self._checked[shard, column] = True
         return values
 
-    # ------------------------------------------------------------------------ single ones
+    # ------------------------------------------------------------------------ single entries
 
     def _one(self, name: str, number: int) -> int:
         return int(self.column(name, number))
@@ -218,9 +218,9 @@ class Index:
                 yield SkippedSample(self.shards[shard], key, reason)
 
     def above(self, what: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples with more ``what`` ("tokens", "rows") than ``limit``, and how many each has.
+        """Return the samples with more ``what`` ("tokens", "rows") than ``limit``, and how many.
 
-        Reads only the shards that have such.
+        Reads only the shards with such samples.
         """
         samples, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for shard in np.flatnonzero(self._entries[f"most_{what}"] > limit).tolist():
@@ -238,7 +238,7 @@ class Index:
 
 
 def _map(catalog: Catalog, shard: int) -> np.ndarray:
-    """uint8 (bytes,): the index file of a shard."""
+    """Map the index file of a shard: uint8 (bytes,)."""
     path, entry = catalog.file(shard), catalog.entries[shard]
     try:
         data = map_file(path)
@@ -251,9 +251,9 @@ def _map(catalog: Catalog, shard: int) -> np.ndarray:
 
 
 def open_index(path: Path, root: str, identity: str) -> Index:
-    """The index of a catalog that another process has opened.
+    """Open the index of a catalog that another process has opened.
 
-    Raises DamagedFileError if it is another one by now.
+    Raises DamagedFileError if it has been replaced.
     """
     catalog = Catalog.read(path, root)
     if catalog.identity != identity:
@@ -264,7 +264,7 @@ def open_index(path: Path, root: str, identity: str) -> Index:
 def column(
     indexes: Sequence[Index], name: str, source: np.ndarray, number: np.ndarray
 ) -> np.ndarray:
-    """source, number (k,) -> int64 (k,): the entries of the sources' column ``name``."""
+    """Return the entries int64 (k,) of column ``name``; source, number: (k,)."""
     found = np.empty(len(number), np.int64)
     for one in np.flatnonzero(np.bincount(source)).tolist():
         own = source == one
@@ -275,9 +275,9 @@ def column(
 def items_of_samples(
     indexes: Sequence[Index], source: np.ndarray, sample: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """source, sample (n,) -> item (m,), its number in its source's index, and item_sample (m,).
+    """Return the items of samples, in order: item (m,) and item_sample (m,).
 
-    In the order of the samples and of their items; item_sample counts the given samples.
+    source, sample: (n,). item: numbers in the source's index. item_sample: numbers below n.
     """
     first = column(indexes, "item_start", source, sample)
     count = column(indexes, "item_start", source, sample + 1) - first
@@ -287,14 +287,14 @@ def items_of_samples(
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """int64 (S + 1,): how many there are before each shard, and all together."""
+    """Return int64 (S + 1,): the sum of the counts before each shard, and of all."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
 def settings_fingerprint(chat: ChatTokenizer, processors: Processors) -> str:
-    """Hex digest of all that an index depends on besides its shards."""
-    by_media = sorted((media, one.fingerprint()) for media, one in processors.items())
-    parts = (INDEX_VERSION, chat.fingerprint(), by_media)
+    """Return a hex digest of all that an index depends on besides its shards."""
+    fingerprints = sorted((name, modality.fingerprint()) for name, modality in processors.items())
+    parts = (INDEX_VERSION, chat.fingerprint(), fingerprints)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -339,13 +339,13 @@ def check_skipped(index: Index, max_fraction: float) -> None:
 
 
 def worst_shards(by_shard: Counter[str]) -> str:
-    """The three shards with the most unusable samples, in words."""
+    """Name the three shards with the most unusable samples."""
     worst = [f"{shard} ({count})" for shard, count in by_shard.most_common(3)]
     return f"the worst shards: {', '.join(worst)}"
 
 
 def listed(lines: list[str], total: int | None = None) -> str:
-    """The first ten of ``total`` lines about bad samples, and how many more there are."""
+    """Join the first ten of ``total`` lines about bad samples, with the number of the others."""
     total = len(lines) if total is None else total
     shown = lines[:_SHOWN]
     return "\n  ".join(shown) + (

@@ -40,11 +40,11 @@ SPEC = np.dtype(
 
 
 class DamagedFileError(ValueError):
-    """A file that is not what it should be; the text says which, and why."""
+    """An index file is damaged; the text names it and the reason."""
 
 
 def damaged(path: str | Path, reason: str) -> DamagedFileError:
-    """The error to raise."""
+    """Return the error to raise."""
     return DamagedFileError(
         f"the index file {path} is damaged or of another version ({reason}); delete it, and "
         "the next run builds it again"
@@ -55,10 +55,10 @@ def damaged(path: str | Path, reason: str) -> DamagedFileError:
 
 
 def write_columns(path: Path, facts: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
-    """Write a file, or replace it at once; its folder is created.
+    """Write or atomically replace a file; its folder is created.
 
-    facts: for JSON. columns: of integers from 0 on or of floats, each one-dimensional; one of uint8
-    is stored as it is. Raises OSError.
+    facts: as JSON. columns: one-dimensional, of integers >= 0 or of floats; uint8 is stored as it
+    is. Raises OSError.
     """
     specs: dict[str, list[float]] = {}
     stored: list[tuple[int, np.ndarray]] = []
@@ -159,7 +159,7 @@ class ColumnFile:
 
 
 def stored(data: np.ndarray, spec: np.void) -> np.ndarray:
-    """The column that a spec describes, as it is in a mapped file."""
+    """Return the column that a spec describes, from a mapped file."""
     dtype = _DTYPES[spec["dtype"]]
     start = int(spec["offset"])
     return data[start : start + int(spec["count"]) * dtype.itemsize].view(dtype)
@@ -172,7 +172,7 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def map_file(path: Path) -> np.ndarray:
-    """uint8 (bytes,), read-only: a file. Raises OSError, and DamagedFileError for an empty one."""
+    """Map a file read-only: uint8 (bytes,). Raises OSError; DamagedFileError for an empty one."""
     # Python's mmap keeps the file open. Thousands of shards would exceed the limit of open files,
     # which is 1,024 on many machines.
     with path.open("rb") as file:
@@ -197,7 +197,7 @@ COLUMNS = {  # what it has an entry for
     "unknown_tokens": "samples",  # that stand for text which the tokenizer does not know
     "item_start": "samples",  # first item
     "key_end": "samples",  # byte in keys
-    "item_media": "items",  # into the media, sorted by name
+    "item_media": "items",  # into the modalities, sorted by name
     "item_number": "items",  # among the items of its part
     "item_file": "items",  # first file of its part
     "item_frames": "items",  # files of its part
@@ -261,7 +261,7 @@ def write_shard_index(
 
 
 def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
-    """(ENTRY) the index of a shard, its checksums compared; None if it is of another version of it.
+    """Return the ENTRY of a shard's index, checksums compared; None for another shard version.
 
     Raises OSError if there is none, DamagedFileError.
     """
@@ -283,11 +283,11 @@ def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
 
 @dataclass(frozen=True)
 class Catalog:
-    """What is known of a source without opening the files of its shards.
+    """The summary of a source, read without opening the files of its shards.
 
-    path: of its file; the shards' files are beside it. root: folder of the shards. media: names,
-    sorted. names: of the shards, inside the root. sizes, versions: of the shards. entries: (S,)
-    ENTRY, of their index files.
+    path: its file; the shards' files are beside it. root: folder of the shards. media: sorted names
+    of modalities. names: of the shards, inside the root. sizes, versions: of the shards.
+    entries: (S,) ENTRY, of their index files.
     """
 
     path: Path
@@ -301,7 +301,7 @@ class Catalog:
 
     @classmethod
     def read(cls, path: Path, root: str) -> Catalog:
-        """A catalog as it was written. Raises OSError, DamagedFileError."""
+        """Read a catalog. Raises OSError, DamagedFileError."""
         file = ColumnFile(path)
         file.check()
         names, sizes, versions = map(tuple, json.loads(file.values("shards").tobytes()))
@@ -311,7 +311,7 @@ class Catalog:
         return cls(path, root, file.facts["settings"], media, names, sizes, versions, entries)
 
     def write(self) -> None:
-        """Write it, or replace an older one at once. Raises OSError."""
+        """Write or atomically replace the catalog. Raises OSError."""
         text = json.dumps([self.names, self.sizes, self.versions]).encode()
         facts = {"settings": self.settings, "media": self.media}
         columns = {
@@ -327,7 +327,7 @@ class Catalog:
 
     @cached_property
     def identity(self) -> str:
-        """Hex digest of what its index files contain, wherever they are."""
+        """Hex digest of the contents of its index files, wherever they are."""
         facts = (self.settings, self.names, self.sizes, self.versions)
         heads = self.entries["head_crc"].tobytes()
         return hashlib.sha256(repr(facts).encode() + heads).hexdigest()[:32]
@@ -337,7 +337,7 @@ class Catalog:
         return index_file(self.path.parent, self.names[shard])
 
     def has_shard(self, number: int, shard: Shard) -> bool:
-        """Whether a shard and its index file are as they were."""
+        """Whether a shard and its index file are unchanged."""
         try:
             status = self.file(number).stat()
         except OSError:
@@ -349,5 +349,5 @@ class Catalog:
 
 
 def index_file(home: Path, name: str) -> Path:
-    """Where the index of a shard is in a folder of indexes."""
+    """The index file of a shard in a folder of indexes."""
     return home / f"{name}.index"

@@ -1,6 +1,6 @@
-"""Shards: which files a pattern names, what tells one version of a file from another, reading them.
+"""Shards: the files that a pattern names, their versions, and reads from them.
 
-Nothing else of ours opens a shard. It is a file of this machine, or has a URL (remote.py).
+Only this file opens shards. A shard is a file of this machine, or has a URL (remote.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from itertools import islice
 from fsspec.caching import BlockCache as Parts
 
 from data.index import remote
-from data.index.block_cache import BlockCache
+from data.index.remote import BlockCache
 
 _MAX_SHARDS = 2**20  # of one pattern
 _BRACES = re.compile(r"\{(?:(-?\d{1,12})\.\.(-?\d{1,12})(?:\.\.(\d{1,12}))?|([^{}]*,[^{}]*))\}")
-# From one look at whether an open shard has changed to the next, of a file and of a URL.
+# Between two checks whether an open shard has changed.
 _CHECK_FILE_SECONDS, _CHECK_URL_SECONDS = 10.0, 120.0
-# Read at a time by a stream: a request takes as long as some 100 KB to 1 MB.
+# Bytes that a stream reads at a time: a request takes as long as 100 KB to 1 MB.
 _FILE_PART, _URL_PART = 2**15, 2**20
 _PARTS = 4
 _MAX_READS = 100_000  # of a member's header; files of a few bytes a chunk would take hours
@@ -34,7 +34,7 @@ _MAX_READS = 100_000  # of a member's header; files of a few bytes a chunk would
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of samples. path: as in messages. size: bytes. version: other when it was written."""
+    """A file of samples. path: as in messages. size: bytes. version: changes with each write."""
 
     path: str
     size: int
@@ -42,14 +42,14 @@ class Shard:
 
 
 class ShardChangedError(ValueError):
-    """A shard is no longer what its index describes, so none of its samples can be trusted."""
+    """A shard differs from its index, so none of its samples can be trusted."""
 
 
 def find_shards(pattern: str) -> tuple[Shard, ...]:
-    """The shards that a pattern names, sorted by path.
+    """Return the shards that a pattern names, sorted by path.
 
     pattern: a path or a URL, with wildcards (`*`, `?`, `[...]`, `**`) and braces (`{000..123}`,
-    `{a,b}`) or without. A path that exists is taken as it is. Raises ValueError when there are
+    `{a,b}`) or without. A path that exists is taken literally. Raises ValueError when there are
     none, any that braces name is missing, or a URL cannot be used.
     """
     remote.check_url(pattern)
@@ -76,7 +76,7 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
 
 
 def first_three(names: Sequence[str]) -> str:
-    """The first of these in a message, and how many more there are."""
+    """Join the first three names for a message, with the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
@@ -93,7 +93,7 @@ def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]
 
 
 def _states(paths: Iterable[str]) -> Iterator[tuple[str, remote.State]]:
-    """Of those that are files. Raises OSError: one that cannot be looked at is not left out."""
+    """Yield path and state of the files. Raises OSError for a path that cannot be examined."""
     for path in paths:
         with suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(path)
@@ -102,14 +102,14 @@ def _states(paths: Iterable[str]) -> Iterator[tuple[str, remote.State]]:
 
 
 def _raise_if_sick(pattern: str) -> None:
-    """Raises OSError where a file system does not answer, which looks like no files to Python."""
+    """Raise OSError for a failing file system, which `glob` takes for an empty one."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
         os.scandir(pattern_root(pattern)).close()
         os.stat(pattern)
 
 
 def without_braces(pattern: str) -> Iterator[str]:
-    """All texts that a pattern with ranges and lists in braces stands for."""
+    """Expand the ranges and lists in braces of a pattern."""
     braces = _BRACES.search(pattern)
     if braces is None:
         yield pattern
@@ -127,7 +127,7 @@ def without_braces(pattern: str) -> Iterator[str]:
 
 
 def describe_shard(path: str) -> Shard:
-    """A shard as it is now. Raises OSError."""
+    """Return a shard as it is now. Raises OSError."""
     return ShardFile(path).shard
 
 
@@ -136,7 +136,7 @@ def _state(status: os.stat_result) -> remote.State:
 
 
 def pattern_root(pattern: str) -> str:
-    """The folder of a pattern, or its URL: the longest first part without wildcards and braces."""
+    """Return the folder or URL of a pattern: its longest prefix without wildcards and braces."""
     folder = pattern
     while folder == pattern or glob.has_magic(folder) or "{" in folder:
         folder = folder.rpartition("/")[0]
@@ -148,13 +148,13 @@ def pattern_root(pattern: str) -> str:
 class ShardFile:
     """An open shard. Safe to use from several threads, and in a forked process.
 
-    It closes itself once nobody uses it: another thread may still be reading when it is pushed out
-    of a cache. shard: what it has to be, or only its path. cache: where blocks of a remote shard
-    are kept. Raises OSError when it cannot be opened, ShardChangedError when it is something else.
+    It closes itself with its last reference: another thread may still read a shard that was evicted
+    from a cache. shard: as indexed, or only its path. cache: keeps blocks of a remote shard.
+    Raises OSError when it cannot be opened, ShardChangedError when it differs.
     """
 
     def __init__(self, shard: Shard | str, cache: BlockCache | None = None) -> None:
-        self._file = -1  # so that __del__ works when open() fails
+        self._file = -1  # __del__ needs it when open() fails
         self._cache = cache
         self.path = shard if isinstance(shard, str) else shard.path
         self._pause = _CHECK_URL_SECONDS
@@ -166,7 +166,7 @@ class ShardFile:
         self._check_now_and_then()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes [offset, offset + size), fewer at the end of the file; shares no file position.
+        """Return bytes [offset, offset + size), fewer at the end; uses no file position.
 
         Raises OSError, and ShardChangedError when the shard was written in the meantime.
         """
@@ -191,15 +191,15 @@ class ShardFile:
         return data
 
     def check(self) -> None:
-        """Raise ShardChangedError unless the shard is still the same; OSError if nobody knows."""
+        """Raise ShardChangedError if the shard has changed; OSError if that is unknown."""
         self._compare(self._state())
 
     def _check_now_and_then(self) -> None:
-        # Not for every sample: a look at a remote shard is a request.
+        # Not for every sample: checking a remote shard is a request.
         if time.monotonic() < self._check_at:
             return
         self._check_at = time.monotonic() + self._pause
-        with suppress(OSError):  # of an outage, what has to be read will say so
+        with suppress(OSError):  # after an outage, the read itself fails
             self.check()
 
     def _compare(self, now: remote.State) -> None:
@@ -231,10 +231,10 @@ class ShardFile:
 
 
 class ShardStream:
-    """Bytes [begin, begin + size) of a shard as a file, for reading small things near each other.
+    """Bytes [begin, begin + size) of a shard as a file, for small reads near each other.
 
-    It reads aligned parts of the shard and keeps the last few, so that neither every tar header nor
-    every step back is a request.
+    It reads aligned parts of the shard and keeps the last few: a tar header or a step back is no
+    request of its own.
     """
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
@@ -243,16 +243,16 @@ class ShardStream:
         self._parts = Parts(part_size, lambda a, b: shard.read(a, b - a), self.size, _PARTS)
 
     def member(self, begin: int, size: int) -> ShardStream:
-        """A member as a file of its own, which shares what this stream keeps."""
+        """Return a member as a file that shares the parts of this stream."""
         stream = copy(self)
         stream.begin, stream.size, stream._position = begin, size, 0
         stream._reads_left = _MAX_READS
         return stream
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes, all that are left if it is negative; none at the end.
+        """Return up to `size` bytes, all remaining ones if it is negative.
 
-        Raises ValueError once a hundred thousand reads of a member have not been enough.
+        Raises ValueError after a hundred thousand reads of a member.
         """
         self._reads_left -= 1
         if self._reads_left < 0:

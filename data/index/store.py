@@ -1,10 +1,10 @@
-"""Where indexes are on disk, which of them are current, and opening them.
+"""Find the indexes on disk, tell which are current, and open them.
 
     <folder of the pattern>/.index/<fingerprint of the settings>/<shard>.index
     <folder of the pattern>/.index/<fingerprint of the settings>/<pattern>.catalog
 
-So other settings have files of their own, and patterns share those of a shard. Where that folder
-cannot be written, a folder of the cache takes its place. Every file is replaced in one step.
+Other settings have other files, and patterns share the files of a shard. Where that folder cannot
+be written, a folder of the cache takes its place. Every file is replaced in one step.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Build = Callable[[Sequence[IndexTask], ChatTokenizer, Processors, Progress | Non
 
 @dataclass(frozen=True)
 class Survey:
-    """What is there of a source's index. tasks: the shards that are not indexed yet.
+    """The state of a source's index. tasks: the shards that are not indexed yet.
 
-    catalog: of all shards; of these, entries are undefined. is_written: whether it is on disk.
+    catalog: of all shards; entries of unindexed shards are undefined. is_written: it is on disk.
     """
 
     catalog: Catalog
@@ -51,7 +51,7 @@ class Survey:
     is_written: bool
 
     def open(self, keep: object = None) -> Index:
-        """The index; its catalog is written if it is not yet. Raises ValueError, OSError."""
+        """Open the index; write its catalog if needed. Raises ValueError, OSError."""
         if self.tasks:
             named = first_three([task.shard.path for task in self.tasks])
             raise ValueError(
@@ -64,7 +64,7 @@ class Survey:
 
 
 def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Survey:
-    """Compare the shards of a pattern with what a folder knows of them.
+    """Compare the shards of a pattern with the indexes in a folder.
 
     settings: fingerprint. media: names, sorted. Warns of files that need to be built again.
     Raises ValueError when no shard matches, or one of the catalog's is missing.
@@ -105,7 +105,7 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
 
 
 def _read[T](file: Path, done: str, read: Callable[..., T], *args: Any) -> T | None:
-    """What ``read`` gives of a file; None, and a warning, if there is none that can be read."""
+    """Call ``read`` on a file; None if there is none, or, with a warning, if it is damaged."""
     try:
         return read(*args)
     except FileNotFoundError:
@@ -123,11 +123,11 @@ def load_or_build_index(
     cache: Path | None = None,
     build: Build = build_here,
 ) -> Index:
-    """The index of the shards that `pattern` names; what is missing of it is built and stored.
+    """Open the index of the shards that `pattern` names; build and store the missing parts.
 
-    cache: a folder for the indexes of sources whose own folder cannot be written. Where that cannot
-    be either, the index is built each time in this process, with a warning. build: how else. Raises
-    ValueError as `survey` and `build_here` do.
+    cache: a folder for the indexes of sources whose own folder cannot be written. Where neither can
+    be written, the index is built each time in this process, with a warning. build: indexes the
+    missing shards otherwise. Raises ValueError for missing, damaged or misread shards.
     """
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
     found = find_survey(pattern, settings, media, cache)
@@ -158,9 +158,9 @@ def build_index(
     processors: Processors,
     progress: Progress | None = None,
 ) -> Index:
-    """The index of the shards that `pattern` names, built anew in a temporary folder.
+    """Build the index of the shards that `pattern` names in a temporary folder.
 
-    The folder goes with the index. Raises ValueError as `load_or_build_index`.
+    The folder lives as long as the index. Raises ValueError for unusable shards.
     """
     folder = tempfile.TemporaryDirectory(prefix="mimo-index-")
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
@@ -172,9 +172,9 @@ def build_index(
 def find_survey(
     pattern: str, settings: str, media: Sequence[str], cache: Path | None
 ) -> Survey | None:
-    """The first folder's survey that is complete, else that of the first that can be written.
+    """Return the first complete survey, else that of the first folder that can be written.
 
-    None if there is no such folder. Raises as `survey`.
+    None if there is no such folder. Raises ValueError as `survey` does.
     """
     homes = index_homes(pattern, settings, cache)
     found: dict[Path, Survey] = {}
@@ -195,7 +195,7 @@ def find_survey(
 
 
 def index_homes(pattern: str, settings: str, cache: Path | None) -> list[Path]:
-    """The folders where the index of a pattern may be, by preference."""
+    """The folders for the index of a pattern, by preference."""
     root = _absolute_root(pattern)
     homes = [] if is_remote(root) else [Path(root) / ".index" / settings]
     if cache is not None:
@@ -205,7 +205,7 @@ def index_homes(pattern: str, settings: str, cache: Path | None) -> list[Path]:
 
 
 def _why_not_written(home: Path) -> OSError | None:
-    """Why a folder for an index cannot be made there; None if it can, and then it is."""
+    """Create a folder for an index; return the error if that fails, else None."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
@@ -226,7 +226,7 @@ def _inside(root: str, path: str) -> str:
 
 
 def _slug(pattern: str) -> str:
-    """A pattern as the name of a file, another one for every pattern of a folder."""
+    """Turn a pattern into a file name that is unique among the patterns of a folder."""
     rest = _inside(_absolute_root(pattern), pattern)
     digest = hashlib.sha256(rest.encode()).hexdigest()[:8]
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', rest)[:100]}-{digest}"

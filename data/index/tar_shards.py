@@ -41,7 +41,7 @@ class TarError(ValueError):
 
 @dataclass(frozen=True)
 class TarMember:
-    """A member. problem: why it is no file that can be read, or empty."""
+    """A member. problem: the reason why it cannot be read as a file, or empty."""
 
     name: str
     offset: int
@@ -51,7 +51,7 @@ class TarMember:
 
 @dataclass
 class RawSample:
-    """The members of one sample, not read yet. `problem`: why it cannot be used, or empty."""
+    """The members of one sample, not read yet. problem: why it is unusable, or empty."""
 
     key: str
     json: TarMember | None = None
@@ -60,7 +60,7 @@ class RawSample:
 
 
 def scan_shard(shard: Shard | str, suffixes: Collection[str]) -> Iterator[RawSample]:
-    """The samples of a shard in the order of their first members; only headers are read.
+    """Yield the samples of a shard in the order of their first members; read only headers.
 
     suffixes: of items' names, in lower case and without a dot; other members are no items.
     Raises ValueError when the file is compressed, damaged or truncated, changes or cannot be read.
@@ -125,7 +125,7 @@ def _add_member(
 
 
 def tar_members(read: Callable[[int, int], bytes], num_bytes: int) -> Iterator[TarMember]:
-    """The members of a tar file of this size, in order.
+    """Yield the members of a tar file of this size, in order.
 
     read(offset, size): the bytes there, fewer at the end. Memory is bounded, and time by the number
     of headers. Raises TarError, also when there is no end mark.
@@ -171,7 +171,7 @@ def tar_members(read: Callable[[int, int], bytes], num_bytes: int) -> Iterator[T
 
 
 def _number(field: bytes, position: int, base: int = 8) -> int:
-    """A number of a header: digits between spaces and zeros, or binary if the first bit is set."""
+    """Parse a number of a header: digits between spaces and zeros, or binary after a set bit."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
     digits = field.split(b"\0", 1)[0].strip()
@@ -187,7 +187,7 @@ def _name(block: bytes) -> bytes:
 
 
 def _pax_records(data: bytes, position: int) -> dict[bytes, bytes]:
-    """Records of the form `<length> <key>=<value>` and a line break; length is of all of it."""
+    """Parse records `<length> <key>=<value>` and a line break; the length counts all of it."""
     records, start = dict[bytes, bytes](), 0
     while start < len(data) and data[start]:
         space = data.find(b" ", start, start + 8)

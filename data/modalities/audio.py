@@ -86,7 +86,7 @@ class AudioClips:
         return decoded.size
 
     def size_text(self, size: Size) -> str:
-        """Words for a size."""
+        """Format a size for messages."""
         return f"{size[0]} samples at {size[1]} Hz"
 
     def picture(self, decoded: Sound) -> np.ndarray:

@@ -60,11 +60,11 @@ class StillImages(ABC):
     # ------------------------------------------------------------------------------ files
 
     def probe(self, file: BinaryIO) -> Size:
-        """Size, from the header. Raises as `image_size`."""
+        """Return the size from the header. Raises ValueError as `image_size` does."""
         return image_size(file)
 
     def decode(self, data: bytes) -> Image.Image:
-        """In RGB. Raises ValueError as `open_image`, and for a mode that cannot become RGB."""
+        """Decode in RGB. Raises ValueError as `open_image`, and for a mode without RGB."""
         image = open_image(data, self.shown_size if self.jpeg_draft else None)
         try:
             return to_rgb(image)
@@ -80,7 +80,7 @@ class StillImages(ABC):
         return full_size(decoded)
 
     def size_text(self, size: Size) -> str:
-        """Words for a size."""
+        """Format a size for messages."""
         return f"{size[0]} x {size[1]} pixels"
 
     def picture(self, decoded: Image.Image) -> np.ndarray:
@@ -115,7 +115,7 @@ class StillImages(ABC):
         )
 
     def item_files(self, part: Part, item: int) -> range:
-        """All of them."""
+        """All files."""
         return range(part.frames)
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
@@ -231,7 +231,7 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels, as Pillow
 
 @dataclass(frozen=True)
 class PanAndScan:
-    """When a long image is shown whole and again in crops, and in how many.
+    """Rules for long images, which are shown whole and again in crops.
 
     Source: transformers `Gemma3ImageProcessorPil.pan_and_scan`. min_crop_size: pixels of the
     shorter side of a crop; smaller ones are not made. max_num_crops: side by side along the image's

@@ -19,12 +19,12 @@ import numpy as np
 from data.text.messages import DEFAULT_FPS, ITEM_SLOT
 
 Grid = tuple[int, int, int]
-Size = tuple[int, int]  # of a file, in the media's own units, such as (width, height) in pixels
+Size = tuple[int, int]  # of a file, in units of its modality, such as (width, height) in pixels
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is known of a content part before its files are decoded.
+    """The facts of a content part that are known before its files are decoded.
 
     size: of each file. frames: number of files. fps: frames per second.
     """
@@ -66,7 +66,7 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class WireForm:
-    """What of a patch is sent to the device, and the values that it has there.
+    """The form in which patches are sent to the device, and their values there.
 
     width: W. normalise: from mean and std of the channels to float32 (3, 256), the value of each
     byte of a channel; a patch is then sent as bytes, channel after channel. None if the values
@@ -82,12 +82,12 @@ class WireForm:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what is sent."""
+        """Type of the numbers that are sent."""
         return np.dtype(np.float32 if self.normalise is None else np.uint8)
 
     @property
     def patch_dim(self) -> int:
-        """C."""
+        """C: numbers per patch on the device."""
         return self.width * self.repeats
 
     def table(self) -> np.ndarray:
@@ -97,7 +97,7 @@ class WireForm:
         return self.normalise(self.mean, self.std)
 
     def values(self, patches: np.ndarray) -> np.ndarray:
-        """float32 (P, C) of what is sent, (P, W). Towers do the same on their device."""
+        """Return values float32 (P, C) of sent patches (P, W), as towers do on their device."""
         if self.normalise is None:
             return patches
         channels, table = patches.reshape(-1, 3, 1, self.width // 3), self.table()
@@ -133,7 +133,7 @@ class Media[D](Protocol):
         ...
 
     def size_text(self, size: Size) -> str:
-        """Words for a size, for messages."""
+        """Format a size for messages."""
         ...
 
     def picture(self, decoded: D) -> np.ndarray:

@@ -22,7 +22,7 @@ from data.modalities.processor import Part, PartPlan, Size, WireForm
 from data.text.messages import ITEM_SLOT
 
 VIDEO = "video"
-"""The media that Qwen's encoders take as videos; they take every other one as images."""
+"""The modality that Qwen's encoders take as videos; they take all others as images."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class VideoProcessor(ImageProcessor):
         max_pixels: int,
         tokens_per_second: float = 2.0,
     ) -> Self:
-        """A processor that cuts and normalises like ``images``, the one for the tower's images."""
+        """Return a processor that cuts and normalises like ``images``, of the same tower."""
         own: dict[str, Any] = vars(images) | {"min_pixels": min_pixels, "max_pixels": max_pixels}
         return cls(**own | {"jpeg_draft": False, "tokens_per_second": tokens_per_second})
 
@@ -57,7 +57,7 @@ class VideoProcessor(ImageProcessor):
         return WireForm(width, frame_normalisation_table, self.mean, self.std)
 
     def frame_size(self, part: Part) -> Size:
-        """Of the part's resized frames. Raises as `resized`."""
+        """Size of the part's resized frames. Raises ValueError as `resized` does."""
         return self.resized(*part.size)
 
     def plan(self, part: Part) -> PartPlan:
@@ -87,7 +87,7 @@ class TimedVideoProcessor(VideoProcessor):
     KIND: ClassVar[str] = "qwen3_vl-video-1"
 
     def frame_size(self, part: Part) -> Size:
-        """Of the part's resized frames. Raises as `resized`."""
+        """Size of the part's resized frames. Raises ValueError as `resized` does."""
         block, size = self.row_pixels, self.temporal_patch_size
         width, height = part.size
         if min(width, height) < block:
@@ -116,7 +116,7 @@ def resize_frames(frames: np.ndarray, width: int, height: int) -> np.ndarray:
 
     Source: torchvision `resize` of a uint8 tensor with antialiasing.
     """
-    import torch  # here, because it costs seconds to import
+    import torch  # late: it costs seconds to import
 
     if frames.shape[1:3] == (height, width):
         return frames

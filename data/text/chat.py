@@ -36,8 +36,8 @@ _VERSION = 2  # raise it whenever the same files give other ids or masks
 class _Chat:
     """Messages to tokenize; key: names them in errors.
 
-    parts: media, and text with `{item}` in it, of each content part that is not text, in order of
-    mention. rows: of each item.
+    parts: modality, and text with `{item}` in it, of each content part that is not text, in order
+    of mention. rows: of each item.
     """
 
     messages: Sequence[Message]
@@ -76,8 +76,8 @@ class ChatTokenizer:
     """A tokenizer folder in Hugging Face format, with the chat template it contains.
 
     Safe to use from several threads: it only ever reads. directory: folder with tokenizer.json and
-    a chat template, such as that of a checkpoint; never downloads anything. media_text: by media,
-    which is the type of content part such as "image", how its items stand in the text. Raises
+    a chat template, such as that of a checkpoint; never downloads anything. media_text: by
+    modality, the type of a content part such as "image": how its items appear in the text. Raises
     ValueError when the folder, its template, or a needed token is missing.
     """
 
@@ -91,7 +91,7 @@ class ChatTokenizer:
                 f"tokenizer folder {self.directory} {problem}: need a local folder with "
                 "tokenizer.json"
             )
-        from transformers import AutoTokenizer  # here, because it costs seconds to import
+        from transformers import AutoTokenizer  # late: it costs seconds to import
 
         try:
             if (file := self.directory / "tokenizer.json").exists():
@@ -141,7 +141,7 @@ class ChatTokenizer:
     def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
         """The content parts that stand for items, in order of mention.
 
-        Raises MessagesError for malformed messages, UnknownMediaError for a media that has no
+        Raises MessagesError for malformed messages, UnknownMediaError for a modality without a
         placeholder.
         """
         found = mentions(messages, key)
@@ -162,7 +162,7 @@ class ChatTokenizer:
         An answer begins after the template's generation prompt and includes its end of turn, but
         not what stands for an item in it, nor a special token that the template writes to open or
         close one. A text that looks like a special token is text. rows_per_item: rows of each item,
-        in order of mention over all media; that many placeholders of its media stand for it. key:
+        in order of mention over all modalities; as many placeholders stand for it. key:
         names the sample in errors. part_texts: for each content part that is not text, what stands
         for it, with `{item}` once per item that it becomes; None where each is one item.
 
@@ -200,15 +200,15 @@ class ChatTokenizer:
         return replace(sample, labels=np.full_like(sample.input_ids, self.pad_token_id))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of token ids, without special tokens and outer white space."""
+        """Return the text of token ids, without special tokens and outer white space."""
         return self.text(ids, special=False).strip()
 
     def text(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> str:
-        """Text of token ids as it is; special: with the special tokens."""
+        """Return the text of token ids. special: include special tokens."""
         return self._backend.decode([*map(int, ids)], skip_special_tokens=not special)
 
     def differences(self, other: ChatTokenizer) -> list[str]:
-        """Which of "tokenizer" and "chat template" differ from those of another folder."""
+        """Return which of "tokenizer" and "chat template" differ from another folder's."""
         found = []
         if self._vocabulary() != other._vocabulary():
             found.append("tokenizer")
@@ -260,7 +260,7 @@ class ChatTokenizer:
     def _rendered(
         self, chat: _Chat, count: int | None = None, add_generation_prompt: bool = False
     ) -> _Rendered:
-        """The first ``count`` messages, or all of them."""
+        """Render the first ``count`` messages, or all."""
         messages = chat.messages[:count]
         parts = chat.parts[: len(item_parts(messages))]
         try:

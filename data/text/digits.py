@@ -1,4 +1,4 @@
-"""The words of the digits quickstart: its questions and answers, and the tokenizer for them."""
+"""Questions and answers about digits, and a word-level tokenizer for them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MEDIA{%- endif -%}
 
 
 def chat_template(placeholders: Mapping[str, str] = PLACEHOLDERS) -> str:
-    """The template that writes, for an item of each media, its placeholder token once."""
+    """Return the template that writes the placeholder token of each item's modality once."""
     branches = [
         f"{{%- elif part['type'] == {json.dumps(media)} -%}}\n"
         f"<|vision_start|>{{{{ {json.dumps(token)} }}}}<|vision_end|>\n"
@@ -102,12 +102,12 @@ def text_conversation(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def spaced(digits: Sequence[int]) -> str:
-    """Digits as an answer names them."""
+    """Join digits as an answer names them."""
     return " ".join(map(str, digits))
 
 
 def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[str, Any]]:
-    """Chat messages: items of these media and a question, and its answer."""
+    """Return chat messages: items of these modalities with a question, and its answer."""
     content = [{"type": media} for media in items] + [{"type": "text", "text": question}]
     told = [{"type": "text", "text": answer}]
     return [{"role": "user", "content": content}, {"role": "assistant", "content": told}]
@@ -117,7 +117,7 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
     """Write a word-level tokenizer for these texts in Hugging Face format, with the chat template.
 
     Its words are those of the questions, the roles and the ten digits; each digit is a token.
-    placeholders: by media, the token that stands for an item; those that are new become tokens.
+    placeholders: by modality, the token that stands for an item; those that are new become tokens.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
-"""The forms in which people write chats, made into ours at one place.
+"""Convert the forms in which people write chats into ours (messages.py).
 
-Ours is in messages.py. Recognised besides are LLaVA's, which others call ShareGPT's
+Recognised are LLaVA's, also called ShareGPT's
 (`conversations` of `from` and `value`, `<image>` in the text, files under `image` or `images`), and
 OpenAI's (content parts such as `image_url`, `tool_calls`, and answers of the role `tool`).
 """
@@ -51,9 +51,9 @@ class Embedded:
 class Chat:
     """A document in our form.
 
-    messages: the first has the `tools` of the document, if any. files: what it says of each file,
-    in order of mention: a path or URL, `Embedded`, what Hugging Face has in a column, or None.
-    left: media whose files are not all mentioned.
+    messages: the first has the `tools` of the document, if any. files: in order of mention, a path
+    or URL, `Embedded`, the value of a Hugging Face column, or None. left: modalities whose files
+    are not all mentioned.
     """
 
     messages: list[Any]
@@ -62,10 +62,10 @@ class Chat:
 
 
 def parse_messages(data: bytes) -> list[Any]:
-    """The messages of a shard's JSON member, in our form; they are checked when they are encoded.
+    """Return the messages of a shard's JSON member in our form; encoding checks them.
 
-    Raises ValueError when it is no JSON, has a key twice or very many messages, is of no form that
-    is recognised, or holds a file itself.
+    Raises ValueError for malformed JSON, a repeated key, very many messages, an unrecognised form,
+    or a file inside the JSON.
     """
     try:
         document = json.loads(data, object_pairs_hook=unique_keys)
@@ -81,7 +81,7 @@ def parse_messages(data: bytes) -> list[Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object for `json`. Raises ValueError when a key is there twice."""
+    """Build an object for `json`. Raises ValueError for a repeated key."""
     found = dict[str, Any]()
     for key, value in pairs:
         if key in found:
@@ -91,7 +91,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_chat(document: object) -> Chat:
-    """A document of any form in ours. Raises ValueError when it is of none."""
+    """Convert a document of any form into ours. Raises ValueError for an unrecognised form."""
     turns: Any = None
     if isinstance(document, Mapping):
         name = "messages" if document.get("messages") is not None else "conversations"
@@ -128,7 +128,7 @@ class _Reader:
                 raise ValueError(f"its text has <{media}> {count} times for {len(own)} files")
 
     def message(self, turn: Any) -> Any:
-        """A message in our form; what is not recognised stays, and is refused when checked."""
+        """Convert a message; unrecognised parts stay, and are refused when checked."""
         if not isinstance(turn, Mapping):
             return turn
         turn = _present(turn)
@@ -159,7 +159,7 @@ class _Reader:
         return parts if any(part["type"] != "text" for part in parts) else text
 
     def _item(self, media: str, part: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A part of our form for the next file of a media, or for the one that a part names."""
+        """Return our part for the next file of a modality, or for the file that ``part`` names."""
         part = part or {}
         value = next((part[n] for n in (media, "bytes", "path", "url") if n in part), None)
         if value is None:
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def _present(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not null: Parquet fills rows up with nulls."""
+    """Drop nulls, with which Parquet fills rows."""
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -215,7 +215,7 @@ def _of_llava(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _files(document: Mapping[str, Any], media: str) -> list[Any]:
-    """What a document names beside its messages: for a video, the list of its frames."""
+    """Return the files that a document names beside its messages; a video is a list of frames."""
     for key in _KEYS[media]:
         found = document.get(key)
         if isinstance(found, str | bytes | Mapping):
@@ -227,7 +227,7 @@ def _files(document: Mapping[str, Any], media: str) -> list[Any]:
 
 
 def _embedded(value: Any) -> Any:
-    """A data URL as a file; all else stays. Raises ValueError for one that is not in Base64."""
+    """Convert a data URL into a file; others stay. Raises ValueError unless it is Base64."""
     if not isinstance(value, str) or not value.startswith("data:"):
         return value
     kind, comma, data = value.partition(",")
@@ -237,7 +237,7 @@ def _embedded(value: Any) -> Any:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A call of a tool with its arguments as an object, which templates write as JSON."""
+    """Convert a tool call; its arguments become an object, which templates write as JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if isinstance(function, Mapping) and isinstance(function.get("name"), str):
         arguments = _parsed(function.get("arguments") or {}, "the arguments of a call")
@@ -252,7 +252,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """What is JSON inside a string, as data sets often have it; all else stays."""
+    """Parse JSON inside a string, as data sets often have it; other values stay."""
     if not isinstance(value, str):
         return value
     try:

@@ -40,7 +40,8 @@ class UnknownMediaError(ValueError):
     def __init__(self, key: str, media: str, known: Collection[str]) -> None:
         super().__init__(
             f"sample {key!r} has a content part of type {media!r}, but there are encoders for "
-            f"{', '.join(known) or 'nothing'} only: give an encoder this media, or correct the type"
+            f"{', '.join(known) or 'nothing'} only: give an encoder this modality, or correct the "
+            "type"
         )
         self.key, self.media = key, media
 
@@ -121,7 +122,7 @@ def _check(messages: object, key: str) -> None:
 
 
 def short_text(value: object) -> str:
-    """A value of a sample's own in a message."""
+    """Shorten a value of a sample for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -132,7 +133,7 @@ ITEM_SLOT = "{item}"  # in the text of a part: once per item that the part becom
 
 @dataclass(frozen=True)
 class MediaText:
-    """How items of one media appear in the text.
+    """How items of one modality appear in the text.
 
     placeholder: the token that is repeated once per row.
     template_token: what the chat template writes per content part; None for the placeholder.

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from data.batch import GlobalMicrobatch
-from data.index.block_cache import BlockCache, default_cache_directory
 from data.index.build import Progress, build_here
 from data.index.reader import SampleReader
+from data.index.remote import BlockCache, default_cache_directory
 from data.index.samples import Index, Processors, check_sizes, check_skipped
 from data.index.shard_index import DamagedFileError
 from data.index.shards import ShardChangedError

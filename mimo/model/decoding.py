@@ -1,4 +1,4 @@
-"""How a rank decodes: by itself or in worker processes, and with which ranks it shares the work.
+"""What a rank needs of a step: which texts and items, who decodes them, and their packed form.
 
 The ranks of an encoder lane that are on one host need the same items, those of a language lane the
 same texts. Each is decoded by one of them and handed to the others.
@@ -6,96 +6,99 @@ same texts. Each is decoded by one of them and handed to the others.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from data.handover import HandoverFolder, arrays_in
-from data.index.reader import SampleReader
-from data.workers import WorkerPool
+from bridge import assign_items
+from data.batch import PackedLane, pack_lane
+from data.decoding import Decoding, Task
+from data.index.reader import SampleReader, plans_of_items
+from data.loader import LoadedStep
+from data.modalities.processor import WireForm
+from data.worker_process import ITEM, TEXT
 from mimo.config.schema import Recipe
+from mimo.model.step_plan import PlannedMicrobatch, StepPlan
 from mimo.parallel.connections import SHARED_MEMORY, Host, find_host
-from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.parallel.grids import LANGUAGE, Coords, Layout
 
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-_COPIED_BYTES = 64 * 1024  # smaller files are not worth a mapping, of which a process has 65,530
+_TOKEN_BYTES = 20  # of a text's arrays
 _TRIES_PER_TIMEOUT = 4  # a worker that hangs twice is noticed before other ranks give up
-
-
-class Decoding:
-    """A rank's means to decode, for one run; a context manager.
-
-    readers: of all splits. host: None for a rank that decodes alone. num_workers: 0 decodes in the
-    thread of the loader. worker_seconds: that a worker may take for one item or text.
-    peer_seconds: how long to wait for another rank's.
-    """
-
-    def __init__(
-        self,
-        readers: Sequence[SampleReader],
-        layout: Layout,
-        rank: int,
-        host: Host | None = None,
-        num_workers: int = 0,
-        ahead_bytes: int = 0,
-        worker_seconds: float = 150.0,
-        peer_seconds: float = 600.0,
-    ) -> None:
-        self.readers, self.layout, self.rank = tuple(readers), layout, rank
-        self.ahead_bytes = ahead_bytes
-        self.worker_seconds, self.peer_seconds = worker_seconds, peer_seconds
-        self._here = (rank,) if host is None else host.ranks
-        self.num_loaders = 0  # the same on all ranks, so that their files have the same names
-        self.folder = Path()  # of the files that are handed over, where any are
-        self.pool: WorkerPool | None = None  # None: decode in this process
-        self._handover: HandoverFolder | None = None
-        shares = any(len(self.sharers(name)) > 1 for name in layout.modules_of(rank))
-        if host is not None and (num_workers or shares):
-            self._handover = HandoverFolder(_root(host, ahead_bytes), host.job)
-            self.folder = self._handover.path
-            self._processes = WorkerPool(self.folder, self.readers, num_workers)
-            self.pool = self._processes if num_workers else None
-
-    def sharers(self, module: str) -> list[int]:
-        """The ranks of this host that need the items or texts of a module that this one needs."""
-        grid = self.layout.grids[module]
-        lane, stages = grid.coords(self.rank).dp, range(grid.pp if module == LANGUAGE else 1)
-        places = {rank: grid.coords(rank) for rank in self._here if rank in grid.ranks}
-        found = [rank for rank, at in places.items() if at.dp == lane and at.pp in stages]
-        return found if self.rank in found else []  # a later stage of an encoder needs none
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._handover is not None:
-            self._processes.close()
-            self._handover.close()
 
 
 def open_decoding(
     recipe: Recipe, layout: Layout, rank: int, readers: Sequence[SampleReader]
 ) -> Decoding:
-    """As the recipe says; every rank of the world calls it, together."""
+    """Decode as the recipe says. Every rank of the world calls it together."""
     data, host = recipe.data, find_host()
     workers = data.workers
     if workers is None:  # a rank's own threads need a core, too
         workers = max(0, host.cores_per_rank - 1)
     logger.info("decodes in up to %d workers; ranks of this host: %s", workers, host.ranks)
-    seconds, ahead_bytes = recipe.bridge.timeout_seconds, data.prefetch_mib * _MIB
-    worker_seconds = data.worker_timeout_seconds or seconds / _TRIES_PER_TIMEOUT
-    return Decoding(readers, layout, rank, host, workers, ahead_bytes, worker_seconds, seconds)
+    return decoding_of(
+        readers,
+        layout,
+        rank,
+        host,
+        workers,
+        ahead_bytes=data.prefetch_mib * _MIB,
+        worker_seconds=data.worker_timeout_seconds
+        or recipe.bridge.timeout_seconds / _TRIES_PER_TIMEOUT,
+        peer_seconds=recipe.bridge.timeout_seconds,
+    )
+
+
+def decoding_of(
+    readers: Sequence[SampleReader],
+    layout: Layout,
+    rank: int,
+    host: Host | None = None,
+    num_workers: int = 0,
+    ahead_bytes: int = 0,
+    worker_seconds: float = 150.0,
+    peer_seconds: float = 600.0,
+) -> Decoding:
+    """Decode for a rank of a layout. host: None for a rank that decodes alone, in its thread."""
+    ranks = (rank,) if host is None else host.ranks
+    shares = any(len(sharers(layout, rank, ranks, name)) > 1 for name in layout.modules_of(rank))
+    return Decoding(
+        readers,
+        functools.partial(
+            tasks_of_step, readers=readers, layout=layout, rank=rank, host_ranks=ranks
+        ),
+        rank,
+        root=_root(host, ahead_bytes) if host is not None and (num_workers or shares) else None,
+        job="" if host is None else host.job,
+        num_workers=num_workers,
+        ahead_bytes=ahead_bytes,
+        worker_seconds=worker_seconds,
+        peer_seconds=peer_seconds,
+    )
+
+
+def sharers(layout: Layout, rank: int, host_ranks: Sequence[int], module: str) -> list[int]:
+    """The ranks of a host that need the same items or texts of a module as ``rank``."""
+    grid = layout.grids[module]
+    lane, stages = grid.coords(rank).dp, range(grid.pp if module == LANGUAGE else 1)
+    places = {other: grid.coords(other) for other in host_ranks if other in grid.ranks}
+    ranks = [other for other, at in places.items() if at.dp == lane and at.pp in stages]
+    return ranks if rank in ranks else []  # a later stage of an encoder needs none
 
 
 def _root(host: Host, ahead_bytes: int) -> Path:
-    """Where the folder is made: the same on all ranks of a host."""
+    """The parent of the handover folder: the same on all ranks of a host."""
     needed = len(host.ranks) * max(ahead_bytes, 64 * _MIB)
     if host.free_bytes >= needed:
         return SHARED_MEMORY
@@ -113,11 +116,143 @@ def _root(host: Host, ahead_bytes: int) -> Path:
     return other
 
 
-def read_arrays(path: Path) -> list[np.ndarray]:
-    """The arrays of a file that was handed over; large ones are mapped, and outlive its name."""
-    size = path.stat().st_size
-    if size < _COPIED_BYTES:
-        return arrays_in(np.fromfile(path, np.uint8))
-    # torch's mapping, unlike Python's, keeps no descriptor open.
-    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    return arrays_in(mapped.numpy())
+def tasks_of_step(
+    step: int,
+    microbatches: Sequence[PlannedMicrobatch],
+    path_of: Callable[[str], Path],
+    *,
+    readers: Sequence[SampleReader],
+    layout: Layout,
+    rank: int,
+    host_ranks: Sequence[int],
+) -> Iterator[Task]:
+    """Yield the texts and items that this rank needs of a step, in order of use.
+
+    path_of: name -> file in which it is handed over. The ranks of the host that need the same share
+    the work by its cost; all compute the same shares.
+    """
+    ranks_of = {name: sharers(layout, rank, host_ranks, name) for name in layout.modules_of(rank)}
+    loads = {module: np.zeros(len(ranks), np.int64) for module, ranks in ranks_of.items()}
+    for m, planned in enumerate(microbatches):
+        samples = planned.samples
+        for module, ranks in ranks_of.items():
+            if not ranks:
+                continue
+            lane = layout.grids[module].coords(rank).dp
+            if module == LANGUAGE:
+                kind, number = TEXT, samples.samples_of_lane(lane)
+                sample, address, cost = number, samples.sample[number], samples.length[number]
+            else:
+                kind, number = ITEM, planned.encoders[module].of_lane(lane)
+                sample, address = samples.item_sample[number], samples.item[number]
+                cost = samples.item_cost[number]
+            sharer = assign_items(cost, len(ranks), loads[module])
+            np.add.at(loads[module], sharer, cost)
+            source = samples.source[sample]
+            if kind == TEXT:
+                sizes = (cost * _TOKEN_BYTES).tolist()
+            else:
+                wires = [readers[0].processors[media].wire for media in samples.media]
+                patch_bytes = [wire.width * wire.dtype.itemsize for wire in wires]
+                media = samples.item_media[number].tolist()
+                plans = plans_of_items(readers, source, address)
+                sizes = [
+                    math.prod(plan.grid) * patch_bytes[kind_of_item]
+                    for kind_of_item, plan in zip(media, plans, strict=True)
+                ]
+            columns = (values.tolist() for values in (number, sample, source, address, sharer))
+            for n, i, s, at, by, num_bytes in zip(*columns, sizes, strict=True):
+                path = path_of(f"{m}.{kind}.{n}")
+                yield Task(
+                    step=step,
+                    reader=readers[s],
+                    kind=kind,
+                    microbatch=m,
+                    number=n,
+                    sample=i,
+                    source=s,
+                    address=at,
+                    by=ranks[by],
+                    num_bytes=num_bytes,
+                    path=path,
+                    shared=len(ranks) > 1,
+                )
+
+
+@dataclass(frozen=True)
+class EncoderItems:
+    """One encoder lane's items of one global microbatch.
+
+    patches: an empty part (0, W), then those of each item (P, W), with the forms in which they are
+        sent, on the encoder's first stage; else None.
+    grids: (I, 3) int64.
+    """
+
+    patches: list[tuple[WireForm, Tensor]] | None
+    grids: np.ndarray
+
+
+def pack_language(
+    loaded: LoadedStep,
+    plan: StepPlan,
+    readers: Sequence[SampleReader],
+    lane: int,
+    pad_token_id: int,
+) -> list[PackedLane]:
+    """Pack the microbatches of one language lane."""
+    packed, nothing = [], np.zeros(0, np.int64)
+    for m, planned in enumerate(plan.microbatches):
+        samples = planned.samples
+        mine = slice(*np.searchsorted(samples.lane, (lane, lane + 1)).tolist())
+        bounds = np.arange(mine.start, mine.stop + 1)
+        cuts = np.searchsorted(samples.item_sample, bounds).tolist()
+        items = slice(cuts[0], cuts[-1])
+        source = samples.source[samples.item_sample[items]]
+        plans = plans_of_items(readers, source, samples.item[items])
+        by_sample = [plans[first - cuts[0] : last - cuts[0]] for first, last in pairwise(cuts)]
+        encoded = [loaded.encoded[m][i] for i in range(mine.start, mine.stop)]
+        packed.append(
+            pack_lane(
+                # A blanked sample keeps its placeholders but has no items: plain text positions.
+                [
+                    sample if own else replace(sample, item_offsets=nothing)
+                    for sample, own in zip(encoded, by_sample, strict=True)
+                ],
+                [[part.row_grid for part in own] for own in by_sample],
+                samples.loss_tokens[mine],
+                int(samples.lane_tokens[lane]),
+                pad_token_id,
+                samples.segment_length[mine],
+                samples.packed,
+                [[part.time_step for part in own] for own in by_sample],
+            )
+        )
+    return packed
+
+
+def gather_items(
+    loaded: LoadedStep,
+    plan: StepPlan,
+    readers: Sequence[SampleReader],
+    encoder: str,
+    coords: Coords,
+    form: WireForm,
+) -> list[EncoderItems]:
+    """Gather the items of the encoder lane at ``coords``, per microbatch, in plan order.
+
+    form: of an item of the encoder's own media, for a lane without items.
+    """
+    gathered = []
+    for m, planned in enumerate(plan.microbatches):
+        samples, own = planned.samples, planned.encoders[encoder]
+        mine = own.of_lane(coords.dp)
+        source, item = samples.source[samples.item_sample[mine]], samples.item[mine]
+        patches = None
+        if coords.pp == 0:
+            nothing = torch.from_numpy(np.zeros((0, form.width), form.dtype))
+            own_items = zip(source.tolist(), item.tolist(), strict=True)
+            sent = [(readers[s].media(i).wire, loaded.patches[m][s, i]) for s, i in own_items]
+            patches = [(form, nothing), *sent]
+        grids = [part.grid for part in plans_of_items(readers, source, item)]
+        gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))
+    return gathered

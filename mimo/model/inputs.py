@@ -19,7 +19,7 @@ from data.batch import PackedLane
 from mimo.device import Staging
 from mimo.families.contracts import ItemRules
 from mimo.families.wire import WirePatches
-from mimo.model.loader import EncoderItems
+from mimo.model.decoding import EncoderItems
 from mimo.ops.attention_plan import LayerForm
 from mimo.ops.segments import PackedSegments, to_device
 from mimo.parallel.partition import PartitionAdapter

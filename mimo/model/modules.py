@@ -38,8 +38,8 @@ from data.batch import PackedLane
 from mimo.device import Staging, memory_in_use
 from mimo.engines.contract import Chunk, Module
 from mimo.families.contracts import ItemRules
+from mimo.model.decoding import EncoderItems
 from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
-from mimo.model.loader import EncoderItems
 from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Link

@@ -29,14 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from data.decoding import Decoding
+from data.loader import LoadedStep, StepLoader
 from data.packing import Used
 from mimo.config.schema import Recipe
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.model.dataset import Dataset
-from mimo.model.decoding import Decoding
+from mimo.model.decoding import gather_items, pack_language
 from mimo.model.flops import StepFlops
 from mimo.model.inputs import EncoderBatch, LanguageBatch
-from mimo.model.loader import LoadedStep, StepLoader, gather_items, pack_language
 from mimo.model.modules import MimoModel
 from mimo.model.planner import step_planner
 from mimo.model.step_plan import StepPlan
@@ -122,7 +123,7 @@ class Batches:
             rank=topology.rank,
         )
         self._num_prepared = num_prepared
-        self._loader = StepLoader(self._planner, dataset.readers, decoding, steps.start, steps.stop)
+        self._loader = StepLoader(self._planner, decoding, steps.start, steps.stop)
         self._left = len(steps)
         self._read: list[LoadedStep] = []
         self._coming: deque[_Coming] = deque()

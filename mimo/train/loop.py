@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from data.decoding import Decoding
 from data.packing import Used
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
@@ -19,7 +20,7 @@ from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, traced_activities
 from mimo.model.build import build_model
 from mimo.model.dataset import Dataset, apart, item_processors, open_tokenizer
-from mimo.model.decoding import Decoding, open_decoding
+from mimo.model.decoding import open_decoding
 from mimo.model.flops import StepFlops
 from mimo.parallel.groups import Topology
 from mimo.runtime.signals import SAVE_FAILED, EarlyStop

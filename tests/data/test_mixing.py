@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.mixing import Mixing
+from data.packing import Mixing
 
 WEIGHTS = st.lists(
     st.floats(-6, 0).map(lambda power: 10**power) | st.sampled_from([1.0, 0.5, 1e-6]),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.mixing import mix64, permutation
+from data.packing import mix64, permutation
 
 SMALL, LARGE = st.integers(1, 70), st.integers(2**16 + 1, 2**16 + 5000)
 

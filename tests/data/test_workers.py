@@ -12,17 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.handover import HandoverFolder, arrays_in, write_arrays
-from data.worker_process import ITEM, WITH_NURSERY
-from data.workers import WorkerPool
+from data.decoding import WorkerPool
+from data.worker_process import ITEM, WITH_SERVER, HandoverFolder, arrays_in, write_arrays
 from tests.ranks import running
 
 # A rank with a worker that hangs and one that waits. It prints their process ids.
 RANK = """
 import sys, time
 from pathlib import Path
-from data.handover import HandoverFolder
-from data.workers import WorkerPool
+from data.worker_process import HandoverFolder
+from data.decoding import WorkerPool
 from tests.data.test_workers import Hanging
 
 folder = HandoverFolder(Path(sys.argv[1]), "job")
@@ -30,7 +29,7 @@ pool = WorkerPool(folder.path, [Hanging()], 2)
 workers = [pool.take(), pool.take()]
 workers[0].pipe.send((0, "item", 0, folder.path / "never"))
 (folder.path / "half").write_bytes(b"of a result")
-print(pool._nursery.pid, *(worker.pid for worker in workers), flush=True)
+print(pool._server.pid, *(worker.pid for worker in workers), flush=True)
 time.sleep(600)
 """
 
@@ -98,7 +97,7 @@ def test_killed_ranks_leave_neither_processes_nor_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", ["worker", "nursery"])
+@pytest.mark.parametrize("victim", ["worker", "server"])
 def test_a_worker_that_died_while_it_had_nothing_to_do_is_replaced(
     tmp_path: Path, victim: str
 ) -> None:
@@ -107,7 +106,7 @@ def test_a_worker_that_died_while_it_had_nothing_to_do_is_replaced(
     assert worker is not None
     assert pool.take() is None
     pool.give_back(worker)
-    os.kill(worker.pid if victim == "worker" else pool._nursery.pid, signal.SIGKILL)
+    os.kill(worker.pid if victim == "worker" else pool._server.pid, signal.SIGKILL)
     while running([worker.pid]):
         time.sleep(0.005)
     another = pool.take()
@@ -115,20 +114,20 @@ def test_a_worker_that_died_while_it_had_nothing_to_do_is_replaced(
     assert another.pid != worker.pid
     another.pipe.send((0, ITEM, 0, tmp_path / "never"))
     os.kill(another.pid, signal.SIGKILL)
-    assert pool.bury(another) == "was killed by SIGKILL"
+    assert pool.reap(another) == "was killed by SIGKILL"
     pool.close()
     assert running([worker.pid, another.pid]) == []
 
 
-def test_workers_of_a_nursery_that_died_do_not_take_the_next_one_with_them(tmp_path: Path) -> None:
+def test_workers_of_a_server_that_died_do_not_take_the_next_one_with_them(tmp_path: Path) -> None:
     pool = WorkerPool(tmp_path, [Hanging()], 2)  # type: ignore[list-item]
     first, second = pool.take(), pool.take()
     assert first is not None
     assert second is not None
-    os.kill(pool._nursery.pid, signal.SIGKILL)
-    assert pool.bury(first) == WITH_NURSERY
+    os.kill(pool._server.pid, signal.SIGKILL)
+    assert pool.reap(first) == WITH_SERVER
     third = pool.take()
     assert third is not None
-    assert pool.bury(second) == WITH_NURSERY
+    assert pool.reap(second) == WITH_SERVER
     assert running([third.pid]) == [third.pid]
     pool.close()

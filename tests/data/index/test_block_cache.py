@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.index import block_cache
-from data.index.block_cache import BlockCache
+from data.index import remote as block_cache
+from data.index.remote import BlockCache
 
 BLOCK, PART = 16384, 4096
 SHARDS = {f"s{number}": np.random.default_rng(number).bytes(90_000 + number) for number in range(4)}
@@ -144,7 +144,7 @@ def test_a_full_disk_is_warned_of_once_and_read_around(
     def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(block_cache.os, "pwrite", fail)
+    monkeypatch.setattr(os, "pwrite", fail)
     with pytest.warns(UserWarning, match="the cache of shards in .* cannot be written") as warned:
         read_everywhere(origin)
     assert len(warned) == 1

@@ -13,8 +13,8 @@ import pytest
 from fsspec.config import conf
 
 from data.index import remote
-from data.index.block_cache import BlockCache
 from data.index.reader import SampleReader
+from data.index.remote import BlockCache
 from data.index.samples import Processors
 from data.index.shards import ShardChangedError, ShardFile, find_shards
 from data.index.store import build_index, load_or_build_index

@@ -127,7 +127,7 @@ def shift_labels_over_segments() -> None:
 
     import numpy as np
 
-    from mimo.model import loader
+    from mimo.model import decoding as loader
 
     pack = loader.pack_lane
 

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from data.decoding import Decoding, WorkerPool
 from data.index.reader import SampleReader
-from data.workers import WorkerPool
+from data.loader import DecoderLate, LoadedStep, StepLoader
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model import decoding as decodings
 from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
-from mimo.model.decoding import Decoding
-from mimo.model.loader import DecoderLate, LoadedStep, StepLoader
 from mimo.model.step_plan import StepPlanner
 from mimo.parallel.build import build_layout
 from mimo.parallel.connections import Host
@@ -65,7 +64,9 @@ class Case:
 
     def decoding(self, workers: int, reader: SampleReader | None = None, **given: Any) -> Decoding:
         host = Host(given.pop("ranks", (0,)), "job", 0, 1)
-        return Decoding([reader or self.reader], self.layout, 0, host, workers, **given)
+        return decodings.decoding_of(
+            [reader or self.reader], self.layout, 0, host, workers, **given
+        )
 
     def loader(self, decoding: Decoding, microbatches: int = 3) -> StepLoader:
         planner = StepPlanner(
@@ -76,7 +77,7 @@ class Case:
             4,
             microbatches,
         )
-        return StepLoader(planner, decoding.readers, decoding, 0, STEPS)
+        return StepLoader(planner, decoding, 0, STEPS)
 
     def load(self, decoding: Decoding) -> list[LoadedStep]:
         with decoding:
@@ -212,7 +213,7 @@ def test_full_shared_memory_is_told_with_the_way_out(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mimo.model.crew.write_arrays", full)
+    monkeypatch.setattr("data.decoding.write_arrays", full)
     pair = Case(case.root.parent, case.root, *PAIR)
     with pytest.raises(OSError, match="No space left") as raised:
         pair.load(pair.decoding(0, ranks=(0, 1)))

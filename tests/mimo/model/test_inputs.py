@@ -14,8 +14,8 @@ from data.batch import PackedLane
 from data.modalities.processor import WireForm
 from mimo.device import Staging
 from mimo.families.contracts import ItemRules
+from mimo.model.decoding import EncoderItems
 from mimo.model.inputs import stage_items, stage_lane
-from mimo.model.loader import EncoderItems
 from mimo.parallel.partition import PartitionAdapter
 
 TOKENS = 24

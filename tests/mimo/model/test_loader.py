@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from data.loader import LoadedStep, StepLoader
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
-from mimo.model.decoding import Decoding
-from mimo.model.loader import LoadedStep, StepLoader, gather_items
+from mimo.model.decoding import decoding_of, gather_items
 from mimo.model.step_plan import StepPlan, StepPlanner
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Coords, Layout
@@ -25,8 +25,8 @@ def load(path: Path, rank: int) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
     assert dataset is not None
     layout = build_layout(recipe)
     planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
-    decoding = Decoding(dataset.readers, layout, rank)
-    loader = StepLoader(planner, dataset.readers, decoding, 0, 1)
+    decoding = decoding_of(dataset.readers, layout, rank)
+    loader = StepLoader(planner, decoding, 0, 1)
     loaded = loader.next()
     loader.close()
     return loaded, planner.finish(loaded.microbatches), dataset, layout

@@ -33,7 +33,7 @@ PREPARING = (
     ("mimo.model.step_plan.StepPlanner", "microbatches"),
     ("mimo.model.step_plan.StepPlanner", "finish"),
     ("bridge.plan", "_exchange"),
-    ("mimo.model.loader", "pack_lane"),
+    ("mimo.model.decoding", "pack_lane"),
     ("mimo.train.batches", "gather_items"),
     ("mimo.model.modules", "stage_lane"),
     ("mimo.model.modules", "stage_items"),
@@ -107,7 +107,7 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
         seen = threads.setdefault(f"{where}.{name}", set())
         _around(where, name, lambda seen=seen: seen.add(threading.current_thread().name))
     if rank == 1:
-        _around("mimo.model.loader", "pack_lane", lambda: time.sleep(0.02))
+        _around("mimo.model.decoding", "pack_lane", lambda: time.sleep(0.02))
         _around("data.index.reader.SampleReader", "sample", lambda: time.sleep(0.01))
     summed = batches.sum_over_world
 
@@ -136,7 +136,7 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
 
 def train_and_count(rank: int, path: Path, mib: int) -> list[tuple[int, int]]:
     """For each step, how many read batches and how many prepared ones there are meanwhile."""
-    from mimo.model.loader import LoadedStep
+    from data.loader import LoadedStep
     from mimo.train import step as steps
     from mimo.train.batches import RankBatch
 
@@ -337,6 +337,6 @@ SLOW = 0.25
 def train_and_wait(rank: int, path: Path) -> list[dict[str, Any]]:
     """Metrics of steps whose samples rank 1 is slow to get."""
     if rank == 1:
-        _around("mimo.model.loader.StepLoader", "next", lambda: time.sleep(SLOW))
+        _around("data.loader.StepLoader", "next", lambda: time.sleep(SLOW))
     metrics = list(_trained(path))
     return metrics[: STEPS - 2]  # the last two steps read nothing

@@ -108,7 +108,8 @@ CASES = {
         behind(2, "batch"), 2, NEXT,
     ),
     "decode": Case(
-        1, _sleep, (0, "setup"), "mimo.model.crew:Crew", "begin", behind(0, "setup"), layout=SHARES,
+        1, _sleep, (0, "setup"), "data.decoding:DecodeExecutor", "begin", behind(0, "setup"),
+        layout=SHARES,
     ),
     "encode": Case(
         0, _sleep, STEP, "encoders._tower:Tower", "forward",
