@@ -168,7 +168,7 @@ class GlobalMicrobatch:
         lanes = len(self.lane_tokens) // count
         first_samples = np.searchsorted(self.lane, np.arange(count + 1) * lanes)
         first_items = np.searchsorted(self.item_sample, first_samples)
-        found = []
+        microbatches = []
         for m in range(count):
             samples, items = slice(*first_samples[m : m + 2]), slice(*first_items[m : m + 2])
             parts = {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
@@ -176,8 +176,8 @@ class GlobalMicrobatch:
             parts["lane"] = parts["lane"] - m * lanes
             parts["item_sample"] = parts["item_sample"] - first_samples[m]
             parts["lane_tokens"] = self.lane_tokens[m * lanes : (m + 1) * lanes]
-            found.append(replace(self, **parts))
-        return found
+            microbatches.append(replace(self, **parts))
+        return microbatches
 
     def samples_of_lane(self, lane: int) -> np.ndarray:
         """Numbers in this microbatch of the samples of one lane, in packed order."""
@@ -328,11 +328,11 @@ def pack_lane(
     mask = np.zeros(num_tokens, np.float32)
     counts = np.repeat(np.asarray(loss_tokens) > 0, real)
     mask[place] = np.concatenate([sample.loss_mask for sample in samples]) * counts
-    num_items = [len(own) for own in grids]
+    num_items = [len(of_sample) for of_sample in grids]
     assert num_items == [len(sample.item_offsets) for sample in samples], "each item has a grid"
     offsets = np.concatenate([sample.item_offsets for sample in samples]) + start.repeat(num_items)
-    all_grids = [grid for own in grids for grid in own]
-    steps = None if time_steps is None else [step for own in time_steps for step in own]
+    all_grids = [grid for of_sample in grids for grid in of_sample]
+    steps = None if time_steps is None else [step for of_sample in time_steps for step in of_sample]
     # Each sample, its padding, and what fills the sequence up: positions start again.
     stretches = np.append(np.stack((real, padded - real), axis=1), tail)
     return PackedLane(

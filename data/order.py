@@ -160,8 +160,8 @@ class SampleOrder:
 
     def numbers_of(self, mixture: Mixture) -> np.ndarray:
         """int64 (streams,): the source that each stream of an earlier mixture is; -1 for none."""
-        own = {(one.salt, one.size): n for n, one in enumerate(self.mixtures[-1].streams)}
-        return np.array([own.get((one.salt, one.size), -1) for one in mixture.streams])
+        numbers = {(s.salt, s.size): n for n, s in enumerate(self.mixtures[-1].streams)}
+        return np.array([numbers.get((s.salt, s.size), -1) for s in mixture.streams])
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """positions int (n,), from 0 -> (source int64 (n,), sample int64 (n,) inside that source).

@@ -55,11 +55,11 @@ def find_files(source: str) -> tuple[list[str], Path]:
     """
     path = Path(source)
     if path.is_dir():
-        files, folder = [str(one) for one in path.rglob("*.parquet")], path
+        files, folder = [str(file) for file in path.rglob("*.parquet")], path
     else:
-        found = [source] if path.is_file() else glob.glob(source, recursive=True)
-        files, folder = [one for one in found if os.path.isfile(one)], Path(pattern_root(source))
-    wrong = [one for one in files if not one.lower().endswith(_SUFFIXES)]
+        matches = [source] if path.is_file() else glob.glob(source, recursive=True)
+        files, folder = list(filter(os.path.isfile, matches)), Path(pattern_root(source))
+    wrong = [file for file in files if not file.lower().endswith(_SUFFIXES)]
     if wrong or not files:
         raise ValueError(
             f"{wrong[0] if wrong else source!r}: need a file or pattern that ends with "
@@ -190,11 +190,11 @@ class ShardSize:
     @classmethod
     def parse(cls, text: str) -> ShardSize:
         """From `2000`, a number of samples, or `512MiB`. Raises ValueError."""
-        found = re.fullmatch(r"([1-9]\d{0,8})(MiB)?", text)
-        if not found:
+        match = re.fullmatch(r"([1-9]\d{0,8})(MiB)?", text)
+        if not match:
             raise ValueError(f"--shard-size {text!r}: need samples, as 2000, or a size, as 512MiB")
-        number = int(found[1])
-        return cls(None, number * 2**20) if found[2] else cls(number, None)
+        number = int(match[1])
+        return cls(None, number * 2**20) if match[2] else cls(number, None)
 
 
 @dataclass
@@ -265,7 +265,7 @@ def pack(
 def _write(writer: Any, sample: dict[str, str | bytes], limit: int | None) -> None:
     """Write a sample, into the next shard if this one would have more bytes than ``limit``."""
     members = [value for value in sample.values() if isinstance(value, bytes)]
-    num_bytes = sum(_TAR_BLOCK - -len(one) // _TAR_BLOCK * _TAR_BLOCK for one in members)
+    num_bytes = sum(_TAR_BLOCK - -len(member) // _TAR_BLOCK * _TAR_BLOCK for member in members)
     if writer.count and limit and writer.size + num_bytes > limit:
         writer.next_stream()
     writer.write(sample)
@@ -353,43 +353,43 @@ class MediaFolder:
         if not os.path.isdir(self._real):
             raise ValueError(f"the media root {root} is no folder: correct --media-root")
 
-    def read(self, kind: str, given: Any) -> tuple[str, bytes]:
+    def read(self, kind: str, value: Any) -> tuple[str, bytes]:
         """Return suffix and bytes of a file that a row names or contains. Raises ValueError."""
-        if isinstance(given, Mapping):  # Hugging Face's: {"bytes": ..., "path": ...}
-            given = given.get("path") if given.get("bytes") is None else given["bytes"]
-        if isinstance(given, Embedded):
-            if len(given.data) > _MAX_FILE * 4 // 3:
+        if isinstance(value, Mapping):  # Hugging Face's: {"bytes": ..., "path": ...}
+            value = value.get("path") if value.get("bytes") is None else value["bytes"]
+        if isinstance(value, Embedded):
+            if len(value.data) > _MAX_FILE * 4 // 3:
                 raise ValueError(f"has more than {_MAX_FILE >> 20} MiB")
             try:
-                given = base64.b64decode(given.data, validate=True)
+                value = base64.b64decode(value.data, validate=True)
             except ValueError as error:
                 raise ValueError(f"is not Base64: {error}") from error
-        data = given if isinstance(given, bytes) else self._of_path(given)
+        data = value if isinstance(value, bytes) else self._of_path(value)
         if len(data) > _MAX_FILE:
             raise ValueError(f"has more than {_MAX_FILE >> 20} MiB")
         AudioClips().probe(io.BytesIO(data)) if kind == "audio" else image_size(data)
-        found = (name for start, name in _KINDS.items() if re.match(start, data, re.DOTALL))
-        return next(found), data
+        suffixes = (name for start, name in _KINDS.items() if re.match(start, data, re.DOTALL))
+        return next(suffixes), data
 
-    def _of_path(self, given: object) -> bytes:
-        if not isinstance(given, str) or not given:
+    def _of_path(self, name: object) -> bytes:
+        if not isinstance(name, str) or not name:
             raise ValueError("the row does not say which file it is")
-        if re.match(r"[a-z][a-z0-9+.-]*://", given, re.IGNORECASE):
+        if re.match(r"[a-z][a-z0-9+.-]*://", name, re.IGNORECASE):
             raise ValueError(
-                f"{given[:200]!r} is a URL: nothing is downloaded; fetch the files first"
+                f"{name[:200]!r} is a URL: nothing is downloaded; fetch the files first"
             )
-        parts = re.split(r"[/\\]", given)
-        if os.path.isabs(given) or ".." in parts or not given.isprintable() or ":" in parts[0]:
-            raise ValueError(f"{given[:200]!r}: need a path inside --media-root, without `..`")
-        path = os.path.realpath(os.path.join(self._real, given))
+        parts = re.split(r"[/\\]", name)
+        if os.path.isabs(name) or ".." in parts or not name.isprintable() or ":" in parts[0]:
+            raise ValueError(f"{name[:200]!r}: need a path inside --media-root, without `..`")
+        path = os.path.realpath(os.path.join(self._real, name))
         if os.path.commonpath([path, self._real]) != self._real:
-            raise ValueError(f"{given!r} is a link that leaves the media root")
+            raise ValueError(f"{name!r} is a link that leaves the media root")
         if not os.path.isfile(path):
             raise ValueError(
-                f"{given!r} is no file in {self.root}; --media-root names the folder of the files"
+                f"{name!r} is no file in {self.root}; --media-root names the folder of the files"
             )
         try:
             with open(path, "rb") as file:
                 return file.read(_MAX_FILE + 1)
         except OSError as error:
-            raise ValueError(f"{given!r} cannot be read: {error}") from error
+            raise ValueError(f"{name!r} cannot be read: {error}") from error

@@ -85,18 +85,18 @@ class _Feistel:
 
     def _moved(self, cells: np.ndarray, sign: int) -> np.ndarray:
         """Apply all rounds; with the sign -1 their inverses."""
-        found = self._through_rounds(cells, sign)
-        while (outside := np.flatnonzero(found >= self._size)).size:
-            found[outside] = self._through_rounds(found[outside], sign)
-        return found
+        moved = self._through_rounds(cells, sign)
+        while (outside := np.flatnonzero(moved >= self._size)).size:
+            moved[outside] = self._through_rounds(moved[outside], sign)
+        return moved
 
     def _through_rounds(self, cells: np.ndarray, sign: int) -> np.ndarray:
         place = list(np.divmod(cells, self._shape[1]))  # row, column
         for number in range(_ROUNDS)[::sign]:
-            own, other = number % 2, 1 - number % 2
-            count = self._shape[own]
+            axis, other = number % 2, 1 - number % 2
+            count = self._shape[axis]
             way = _mixed(place[other], self._states[number]) % np.uint64(count)
-            place[own] = (place[own] + sign * way.astype(np.int64)) % count
+            place[axis] = (place[axis] + sign * way.astype(np.int64)) % count
         return place[0] * self._shape[1] + place[1]
 
 
@@ -137,11 +137,11 @@ class Mixing:
             return np.full(len(turns), self._root), turns
         groups, inverse = np.unique(turns // _SHUFFLED, return_inverse=True)
         together = groups[:, None] * _SHUFFLED + np.arange(_SHUFFLED)
-        source, earlier = (own.reshape(-1, _SHUFFLED) for own in self._deal(together.ravel()))
+        source, earlier = (part.reshape(-1, _SHUFFLED) for part in self._deal(together.ravel()))
         hashes = mix64(together.ravel(), self._seed, _SHUFFLE_STREAM).reshape(-1, _SHUFFLED)
         shuffled = np.take_along_axis(source, np.argsort(hashes, 1, kind="stable"), 1)
         # A source's own turns stay in order.
-        before, after = (np.argsort(one, 1, kind="stable") for one in (source, shuffled))
+        before, after = (np.argsort(order, 1, kind="stable") for order in (source, shuffled))
         ordered = np.empty_like(earlier)
         np.put_along_axis(ordered, after, np.take_along_axis(earlier, before, 1), 1)
         place = inverse, turns % _SHUFFLED
@@ -150,30 +150,30 @@ class Mixing:
     def counts(self, turns: int) -> np.ndarray:
         """int64 (sources,): turns of each source among the first ``turns``."""
         shuffled = turns // _SHUFFLED * _SHUFFLED
-        found, todo = np.zeros(self._num_sources, np.int64), [(self._root, shuffled)]
+        counts, todo = np.zeros(self._num_sources, np.int64), [(self._root, shuffled)]
         while todo:
             number, count = todo.pop()
             if (node := self._nodes.get(number)) is None:
-                found[number] = count
+                counts[number] = count
             else:
                 left = (count * node.share + node.phase) >> 64
                 todo += [(node.left, left), (node.right, count - left)]
         rest, _ = self.at(np.arange(shuffled, turns))
-        return found + np.bincount(rest, minlength=self._num_sources)
+        return counts + np.bincount(rest, minlength=self._num_sources)
 
     def _deal(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return what `at` does, before turns are shuffled."""
         source, earlier = np.empty_like(turns), np.empty_like(turns)
         todo = [(self._root, np.arange(len(turns)), turns)]
         while todo:
-            number, place, own = todo.pop()
+            number, place, earlier_turns = todo.pop()
             if (node := self._nodes.get(number)) is None:
-                source[place], earlier[place] = number, own
-            elif len(own):
-                before, after = (_dealt(node, upto) for upto in (own, own + 1))
+                source[place], earlier[place] = number, earlier_turns
+            elif len(earlier_turns):
+                before, after = (_dealt(node, upto) for upto in (earlier_turns, earlier_turns + 1))
                 left = after > before
                 todo.append((node.left, place[left], before[left]))
-                todo.append((node.right, place[~left], (own - before)[~left]))
+                todo.append((node.right, place[~left], (earlier_turns - before)[~left]))
         return source, earlier
 
 
@@ -284,30 +284,30 @@ class _Window:
         all_tokens, all_rows, rows_by_length = self._tokens, self._rows, self._rows_by_length
         tokens, rows, pack = budget, self._max_rows, []
         # The oldest, until half of the budget is used.
-        self._oldest = one = taken.index(False, self._oldest)
-        assert all_tokens[one] <= tokens and all_rows[one] <= rows, (
-            f"position {self._position[one]}: {all_tokens[one]} tokens, {all_rows[one]} rows, "
+        self._oldest = n = taken.index(False, self._oldest)
+        assert all_tokens[n] <= tokens and all_rows[n] <= rows, (
+            f"position {self._position[n]}: {all_tokens[n]} tokens, {all_rows[n]} rows, "
             f"more than {self.budget}"
         )
-        while one < self._entered and 2 * tokens > budget:
-            if not taken[one] and all_tokens[one] <= tokens and all_rows[one] <= rows:
-                i = bisect_left(by_length, self._key[one])
+        while n < self._entered and 2 * tokens > budget:
+            if not taken[n] and all_tokens[n] <= tokens and all_rows[n] <= rows:
+                i = bisect_left(by_length, self._key[n])
                 del by_length[i], rows_by_length[i]
-                tokens, rows, taken[one] = tokens - all_tokens[one], rows - all_rows[one], True
-                pack.append(one)
-            one += 1
+                tokens, rows, taken[n] = tokens - all_tokens[n], rows - all_rows[n], True
+                pack.append(n)
+            n += 1
         # Best fit. Less and less fits, so what did not fit once need not be tried again.
         i = bisect_right(by_length, tokens * _NUMBERS)
         while i > 0:
             i -= 1
             if rows_by_length[i] <= rows:
-                one = -by_length[i] % _NUMBERS
+                n = -by_length[i] % _NUMBERS
                 del by_length[i], rows_by_length[i]
-                tokens, rows, taken[one] = tokens - all_tokens[one], rows - all_rows[one], True
-                pack.append(one)
+                tokens, rows, taken[n] = tokens - all_tokens[n], rows - all_rows[n], True
+                pack.append(n)
                 i = bisect_right(by_length, tokens * _NUMBERS, 0, i)
         self._waiting -= len(pack)
-        return [self._position[one] for one in sorted(pack)]
+        return [self._position[n] for n in sorted(pack)]
 
     def _fill(self) -> None:
         keys, by_length, beside = self._key, self._by_length, self._rows_by_length

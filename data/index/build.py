@@ -84,14 +84,14 @@ class Problems:
                 "samples or leave them out of the shards",
             ),
         }
-        found = [
+        texts = [
             f"{self.counts[kind]} {what}:\n  {listed(self.lines[kind], self.counts[kind])}\n{fix}"
             for kind, (what, fix) in remedies.items()
             if kind in self.counts
         ]
         if "shard" in self.counts:
-            found.append(listed(self.lines["shard"], self.counts["shard"]))
-        return "\n".join(found)
+            texts.append(listed(self.lines["shard"], self.counts["shard"]))
+        return "\n".join(texts)
 
 
 def build_here(
@@ -177,7 +177,7 @@ def index_shard(
 
 
 def _suffixes(processors: Processors) -> list[str]:
-    return sorted({suffix for one in processors.values() for suffix in one.suffixes})
+    return sorted({suffix for modality in processors.values() for suffix in modality.suffixes})
 
 
 _Row = dict[str, float]  # a number for each column of a sample, an item or a file
@@ -198,17 +198,17 @@ def _read_sample(
     file.seek(raw.json.offset)
     messages = parse_messages(file.read(raw.json.size))
     mentioned = chat.mentions(messages, raw.key)
-    num_files = sum(one.frames for one in mentioned)
+    num_files = sum(mention.frames for mention in mentioned)
     if num_files != len(raw.items):
         raise PlaceholderError(raw.key, num_files, len(raw.items))
     members = [raw.items[number] for number in range(num_files)]
     items: list[_Row] = []
     texts: list[str] = []
     first = 0
-    for one in mentioned:
-        part, plan = _read_part(one, first, members, file, processors[one.media])
+    for mention in mentioned:
+        part, plan = _read_part(mention, first, members, file, processors[mention.media])
         columns = {
-            "item_media": sorted(processors).index(one.media),
+            "item_media": sorted(processors).index(mention.media),
             "item_file": first,
             "item_frames": part.frames,
             "item_fps": part.fps,
@@ -219,7 +219,7 @@ def _read_sample(
         }
         items += [{**columns, "item_number": number} for number in range(plan.num_items)]
         texts.append(plan.text)
-        first += one.frames
+        first += mention.frames
     encoded = chat.encode(messages, [int(item["item_rows"]) for item in items], raw.key, texts)
     loss_tokens = count_loss_tokens(encoded)
     if loss_tokens == 0:
@@ -238,7 +238,8 @@ def _read_sample(
         "loss_tokens": loss_tokens,
         "unknown_tokens": encoded.input_ids.tolist().count(chat.unknown_token_id),
     }
-    return sample, items, [{"file_offset": one.offset, "file_size": one.size} for one in members]
+    files: list[_Row] = [{"file_offset": m.offset, "file_size": m.size} for m in members]
+    return sample, items, files
 
 
 def _read_part(

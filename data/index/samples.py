@@ -102,33 +102,33 @@ class Index:
         asked = numbers.reshape(-1)
         if len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < total:
             raise IndexError(f"{name} has {total} entries; asked for {asked.min()}..{asked.max()}")
-        found = np.empty(len(asked), np.float64 if name == "item_fps" else np.int64)
+        entries = np.empty(len(asked), np.float64 if name == "item_fps" else np.int64)
         inside = asked < starts[-1]  # all but the end of item_start
-        found[~inside] = self.num_items
+        entries[~inside] = self.num_items
         asked = asked[inside]
         shard = np.searchsorted(starts, asked, side="right") - 1
         if name == "shard":
-            found[inside] = shard
+            entries[inside] = shard
         else:
-            found[inside] = self._gather(NAMES.index(name), shard, asked - starts[shard])
+            entries[inside] = self._gather(NAMES.index(name), shard, asked - starts[shard])
         if name in ("item_start", "item_file"):  # numbers of what a shard has itself
             before = self._starts["items" if name == "item_start" else "files"]
-            found[inside] += before[shard]
-        return found.reshape(numbers.shape)
+            entries[inside] += before[shard]
+        return entries.reshape(numbers.shape)
 
     def _gather(self, column: int, shard: np.ndarray, local: np.ndarray) -> np.ndarray:
         """Return a column's entries at places in shards; shard, local: (k,)."""
         specs = self._specs[:, column]
-        found = specs["first"][shard] + specs["step"][shard] * local
+        entries = specs["first"][shard] + specs["step"][shard] * local
         if np.all(specs["dtype"] == STEPS):
-            return found
+            return entries
         order = np.argsort(shard, kind="stable")
         cuts = np.flatnonzero(np.diff(shard[order])) + 1
-        for own in np.split(order, cuts) if len(order) else ():
-            one = int(shard[own[0]])
-            if specs["dtype"][one] != STEPS:
-                found[own] = self._stored(one, column)[local[own]]
-        return found
+        for places in np.split(order, cuts) if len(order) else ():
+            number = int(shard[places[0]])
+            if specs["dtype"][number] != STEPS:
+                entries[places] = self._stored(number, column)[local[places]]
+        return entries
 
     def _stored(self, shard: int, column: int) -> np.ndarray:
         """Return a column from the file of a shard; the first use compares its checksum."""
@@ -166,13 +166,13 @@ class Index:
     def sample_of_item(self, item: int) -> int:
         """The sample that an item belongs to."""
         shard, column = bisect_right(self._starts["items"], item) - 1, NAMES.index("item_start")
-        own, local = self.samples_of_shard(shard), item - int(self._starts["items"][shard])
+        samples, local = self.samples_of_shard(shard), item - int(self._starts["items"][shard])
         spec = self._specs[shard, column]
         if spec["dtype"] != STEPS:
-            return own[bisect_right(self._stored(shard, column), local) - 1]
+            return samples[bisect_right(self._stored(shard, column), local) - 1]
         if not spec["step"]:
-            return own[-1]  # the others have no items
-        return own[: int(local // spec["step"]) + 1][-1]  # the last may have more than a step
+            return samples[-1]  # the others have no items
+        return samples[: int(local // spec["step"]) + 1][-1]  # the last may have more than a step
 
     def part(self, item: int) -> Part:
         """The content part that an item belongs to."""
@@ -265,11 +265,11 @@ def column(
     indexes: Sequence[Index], name: str, source: np.ndarray, number: np.ndarray
 ) -> np.ndarray:
     """Return the entries int64 (k,) of column ``name``; source, number: (k,)."""
-    found = np.empty(len(number), np.int64)
-    for one in np.flatnonzero(np.bincount(source)).tolist():
-        own = source == one
-        found[own] = indexes[one].column(name, number[own])
-    return found
+    entries = np.empty(len(number), np.int64)
+    for number_of_source in np.flatnonzero(np.bincount(source)).tolist():
+        places = source == number_of_source
+        entries[places] = indexes[number_of_source].column(name, number[places])
+    return entries
 
 
 def items_of_samples(

@@ -62,17 +62,17 @@ def find_shards(pattern: str) -> tuple[Shard, ...]:
         listed = remote.find(named) if remote.is_remote(pattern) else _find_local(named)
     except OSError as error:
         raise ValueError(f"shards of {pattern!r} cannot be looked up: {error}") from error
-    found = {path: Shard(path, *state) for path, state in listed if state is not None}
+    shards = {path: Shard(path, *state) for path, state in listed if state is not None}
     missing = sorted(path for path, state in listed if state is None)
-    if not found or missing:
+    if not shards or missing:
         what = f"{len(missing)} shards of {pattern!r} are missing: {first_three(missing)}"
         hint = " A web server lists no files: use a brace range such as {000..123}."
         raise ValueError(
-            f"{what if found else f'no shard matches {pattern!r}'}: prepare the data first, or "
+            f"{what if shards else f'no shard matches {pattern!r}'}: prepare the data first, or "
             f"correct the path in the recipe."
             f"{hint if pattern.startswith('http') and glob.has_magic(pattern) else ''}"
         )
-    return tuple(found[path] for path in sorted(found))
+    return tuple(shards[path] for path in sorted(shards))
 
 
 def first_three(names: Sequence[str]) -> str:
@@ -82,14 +82,14 @@ def first_three(names: Sequence[str]) -> str:
 
 
 def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]]:
-    found: list[tuple[str, remote.State | None]] = []
+    result: list[tuple[str, remote.State | None]] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         shards = [*_states(paths)]
         if not shards:
             _raise_if_sick(pattern)
-        found += shards or [(pattern, None)]
-    return found
+        result += shards or [(pattern, None)]
+    return result
 
 
 def _states(paths: Iterable[str]) -> Iterator[tuple[str, remote.State]]:

@@ -130,8 +130,8 @@ def load_or_build_index(
     missing shards otherwise. Raises ValueError for missing, damaged or misread shards.
     """
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
-    found = find_survey(pattern, settings, media, cache)
-    if found is None:
+    state = find_survey(pattern, settings, media, cache)
+    if state is None:
         warnings.warn(
             f"the index of {pattern!r} can be stored neither in "
             f"{' nor in '.join(map(str, index_homes(pattern, settings, cache)))}; it is built "
@@ -139,17 +139,17 @@ def load_or_build_index(
             stacklevel=2,
         )
         return build_index(pattern, chat, processors, progress)
-    if found.tasks:
-        home = found.catalog.path.parent
-        if any(other.parent != home for other in home.parent.glob(f"*/{found.catalog.path.name}")):
+    if state.tasks:
+        home = state.catalog.path.parent
+        if any(other.parent != home for other in home.parent.glob(f"*/{state.catalog.path.name}")):
             warnings.warn(
                 f"{pattern!r} is indexed again: its index in {home.parent} is of another version, "
                 "or of another tokenizer, template or preprocessing",
                 stacklevel=2,
             )
-        build(found.tasks, chat, processors, progress)
-        found = survey(pattern, settings, media, home)
-    return found.open()
+        build(state.tasks, chat, processors, progress)
+        state = survey(pattern, settings, media, home)
+    return state.open()
 
 
 def build_index(
@@ -177,16 +177,16 @@ def find_survey(
     None if there is no such folder. Raises ValueError as `survey` does.
     """
     homes = index_homes(pattern, settings, cache)
-    found: dict[Path, Survey] = {}
+    surveys: dict[Path, Survey] = {}
     for home in filter(Path.is_dir, homes):
-        found[home] = survey(pattern, settings, media, home)
-        if found[home].is_written:
-            return found[home]
+        surveys[home] = survey(pattern, settings, media, home)
+        if surveys[home].is_written:
+            return surveys[home]
     find_shards(pattern)  # to say that there are none, before a folder is made
     errors = list[OSError]()
     for home in homes:
         if (error := _why_not_written(home)) is None:
-            return found.get(home) or survey(pattern, settings, media, home)
+            return surveys.get(home) or survey(pattern, settings, media, home)
         errors.append(error)
     for error in errors:
         if error.errno not in _NO_PLACE:

@@ -122,17 +122,17 @@ def _has_late_metadata(image: Image.Image) -> bool:
         return False
     position = file.tell()  # decoding continues from here
     file.seek(_PNG_SIGNATURE)
-    late = found = False
+    late = has_orientation = False
     while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
         kind, length, start = header[4:], int.from_bytes(header[:4], "big"), file.tell()
         late |= kind == b"IDAT"
         if late and kind in _PNG_TEXTS:
             keyword = file.read(min(length, _PNG_KEYWORD)).split(b"\0", 1)[0]
-            found |= keyword in _KEYWORDS_WITH_ORIENTATION
-        found |= late and kind == b"eXIf"
+            has_orientation |= keyword in _KEYWORDS_WITH_ORIENTATION
+        has_orientation |= late and kind == b"eXIf"
         file.seek(start + length + 4)  # data and checksum
     file.seek(position)
-    return found
+    return has_orientation
 
 
 def _turned(image: Image.Image, size: Size) -> Size:

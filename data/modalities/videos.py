@@ -47,8 +47,11 @@ class VideoProcessor(ImageProcessor):
         tokens_per_second: float = 2.0,
     ) -> Self:
         """Return a processor that cuts and normalises like ``images``, of the same tower."""
-        own: dict[str, Any] = vars(images) | {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        return cls(**own | {"jpeg_draft": False, "tokens_per_second": tokens_per_second})
+        fields: dict[str, Any] = vars(images) | {
+            "min_pixels": min_pixels,
+            "max_pixels": max_pixels,
+        }
+        return cls(**fields | {"jpeg_draft": False, "tokens_per_second": tokens_per_second})
 
     @property
     def wire(self) -> WireForm:
@@ -101,7 +104,7 @@ class TimedVideoProcessor(VideoProcessor):
         count = -(-part.frames // self.temporal_patch_size)
         files = [self.item_files(part, item) for item in range(count)]
         # A patch that is filled with copies of the last frame ends at that frame.
-        times = [(own[0] / part.fps + own[-1] / part.fps) / 2 for own in files]
+        times = [(numbers[0] / part.fps + numbers[-1] / part.fps) / 2 for numbers in files]
         text = "".join(f"<{time:.1f} seconds>{ITEM_SLOT}" for time in times)
         return self._plan(self.frame_size(part), text=text)
 

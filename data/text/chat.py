@@ -144,11 +144,11 @@ class ChatTokenizer:
         Raises MessagesError for malformed messages, UnknownMediaError for a modality without a
         placeholder.
         """
-        found = mentions(messages, key)
-        for one in found:
-            if one.media not in self.placeholders:
-                raise UnknownMediaError(key, one.media, self.placeholders)
-        return found
+        mentioned = mentions(messages, key)
+        for mention in mentioned:
+            if mention.media not in self.placeholders:
+                raise UnknownMediaError(key, mention.media, self.placeholders)
+        return mentioned
 
     def encode(
         self,
@@ -209,12 +209,12 @@ class ChatTokenizer:
 
     def differences(self, other: ChatTokenizer) -> list[str]:
         """Return which of "tokenizer" and "chat template" differ from another folder's."""
-        found = []
+        names = []
         if self._vocabulary() != other._vocabulary():
-            found.append("tokenizer")
+            names.append("tokenizer")
         if self.template != other.template:
-            found.append("chat template")
-        return found
+            names.append("chat template")
+        return names
 
     def _vocabulary(self) -> tuple[str, list[tuple[str, str]]]:
         names = self._tokenizer.special_tokens_map.items()
@@ -281,13 +281,13 @@ class ChatTokenizer:
         of turn does not.
         """
         starts, ends = rendered.offsets.T
-        found = np.zeros(len(starts), dtype=bool)
+        is_item = np.zeros(len(starts), dtype=bool)
         for start, end in rendered.parts:
-            found |= (starts < end) & (ends > start)
-        edges = np.diff(found.astype(np.int8))
+            is_item |= (starts < end) & (ends > start)
+        edges = np.diff(is_item.astype(np.int8))
         beside = np.append(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) + 1)
-        found[beside] = np.isin(rendered.ids[beside], self._around_items)
-        return found
+        is_item[beside] = np.isin(rendered.ids[beside], self._around_items)
+        return is_item
 
     def _answers(self, chat: _Chat, whole: _Rendered) -> list[tuple[int, int]]:
         """Tokens [start, end) of every answer, its end token included."""
@@ -295,7 +295,7 @@ class ChatTokenizer:
         if numbers[:1] == [0]:
             raise chat.error("begins with an answer; need a question before it")
         if self._template.opening is not None:
-            begins = [found.end() for found in self._template.opening.finditer(whole.text)]
+            begins = [match.end() for match in self._template.opening.finditer(whole.text)]
             # A token with a character of the opening, such as two line breaks in one, is not whole.
             starts = np.searchsorted(whole.offsets[:, 0], begins)
             turns = np.append(np.flatnonzero(whole.ids == self.eos_token_id), len(whole.ids)) + 1

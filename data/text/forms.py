@@ -72,7 +72,7 @@ def parse_messages(data: bytes) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
     chat = read_chat(document)
-    if any(isinstance(one, Embedded) for one in chat.files):
+    if any(isinstance(file, Embedded) for file in chat.files):
         raise ValueError("holds a file inside its JSON: `mimo data pack` writes files of their own")
     # Some templates go over all earlier messages for each, so the work grows with their square.
     if len(chat.messages) > _MOST_MESSAGES:
@@ -82,12 +82,12 @@ def parse_messages(data: bytes) -> list[Any]:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object for `json`. Raises ValueError for a repeated key."""
-    found = dict[str, Any]()
+    result = dict[str, Any]()
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"the key {short_text(key)} is there twice")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def read_chat(document: object) -> Chat:
@@ -104,13 +104,13 @@ def read_chat(document: object) -> Chat:
     tools = _parsed(document.get("tools"), "tools")
     if tools and messages and isinstance(messages[0], dict):
         messages[0]["tools"] = tools
-    return Chat(messages, reader.files, [media for media, own in reader.given.items() if own])
+    return Chat(messages, reader.files, [kind for kind, files in reader.given.items() if files])
 
 
 class _Reader:
     def __init__(self, document: Mapping[str, Any], turns: Sequence[Any]) -> None:
         self.files: list[Any] = []
-        self.given = {media: _files(document, media) for media in _KEYS}
+        self.given = {modality: _files(document, modality) for modality in _KEYS}
         self._fps = document.get("fps")
         turns = [turn for turn in turns if isinstance(turn, Mapping)]
         in_parts = any(_is_list(turn.get("content")) for turn in turns)
@@ -118,14 +118,14 @@ class _Reader:
         # Elsewhere `<image>` is a text like any other.
         self._tokens = is_llava or (any(self.given.values()) and not in_parts)
         texts = (turn.get("value" if "from" in turn else "content") for turn in turns)
-        found = [m for text in texts if isinstance(text, str) for m in _TOKEN.findall(text)]
+        tokens = [m for text in texts if isinstance(text, str) for m in _TOKEN.findall(text)]
         self._first: list[str] = []
-        for media, own in self.given.items() if self._tokens else ():
-            count = found.count(media)
-            if own and not count:
-                self._first += [media] * len(own)  # before the first question
-            elif own and count != len(own):
-                raise ValueError(f"its text has <{media}> {count} times for {len(own)} files")
+        for modality, files in self.given.items() if self._tokens else ():
+            count = tokens.count(modality)
+            if files and not count:
+                self._first += [modality] * len(files)  # before the first question
+            elif files and count != len(files):
+                raise ValueError(f"its text has <{modality}> {count} times for {len(files)} files")
 
     def message(self, turn: Any) -> Any:
         """Convert a message; unrecognised parts stay, and are refused when checked."""
@@ -138,7 +138,7 @@ class _Reader:
             turn["role"] = _ALIASES.get(role, role)
         call = turn.pop("function_call", None)
         if calls := turn.get("tool_calls") or ([] if call is None else [call]):
-            turn["tool_calls"] = [_call(one) for one in (calls if _is_list(calls) else [calls])]
+            turn["tool_calls"] = [_call(entry) for entry in (calls if _is_list(calls) else [calls])]
             turn.setdefault("content", "")
         content = turn.get("content")
         if isinstance(content, str) and self._tokens:
@@ -150,7 +150,7 @@ class _Reader:
     def _split(self, text: str, asks: bool) -> Any:
         parts: list[Any] = []
         if asks:
-            parts, self._first = [self._item(media) for media in self._first], []
+            parts, self._first = [self._item(modality) for modality in self._first], []
         for number, piece in enumerate(_TOKEN.split(text)):
             if number % 2:
                 parts.append(self._item(piece))
@@ -158,29 +158,29 @@ class _Reader:
                 parts.append({"type": "text", "text": piece})
         return parts if any(part["type"] != "text" for part in parts) else text
 
-    def _item(self, media: str, part: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _item(self, modality: str, part: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return our part for the next file of a modality, or for the file that ``part`` names."""
         part = part or {}
-        value = next((part[n] for n in (media, "bytes", "path", "url") if n in part), None)
+        value = next((part[n] for n in (modality, "bytes", "path", "url") if n in part), None)
         if value is None:
-            value = self.given[media].pop(0) if self.given.get(media) else None
-        own = {name: part[name] for name in ("frames", "fps") if name in part}
-        if value is not None and _is_list(value) != (media == "video"):
+            value = self.given[modality].pop(0) if self.given.get(modality) else None
+        keys = {name: part[name] for name in ("frames", "fps") if name in part}
+        if value is not None and _is_list(value) != (modality == "video"):
             raise ValueError(
-                f"{media} {short_text(value)}: need one file for each image or clip, and for a "
+                f"{modality} {short_text(value)}: need one file for each image or clip, and for a "
                 'video the list of its frames, ["0.jpg", "1.jpg", ...]; videos are not decoded'
             )
         if _is_list(value):
-            own["frames"] = len(value)
+            keys["frames"] = len(value)
             if self._fps is not None:
-                own.setdefault("fps", self._fps)
-        frames = own.get("frames", 1)  # anything, until it is checked
+                keys.setdefault("fps", self._fps)
+        frames = keys.get("frames", 1)  # anything, until it is checked
         count = frames if type(frames) is int and value is None else 1
         if len(self.files) + count > _MOST_FILES:
             raise ValueError(f"it mentions more than {_MOST_FILES} files")
         files = value if _is_list(value) else [value] * count
-        self.files += [_embedded(one) for one in files]
-        return {"type": media, **own}
+        self.files += [_embedded(file) for file in files]
+        return {"type": modality, **keys}
 
     def _part(self, part: Any) -> Any:
         if not isinstance(part, Mapping):
@@ -200,9 +200,9 @@ class _Reader:
         return part
 
 
-def _present(found: Mapping[str, Any]) -> dict[str, Any]:
+def _present(row: Mapping[str, Any]) -> dict[str, Any]:
     """Drop nulls, with which Parquet fills rows."""
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _of_llava(turn: dict[str, Any]) -> dict[str, Any]:
@@ -214,15 +214,15 @@ def _of_llava(turn: dict[str, Any]) -> dict[str, Any]:
     return {**turn, "role": _ROLES[sender], "content": value}
 
 
-def _files(document: Mapping[str, Any], media: str) -> list[Any]:
+def _files(document: Mapping[str, Any], modality: str) -> list[Any]:
     """Return the files that a document names beside its messages; a video is a list of frames."""
-    for key in _KEYS[media]:
-        found = document.get(key)
-        if isinstance(found, str | bytes | Mapping):
-            return [found]
-        if _is_list(found) and found:
-            frames = key == "video" and not any(_is_list(one) for one in found)
-            return [found] if frames else list(found)
+    for key in _KEYS[modality]:
+        value = document.get(key)
+        if isinstance(value, str | bytes | Mapping):
+            return [value]
+        if _is_list(value) and value:
+            frames = key == "video" and not any(_is_list(entry) for entry in value)
+            return [value] if frames else list(value)
     return []
 
 
@@ -242,9 +242,9 @@ def _call(call: Any) -> dict[str, Any]:
     if isinstance(function, Mapping) and isinstance(function.get("name"), str):
         arguments = _parsed(function.get("arguments") or {}, "the arguments of a call")
         if isinstance(arguments, Mapping):
-            own = {"id": call["id"]} if call.get("id") is not None else {}
+            call_id = {"id": call["id"]} if call.get("id") is not None else {}
             named = {"name": function["name"], "arguments": arguments}
-            return {**own, "type": "function", "function": named}
+            return {**call_id, "type": "function", "function": named}
     raise ValueError(
         f"the call {short_text(call)}: need "
         '{"type": "function", "function": {"name": "...", "arguments": {...}}}'

@@ -76,7 +76,7 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
     `fps`.
     """
     _check(messages, key)
-    found = []
+    result = []
     for part in item_parts(messages):
         frames, fps = part.get("frames", 1), part.get("fps", DEFAULT_FPS)
         if type(frames) is not int or frames < 1:
@@ -89,8 +89,8 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
                 f"sample {key!r}: a part of type {part['type']!r} has fps {short_text(fps)}; need "
                 "frames per second, above 0"
             )
-        found.append(Mention(part["type"], frames, float(fps)))
-    return found
+        result.append(Mention(part["type"], frames, float(fps)))
+    return result
 
 
 def _check(messages: object, key: str) -> None:
@@ -176,22 +176,22 @@ def write_items(
     PlaceholderError when tokens and parts differ in number, MessagesError when they are in another
     order.
     """
-    media_of = {text.written: media for media, text in media_text.items()}
+    media_of = {text.written: kind for kind, text in media_text.items()}
     # The longest first: one may be contained in another.
     written = sorted(media_of, key=len, reverse=True)
     if not written:
         return finish(rendered), []
     pieces = re.split("(" + "|".join(re.escape(token) for token in written) + ")", rendered)
-    found = [media_of[token] for token in pieces[1::2]]
-    if len(found) != len(parts):
-        raise PlaceholderError(key, len(found), len(parts))
-    if found != [media for media, _ in parts]:
-        tokens = {media: text.written for media, text in media_text.items()}
+    written_modalities = [media_of[token] for token in pieces[1::2]]
+    if len(written_modalities) != len(parts):
+        raise PlaceholderError(key, len(written_modalities), len(parts))
+    if written_modalities != [kind for kind, _ in parts]:
+        tokens = {kind: text.written for kind, text in media_text.items()}
         raise MessagesError(
             f"sample {key!r}: the chat template does not write the placeholders {tokens} for items "
-            f"of {', '.join(media for media, _ in parts)}, in this order"
+            f"of {', '.join(kind for kind, _ in parts)}, in this order"
         )
-    pieces[1::2] = [text.replace(ITEM_SLOT, media_text[media].filled) for media, text in parts]
+    pieces[1::2] = [text.replace(ITEM_SLOT, media_text[kind].filled) for kind, text in parts]
     pieces = [finish(piece) for piece in pieces]
     ends = [*itertools.accumulate(map(len, pieces))]
     return "".join(pieces), [*zip(ends[0::2], ends[1::2], strict=False)]

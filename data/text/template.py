@@ -33,11 +33,11 @@ class SpecialTokens:
         from tokenizers import AddedToken, Tokenizer
 
         added = sorted(backend.get_added_tokens_decoder().items())
-        special = {one.content for _, one in added if one.special} | set(needed)
-        special = {one for one in special if len(one) > 1}
+        special = {token.content for _, token in added if token.special} | set(needed)
+        special = {token for token in special if len(token) > 1}
         self._looks_special = _any_of(special)
-        self._special = _any_of(one.content for _, one in added if one.content in special)
-        self._beginnings = {one[:end] for one in special for end in range(1, len(one))}
+        self._special = _any_of(token.content for _, token in added if token.content in special)
+        self._beginnings = {token[:end] for token in special for end in range(1, len(token))}
         self._longest = max(map(len, special), default=0)
 
         self._tokenizer = Tokenizer(backend.model)
@@ -46,27 +46,29 @@ class SpecialTokens:
                 setattr(self._tokenizer, step, getattr(backend, step))
         self._ids: dict[str, int] = {}
         named = []
-        for token_id, one in added:  # in the order of their ids, so that these stay the same
-            flags = {flag: getattr(one, flag) for flag in ("single_word", "lstrip", "rstrip")}
-            own = AddedToken(
-                one.content, normalized=one.normalized, special=one.content in special, **flags
+        for token_id, token in added:  # in the order of their ids, so that these stay the same
+            flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
+            copy = AddedToken(
+                token.content,
+                normalized=token.normalized,
+                special=token.content in special,
+                **flags,
             )
-            self._tokenizer.add_tokens([own])
-            if self._tokenizer.token_to_id(one.content) != token_id:
+            self._tokenizer.add_tokens([copy])
+            if self._tokenizer.token_to_id(token.content) != token_id:
                 raise ValueError(
-                    f"the tokenizer numbers its added token {one.content!r} as {token_id}, which "
+                    f"the tokenizer numbers its added token {token.content!r} as {token_id}, which "
                     "does not follow from its file: save it again with transformers"
                 )
-            if one.content in special:
-                name = _MARK_OF_TOKEN + one.content
+            if token.content in special:
+                name = _MARK_OF_TOKEN + token.content
                 self._ids[name] = token_id
                 named.append(AddedToken(name, normalized=False, **flags))
         self._tokenizer.add_tokens(named)
         self._tokenizer.encode_special_tokens = True  # as text
         self._names = _any_of(self._ids)
-        self._needed_ids = [
-            self._ids[_MARK_OF_TOKEN + one] for one in needed if _MARK_OF_TOKEN + one in self._ids
-        ]
+        marked = [_MARK_OF_TOKEN + token for token in needed]
+        self._needed_ids = [self._ids[name] for name in marked if name in self._ids]
 
     def as_text(self, value: Any) -> Any:
         """Messages, or a part of them, with a mark in all that looks like a special token.
@@ -76,9 +78,9 @@ class SpecialTokens:
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
-            return {self.as_text(name): self.as_text(one) for name, one in value.items()}
+            return {self.as_text(name): self.as_text(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
-            return [self.as_text(one) for one in value]
+            return [self.as_text(part) for part in value]
         return value
 
     def _marked(self, text: str) -> str:
@@ -94,11 +96,11 @@ class SpecialTokens:
                 place = len(kept) - length + 1
                 text = text[:place] + _MARK_OF_TEXT + text[place:]
                 break
-        return self._looks_special.sub(lambda one: one[0][0] + _MARK_OF_TEXT + one[0][1:], text)
+        return self._looks_special.sub(lambda m: m[0][0] + _MARK_OF_TEXT + m[0][1:], text)
 
     def finish(self, rendered: str) -> str:
         """Rendered messages, or a part of them, as `encode` takes them."""
-        marked = self._special.sub(lambda one: _MARK_OF_TOKEN + one[0], rendered)
+        marked = self._special.sub(lambda match: _MARK_OF_TOKEN + match[0], rendered)
         return marked.replace(_MARK_OF_TEXT, "")
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -118,8 +120,8 @@ class SpecialTokens:
             raise ValueError(
                 "a text looks like a special token, and the tokenizer has no other way to write it"
             )
-        for found in self._names.finditer(text):
-            ids[encoding.char_to_token(found.start())] = self._ids[found[0]]
+        for match in self._names.finditer(text):
+            ids[encoding.char_to_token(match.start())] = self._ids[match[0]]
         return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
@@ -140,22 +142,22 @@ def find_chat_template(directory: Path, of_tokenizer: object) -> str:
     """
     files = (directory / name for name in ("processor_config.json", "chat_template.json"))
     of_processor = (_read_json(file).get("chat_template") for file in files)
-    found = next((one for one in of_processor if one is not None), of_tokenizer)
-    if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found}
-    if isinstance(found, dict):
-        if not isinstance(found.get(_DEFAULT), str):
-            names = ", ".join(map(str, found)) or "none"
+    template = next((entry for entry in of_processor if entry is not None), of_tokenizer)
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    if isinstance(template, dict):
+        if not isinstance(template.get(_DEFAULT), str):
+            names = ", ".join(map(str, template)) or "none"
             raise ValueError(
                 f"the chat templates in {directory} are {names}, and none is named {_DEFAULT!r}: "
                 "put the one to use into chat_template.jinja and leave it out of the other files"
             )
-        found = found[_DEFAULT]
-    if not isinstance(found, str) or not found:
+        template = template[_DEFAULT]
+    if not isinstance(template, str) or not template:
         raise ValueError(
             f"the tokenizer in {directory} has no chat template: add chat_template.jinja"
         )
-    return found
+    return template
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -170,8 +172,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def generation_ends(directory: Path) -> list[int]:
     """Tokens at which a model stops answering, as its ``generation_config.json`` says, if any."""
-    given = _read_json(directory / "generation_config.json").get("eos_token_id")
-    return [given] if isinstance(given, int) else list(given or [])
+    ends = _read_json(directory / "generation_config.json").get("eos_token_id")
+    return [ends] if isinstance(ends, int) else list(ends or [])
 
 
 class Template:
@@ -200,7 +202,7 @@ class Template:
 
         if messages[0].get("tools") and not self._writes_tools:
             raise ValueError("it has tools, which the chat template does not write: leave them out")
-        if any(one.get("tool_calls") for one in messages) and not self._writes_calls:
+        if any(message.get("tool_calls") for message in messages) and not self._writes_calls:
             raise ValueError("it calls tools, which the chat template does not write: leave it out")
         try:
             return self._render(self._special.as_text(messages), add_generation_prompt)
@@ -217,7 +219,7 @@ class Template:
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         tools = messages[0].get("tools")
         if not self._takes_parts:
-            messages = [_joined(one) for one in messages]
+            messages = [_joined(message) for message in messages]
         # It renders in transformers' sandbox, which compiles a template once per process.
         return self._tokenizer.apply_chat_template(
             list(messages),
@@ -253,12 +255,12 @@ class Template:
             return None
         prompt = prompt[len(question) :]
         both = zip(prompt, chat[len(question) :], strict=False)
-        always = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
-        own = self._special.finish(always)
-        if own[:1] == always[:1] or chat.count(always) != 2:
+        always = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        opening = self._special.finish(always)
+        if opening[:1] == always[:1] or chat.count(always) != 2:
             return None
         rest = self._special.finish(prompt[len(always) :])
-        return re.compile(f"{re.escape(own)}(?:{re.escape(rest)})?")
+        return re.compile(f"{re.escape(opening)}(?:{re.escape(rest)})?")
 
 
 def _joined(message: Message) -> Message:
