@@ -1,4 +1,4 @@
-"""Opens the data of a recipe: tokenizer, processors, indexes, readers and order."""
+"""Open the data of a recipe: tokenizer, processors, indexes, readers and order."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Dataset:
     order: SampleOrder
 
     def sample_keys(self, microbatch: GlobalMicrobatch, most: int | None = None) -> list[str]:
-        """The keys of a microbatch's samples, lane after lane; of the first ``most`` only."""
+        """Return the keys of a microbatch's samples in order, at most the first ``most``."""
         sources, samples = microbatch.source[:most], microbatch.sample[:most]
         pairs = zip(sources.tolist(), samples.tolist(), strict=True)
         return [self.indexes[source].key(sample) for source, sample in pairs]
 
 
 def token_budget(recipe: Recipe) -> TokenBudget | None:
-    """What fits into a packed sequence; None if microbatches are a number of samples."""
+    """Return the limits of a packed sequence; None if a microbatch is a number of samples."""
     data = recipe.data
     if data.tokens_per_microbatch is None:
         return None
@@ -56,7 +56,7 @@ def token_budget(recipe: Recipe) -> TokenBudget | None:
 
 
 def linear_tokens(recipe: Recipe) -> int:
-    """Tokens of a sample at which the attention scores cost as much as the matrices of all layers.
+    """Return the tokens at which attention scores cost as much as the matrices of all layers.
 
     L tokens see L²/2 pairs of queries and keys; windows and the head are left out.
     """
@@ -68,11 +68,11 @@ def linear_tokens(recipe: Recipe) -> int:
 
 
 def check_media(recipe: Recipe) -> None:
-    """Raise RecipeError unless every media has one encoder, and tokens of its own."""
+    """Raise RecipeError unless every modality has one encoder and its own tokens."""
     problems, owners = [], dict[tuple[str, str], str]()
     for where, place, media, tokens in _media_of(recipe):
         if media == "text":
-            message = "'text' is the language model's own; name another media"
+            message = "'text' is the language model's own; name another modality"
             problems.append(recipe.problem(where, message))
         named = {where: ("media", media)}
         for key in ("placeholder", "template_token"):
@@ -87,7 +87,7 @@ def check_media(recipe: Recipe) -> None:
 
 
 def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
-    """Where in the recipe each media is named, where its keys are, its name and its tokens."""
+    """Yield the place of each modality's name, the place of its keys, its name and its tokens."""
     for name, encoder in recipe.encoders.items():
         place = ("encoders", name)
         yield (*place, "media"), place, encoder.media, encoder.own_tokens
@@ -97,7 +97,7 @@ def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTo
 
 
 def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
-    """The media that the encoders take, by name. Raises RecipeError."""
+    """Return the modalities that the encoders take, by name. Raises RecipeError."""
     check_media(recipe)
     return {
         media: encoder_settings(recipe, name).processor(media)
@@ -107,7 +107,7 @@ def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
 
 
 def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
-    """The recipe's tokenizer. Raises RecipeError with the key ``data.tokenizer``, or StartError."""
+    """Open the tokenizer. Raises RecipeError with the key ``data.tokenizer``, or StartError."""
     placeholders = {
         media: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
         for encoder in recipe.encoders.values()
@@ -122,14 +122,14 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
 
 
 def cache_folder(recipe: Recipe) -> Path:
-    """Where this machine keeps what it has of shards at URLs."""
+    """The folder in which this machine keeps indexes and blocks of shards at URLs."""
     given = recipe.data.cache_directory
     return default_cache_directory() if given is None else Path(given)
 
 
 @contextmanager
 def changed_shards_named() -> Iterator[None]:
-    """Inside, a shard or an index that changes ends the run as any bad input does."""
+    """Raise InputError for a shard or an index that changes meanwhile."""
     try:
         yield
     except (ShardChangedError, DamagedFileError) as error:
@@ -144,9 +144,9 @@ def open_dataset(
     progress: Progress | None = None,
     build: Build = build_here,
 ) -> Dataset | None:
-    """A split ("sources", "validation" or "test"); None when the recipe names no shards for it.
+    """Open a split ("sources", "validation" or "test"); None when the recipe has no shards for it.
 
-    build: how shards are indexed that are not yet.
+    build: indexes the shards that are not indexed yet.
     Raises RecipeError for missing shards, samples that are too long or have too many rows for a
     microbatch, more unusable samples than `data.max_skipped_fraction`, and samples whose
     placeholders do not match their items or that have items which no encoder takes; StartError
@@ -157,7 +157,7 @@ def open_dataset(
 
 
 def sources_of(recipe: Recipe, split: str) -> Sequence[Source]:
-    """The sources of a split, which may have none."""
+    """The sources of a split, possibly none."""
     return getattr(recipe.data, split)
 
 
@@ -169,7 +169,7 @@ def open_indexes(
     progress: Progress | None = None,
     build: Build = build_here,
 ) -> tuple[Index, ...]:
-    """The index of every source of a split; see `open_dataset`."""
+    """Open the index of every source of a split. Raises RecipeError, StartError."""
 
     def open_source(source: Source) -> Index:
         index = load_or_build_index(
@@ -182,7 +182,7 @@ def open_indexes(
 
 
 def check_index(index: Index, source: Source, recipe: Recipe) -> None:
-    """Raise ValueError for what `open_dataset` refuses in the samples of a source."""
+    """Raise ValueError for unusable, too long or too few samples in a source."""
     check_skipped(index, recipe.data.max_skipped_fraction)
     check_sizes(index, recipe.data.sequence_length, recipe.data.rows_per_microbatch)
     if len(index) == 0:
@@ -193,7 +193,7 @@ def check_index(index: Index, source: Source, recipe: Recipe) -> None:
 
 
 def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[str]:
-    """A warning for each source with more than 1 % of unknown tokens, beside those of items."""
+    """Return a warning for each source whose texts have more than 1 % unknown tokens."""
     return [
         f"warning: {source.path}: {index.unknown_share:.1%} of the tokens of its texts are unknown "
         "to data.tokenizer, so what they stand for is neither read nor learned; use a tokenizer "
@@ -206,8 +206,8 @@ def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[st
 def for_each_source[T](recipe: Recipe, splits: Sequence[str], do: Callable[[Source], T]) -> list[T]:
     """Call ``do`` on every source of these splits.
 
-    Raises one RecipeError with what it raised as ValueError, each line with the source's key, or as
-    RecipeError; StartError at once where a file system fails.
+    Raises one RecipeError with all its ValueErrors, each with the source's key, and RecipeErrors;
+    StartError at once where a file system fails.
     """
     results, problems = list[T](), list[str]()
     for split in splits:
@@ -233,7 +233,7 @@ def dataset_of(
     chat: ChatTokenizer,
     processors: Processors,
 ) -> Dataset:
-    """A split whose indexes are open."""
+    """Build a split from its open indexes."""
     gib = recipe.data.cache_gib
     cache = BlockCache(cache_folder(recipe), round(gib * 2**30)) if gib else None
     readers = tuple(SampleReader(index, chat, processors, cache) for index in indexes)
@@ -250,8 +250,8 @@ def _order(recipe: Recipe, indexes: Sequence[Index], sources: Sequence[Source]) 
     )
 
 
-def apart(recipe: Recipe, split: str, dataset: Dataset) -> dict[int, Dataset]:
-    """Each source of an open split, by its number, as a dataset of its own; none of weight 0."""
+def split_by_source(recipe: Recipe, split: str, dataset: Dataset) -> dict[int, Dataset]:
+    """Split an open dataset by source number; sources of weight 0 are left out."""
     return {
         number: Dataset((index,), (reader,), _order(recipe, [index], [source]))
         for number, (index, reader, source) in enumerate(

@@ -19,7 +19,7 @@ from mimo.checkpoint.save import Saver
 from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, traced_activities
 from mimo.model.build import build_model
-from mimo.model.dataset import Dataset, apart, item_processors, open_tokenizer
+from mimo.model.dataset import Dataset, item_processors, open_tokenizer, split_by_source
 from mimo.model.decoding import open_decoding
 from mimo.model.flops import StepFlops
 from mimo.parallel.groups import Topology
@@ -137,7 +137,7 @@ class Trainer:
 
         Each source is validated on `train.validation_batches` global batches of its own.
         """
-        sources = apart(self.recipe, "validation", dataset)
+        sources = split_by_source(self.recipe, "validation", dataset)
         sums = {n: self._loss_and_tokens(source, decoding) for n, source in sources.items()}
         self.model.take_waited_seconds()
         total, tokens = map(sum, zip(*sums.values(), strict=True))
