@@ -217,7 +217,7 @@ def test_items_of_several_media_are_numbered_in_order_of_mention(
     assert index.column("item_rows").tolist() == [4, 2, 8, 4]
 
 
-def test_items_of_a_media_without_an_encoder_are_listed_with_the_known_media(
+def test_items_of_a_modality_without_an_encoder_are_listed_with_the_known_ones(
     tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
 ):
     members = {
@@ -227,7 +227,7 @@ def test_items_of_a_media_without_an_encoder_are_listed_with_the_known_media(
         "short.json": ask(2),
     }
     shard = write_shard(tmp_path / "a.tar", members)
-    with pytest.raises(ValueError, match="1 samples have items of a media") as e:
+    with pytest.raises(ValueError, match="1 samples have items of a modality") as e:
         build_index(str(shard), chat, processors)
     assert f"{shard}: film: video" in str(e.value)
     assert "the encoders take image;" in str(e.value)
