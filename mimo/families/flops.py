@@ -1,4 +1,4 @@
-"""What a module multiplies in a step: its matrices and attention scores, and which learn.
+"""The products of a module in a step, matrices and attention scores, and their FLOPs.
 
 A family lists its products in the order of a forward; `flops_per_unit` adds up what forward and
 backward of each cost. Recomputed activations are not counted, nor padding: this is the work that
@@ -44,18 +44,18 @@ class Adapters:
 
 def flops_per_unit(
     products: Sequence[Product],
-    learns: Callable[[str], bool],
-    input_learns: bool = False,
+    is_trained: Callable[[str], bool],
+    input_needs_gradient: bool = False,
     adapters: Adapters | None = None,
 ) -> dict[str, float]:
     """FLOPs of forward and backward for one of each unit.
 
-    A backward passes through a product if anything before it learns; its weight has a gradient of
-    its own if it learns. learns: by the name of a parameter. input_learns: whether what comes into
-    the module needs a gradient.
+    A backward passes through a product if anything before it is trained; its weight has a gradient
+    if it is trained itself. is_trained: by the name of a parameter. input_needs_gradient: whether
+    the module's input does.
     """
     flops: dict[str, float] = {}
-    passes = input_learns
+    passes = input_needs_gradient
     for product in _with_adapters(products, adapters):
         name = product.parameter
         if name is None:
@@ -63,8 +63,8 @@ def flops_per_unit(
         else:
             # The engine runs backward through all layers of a stack with adapters.
             passes = passes or (adapters is not None and ".layers." in name)
-            times = 1 + passes + learns(name)
-            passes = passes or learns(name)
+            times = 1 + passes + is_trained(name)
+            passes = passes or is_trained(name)
         flops[product.per] = flops.get(product.per, 0.0) + times * product.forward
     return flops
 

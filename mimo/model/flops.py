@@ -53,7 +53,7 @@ class StepFlops:
                 own,
                 learning_names(recipe, name),
                 # Gradients pass through the language model to the rows that encoders made.
-                input_learns=name == LANGUAGE and encoders_learn,
+                input_needs_gradient=name == LANGUAGE and encoders_learn,
                 adapters=adapters,
             )
 

@@ -10,6 +10,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from pydantic.fields import FieldInfo
 
 from data.modalities.processor import Media, Part
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config import bounds
+from mimo.errors import RecipeError
 from mimo.families import contracts
 from mimo.families.contracts import ItemRules
 from mimo.families.keymap import num_elements
-from mimo.families.registry import encoder_families, language_families
+from mimo.families.registry import encoder_families, encoder_family, language_families
+from tests.mimo.config.test_recipe import RECIPE
 from tests.mimo.families.test_keymap import check_complete
 
 ENCODERS: dict[str, Any] = dict(encoder_families())
@@ -283,3 +287,13 @@ def test_every_matrix_of_a_family_is_one_of_its_products(name: str) -> None:
     else:
         counts = settings.counts(np.array([5, 3]), np.array([2]), 4)
     assert {p.per for p in products if p.forward} <= counts.keys()
+
+
+def test_what_families_share_is_no_family(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE)
+    recipe = load_recipe(path, ["encoders.vision.family=_patches"])
+    with pytest.raises(RecipeError, match="unknown family '_patches'") as caught:
+        encoder_family(recipe, "vision")
+    assert "qwen3_vl" in str(caught.value)
+    assert "_patches" not in str(caught.value).split(";")[1]
