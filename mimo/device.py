@@ -1,6 +1,6 @@
-"""The machine: which device tensors live on and which backend moves them.
+"""The machine: the device of tensors, and the backend that moves them.
 
-The only file (beside the CPU adapter of the engine) that names a device or a backend.
+Only this file and the CPU adapter of Megatron name a device or a backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.cuda import nccl
 
 _BRIDGE_CTAS = 4  # the H100 has 132 multiprocessors
 
-# Of a container, by the two versions of control groups. What is used of it counts files as well.
+# Memory limit of a container in versions 2 and 1 of control groups. Usage would count files too.
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -35,7 +35,7 @@ _CGROUP_LIMITS = (
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
-# NCCL 2.30 and later let ranks share a GPU where this is 1, as tests on one GPU do.
+# With 1, NCCL 2.30 and later let ranks share a GPU, as tests on one GPU do.
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 # Where tensors live when there is no GPU.
@@ -48,16 +48,15 @@ def has_gpu() -> bool:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of this rank's GPU, such as (9, 0); None without. Initialises the GPU."""
+    """Compute capability of this rank's GPU, such as (9, 0), or None. Initialises the GPU."""
     return torch.cuda.get_device_capability(local_device()) if has_gpu() else None
 
 
 def choose_before_fork(num_ranks: int) -> str | None:
-    """Settle the device of ``num_ranks`` ranks on this machine, before their processes exist.
+    """Choose the device of `num_ranks` ranks on this machine, before their processes exist.
 
-    Counting GPUs must not initialise CUDA in a process that forks. With fewer GPUs than ranks
-    the ranks use the CPU, because NCCL refuses two ranks on one device; where `SHARE_GPUS` is 1 in
-    the environment it does not, and ranks take GPUs in turn.
+    Does not initialise CUDA, as the process forks. With fewer GPUs than ranks the ranks use the
+    CPU, because NCCL refuses two ranks on one device, unless `SHARE_GPUS` is 1 in the environment.
     Returns a sentence for the console when GPUs are left unused, else None.
     """
     num_gpus = torch.cuda.device_count()
@@ -68,7 +67,7 @@ def choose_before_fork(num_ranks: int) -> str | None:
 
 
 def local_device(local_rank: int | None = None) -> torch.device:
-    """The device of this process; with ``local_rank`` on a GPU machine, makes it current."""
+    """The device of this process; with `local_rank`, on a GPU machine, make it current."""
     if not has_gpu():
         return DEVICE_WITHOUT_GPU
     if local_rank is not None:
@@ -82,10 +81,10 @@ def backend() -> str:
 
 
 def bridge_group_options() -> Any:
-    """Options of a bridge's process groups; None for the backend's own.
+    """Options of a bridge's process groups; None for the backend's defaults.
 
     Transfers run beside the layers, so they get few of the GPU's multiprocessors: NCCL takes one
-    per CTA, by default as many as a collective of the whole job would need.
+    per CTA, by default enough for a collective of the whole job.
     """
     if not has_gpu():
         return None
@@ -101,14 +100,13 @@ def initialize_distributed(
     timeout_seconds: float,
     local_rank: int = 0,
 ) -> None:
-    """Join the world. Called once by every rank.
+    """Join the world; every rank calls it once.
 
-    ``rendezvous`` is where the ranks meet: an ``init_method`` or a store that they share.
-    ``timeout_seconds`` bounds every collective and every bridge transfer: a peer that is gone
-    becomes an error of this rank, not a hang.
+    rendezvous: an `init_method`, or a store that the ranks share. timeout_seconds: bound of every
+    collective and bridge transfer, so that a lost peer becomes an error of this rank, not a hang.
     """
     local_device(local_rank)
-    # Megatron's grids look there; a shell may have left another job's size.
+    # Megatron's grids read it; a shell may have left another job's size.
     os.environ["WORLD_SIZE"] = str(world_size)
     dist.init_process_group(
         backend=backend(),
@@ -121,9 +119,9 @@ def initialize_distributed(
 
 
 def barrier() -> None:
-    """Wait until every rank of the world is here; each of them calls it.
+    """Wait for every rank of the world; all of them call it.
 
-    NCCL's barrier is a sum on a device. Told none, it guesses one from the rank's number.
+    NCCL's barrier is a sum on a device, which it would otherwise guess from the rank.
     """
     device = local_device()
     dist.barrier(device_ids=None if device.index is None else [device.index])
@@ -133,7 +131,7 @@ def barrier() -> None:
 class Memory:
     """A memory that one or more ranks share.
 
-    available: bytes. is_of_processes: the machine's own, in which their processes live as well.
+    available: bytes. is_of_processes: whether it is host memory, which also holds the processes.
     """
 
     name: str
@@ -142,7 +140,7 @@ class Memory:
 
 
 def machine_memory() -> Memory:
-    """Of this machine, as far as it is not in use; in a container what that may have."""
+    """Available memory of this machine, capped by the container's limit."""
     available = psutil.virtual_memory().available
     for limit in _CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # absent, or "max"
@@ -151,7 +149,7 @@ def machine_memory() -> Memory:
 
 
 def gpu_memory() -> Memory | None:
-    """Of this rank's GPU, all of it; None where ranks run on the CPU. Initialises the GPU."""
+    """Total memory of this rank's GPU; None on a CPU. Initialises the GPU."""
     if not has_gpu():
         return None
     properties = torch.cuda.get_device_properties(local_device())
@@ -160,7 +158,7 @@ def gpu_memory() -> Memory | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """That of a rank. identity: the same only for the same device. Sizes in bytes."""
+    """The GPU of a rank. identity: equal only for the same device. Sizes in bytes."""
 
     name: str
     identity: str
@@ -169,48 +167,47 @@ class Gpu:
 
 
 def gpu_of(local_rank: int) -> Gpu | None:
-    """The GPU of a rank, after it has computed something; None without. Initialises the GPU.
+    """Test the GPU of a rank by a small sum and describe it; None without. Initialises the GPU.
 
-    Raises RuntimeError where it does not work.
+    Raises RuntimeError if the sum is wrong.
     """
     if not has_gpu():
         return None
     device = local_device(local_rank)
-    if (found := torch.ones(1024, device=device).sum().item()) != 1024:
-        raise RuntimeError(f"the sum of 1,024 ones on {device} is {found:g}")
+    if (total := torch.ones(1024, device=device).sum().item()) != 1024:
+        raise RuntimeError(f"the sum of 1,024 ones on {device} is {total:g}")
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     return Gpu(properties.name, str(properties.uuid), free, total)
 
 
 def library_versions() -> dict[str, str]:
-    """Of what drives the GPUs; empty without any."""
+    """Versions of the libraries that drive the GPUs; empty without GPUs."""
     if not has_gpu():
         return {}
-    found = {"cuda": str(torch.version.cuda)}
-    found["nccl"] = ".".join(map(str, nccl.version()))
+    versions = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl.version()))}
     with suppress(OSError):
-        found["driver"] = _DRIVER.read_text().splitlines()[0]
-    return found
+        versions["driver"] = _DRIVER.read_text().splitlines()[0]
+    return versions
 
 
 def memory_in_use() -> dict[str, int]:
-    """Bytes of this process, by what they are: on its GPU as its allocator counts, and resident."""
-    found = {"resident memory": psutil.Process().memory_info().rss}
+    """Bytes of this process by kind: resident, and on its GPU as its allocator counts."""
+    usage = {"resident memory": psutil.Process().memory_info().rss}
     if has_gpu():
         device = local_device()
-        found |= {
+        usage |= {
             "allocated GPU memory": torch.cuda.memory_allocated(device),
             "allocated GPU memory at its peak": torch.cuda.max_memory_allocated(device),
             "reserved GPU memory": torch.cuda.memory_reserved(device),
         }
-    return found
+    return usage
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on ``device``, by a copy that the host does not wait for.
+    """Copy a small host tensor to `device` without blocking the host.
 
-    From pageable memory it would. One for the host comes back as it is.
+    The copy is from pinned memory; one from pageable memory would block.
     """
     if device.type == "cpu":
         return tensor
@@ -218,10 +215,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def send_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Small host tensors where ``copy`` brings a host tensor, which it does once for all of them.
-
-    They share one storage there.
-    """
+    """Copy several small host tensors by one call of `copy`; the copies share one storage."""
     parts = [t.reshape(-1).view(torch.uint8) for t in tensors]
     # Kernels read in steps of up to 16 bytes.
     starts = [0, *accumulate(-(-len(part) // 16) * 16 for part in parts)]
@@ -236,10 +230,9 @@ def send_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -
 
 
 def host_memory(num_bytes: int) -> Tensor:
-    """Memory (num_bytes,) uint8 of the host, to which a device copies beside the host's work.
+    """Allocate page-locked host memory (num_bytes,) uint8, to which a device copies in parallel.
 
-    PyTorch's own page-locked memory takes up to twice the bytes, the next power of two, so this
-    is locked where it is.
+    PyTorch's page-locked memory rounds up to a power of two, so plain memory is locked in place.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if has_gpu() and num_bytes:
@@ -251,7 +244,7 @@ def host_memory(num_bytes: int) -> Tensor:
 
 
 def release_memory() -> None:
-    """Give back what a model that is not used any more held on the device."""
+    """Free device memory of models that are no longer used."""
     gc.collect()  # modules and their hooks refer to each other
     if has_gpu():
         torch.cuda.empty_cache()
@@ -263,13 +256,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-Moment = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 
 
-def moment() -> Moment:
-    """Now, on the clock of what computes: that of the host, or of the device's queue.
+def record_time() -> Timestamp:
+    """Take the time on the clock of what computes: the host's, or that of the device's queue.
 
-    The host waits for neither.
+    Does not block the host.
     """
     if not has_gpu():
         return time.perf_counter()
@@ -278,54 +271,54 @@ def moment() -> Moment:
     return event
 
 
-def seconds_between(first: Moment, last: Moment) -> float:
-    """Between two moments, which a device must have passed."""
+def seconds_between(first: Timestamp, last: Timestamp) -> float:
+    """Seconds between two times, which a device must have passed."""
     if isinstance(first, float) and isinstance(last, float):
         return last - first
-    assert isinstance(first, torch.cuda.Event), "both moments are of one clock"
-    assert isinstance(last, torch.cuda.Event), "both moments are of one clock"
+    assert isinstance(first, torch.cuda.Event), "both times are of one clock"
+    assert isinstance(last, torch.cuda.Event), "both times are of one clock"
     return first.elapsed_time(last) / 1e3
 
 
-def memory_taken() -> int:
-    """Most bytes of the device that this rank's tensors ever took; without one, what it has now."""
+def peak_memory() -> int:
+    """Peak bytes of this rank's tensors on the device; on a CPU, its resident memory now."""
     if has_gpu():
         return torch.cuda.max_memory_allocated()
     return psutil.Process().memory_info().rss
 
 
 def device_name() -> str:
-    """What this rank computes on, for people."""
+    """Name of this rank's device."""
     return torch.cuda.get_device_name() if has_gpu() else "CPU"
 
 
 def traced_activities() -> list[torch.profiler.ProfilerActivity]:
-    """What a profiler can see of this process."""
+    """Activities of this process that a profiler can trace."""
     known = torch.profiler.ProfilerActivity
     return [known.CPU, known.CUDA] if has_gpu() else [known.CPU]
 
 
 @functools.cache
 def copy_stream(to: Literal["device", "host"] = "device") -> torch.cuda.Stream | None:
-    """The process's queue of the device for copies beside its other work; None without a device.
+    """Stream of the process for copies in one direction; None without a device.
 
-    One each way: a batch does not wait for a checkpoint. No more, because memory that is freed
-    stays with the stream that it was allocated on.
+    One per direction, so that a batch does not wait for a checkpoint. Not more, because freed
+    memory stays with the stream that it was allocated on.
     """
     return torch.cuda.Stream() if has_gpu() else None
 
 
 @contextmanager
-def copying_to_host(stream: torch.cuda.Stream | None, since: Moment) -> Iterator[None]:
-    """Copies inside run beside the device's other work, after that moment; done on leaving.
+def copying_to_host(stream: torch.cuda.Stream | None, since: Timestamp) -> Iterator[None]:
+    """Run copies beside the device's other work, after the time `since`; finished on exit.
 
-    For a thread in the background. stream: of `copy_stream`, asked for by the one that computes.
+    For a background thread. stream: `copy_stream()` of the computing thread.
     """
     if stream is None:
         yield
         return
-    assert isinstance(since, torch.cuda.Event), "a moment of the device's queue"
-    # A new thread's device is the first one, which a stream alone would go back to and so use.
+    assert isinstance(since, torch.cuda.Event), "a time of the device's queue"
+    # A new thread's current device is the first one.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         stream.wait_event(since)
         yield
@@ -333,11 +326,10 @@ def copying_to_host(stream: torch.cuda.Stream | None, since: Moment) -> Iterator
 
 
 class Staging:
-    """What one step needs, on its way to the device.
+    """Copies the tensors of one step to the device.
 
-    A thread in the background calls `copy` and `join`; the thread that computes calls `arrive`
-    before it uses any of their tensors. Without a device, tensors are used where they are.
-    stream: of `copy_stream`.
+    A background thread calls `copy` and `join`; the computing thread calls `arrive` before it uses
+    the tensors. Without a device, tensors stay where they are. stream: from `copy_stream`.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -346,18 +338,18 @@ class Staging:
         self._tensors: list[Tensor] = []
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same on the device."""
+        """Copy a tensor to the device."""
         return tensor if self._stream is None else self._moved([tensor], self._stream)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Parts (n, ...), at least one, laid one after the other on the device."""
+        """Concatenate parts (n, ...), at least one, on the device."""
         return torch.cat(list(parts)) if self._stream is None else self._moved(parts, self._stream)
 
     def _moved(self, parts: Sequence[Tensor], stream: torch.cuda.Stream) -> Tensor:
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         # A new thread's device is the first one, as in `copying_to_host`.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            # Only from pinned memory does a copy run beside the host's work.
+            # Only a copy from pinned memory does not block the host.
             pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
             torch.cat(list(parts), out=pinned)
             moved = pinned.to(stream.device, non_blocking=True)
@@ -367,32 +359,26 @@ class Staging:
         return moved
 
     def arrive(self) -> None:
-        """Let what the device is given from now on wait for the copies; the host does not wait."""
+        """Make later work of the device wait for the copies; does not block the host."""
         if self._stream is None or self._copied is None:
             return
         computing = torch.cuda.current_stream(self._stream.device)
         computing.wait_event(self._copied)
         for tensor in self._tensors:
-            tensor.record_stream(computing)  # else its memory could be reused too early
+            tensor.record_stream(computing)  # keeps its memory from being reused too early
         self._tensors.clear()
 
 
 def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:
-    """Set CPU threads of this rank; by default share the cores evenly, at least one each.
-
-    Several one-thread ranks move more samples per second than one many-thread rank.
-    """
+    """Set the CPU threads of this rank; by default an equal share of the cores, at least one."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads or max(1, cores // max(1, ranks_on_this_machine)))
     return torch.get_num_threads()
 
 
 def peak_flops() -> float | None:
-    """Dense bf16 FLOP/s of this device, for model FLOP utilisation; None when unknown (CPU).
-
-    Source: NVIDIA data sheets, figures without sparsity.
-    """
-    # In units of 1e12; the first that the name contains counts.
+    """Dense bf16 FLOP/s of this device by NVIDIA's data sheets; None when unknown (CPU)."""
+    # In units of 1e12; the first name contained in the device's name counts.
     known = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312, "B200": 2250}
     name = device_name()
     return next((1e12 * flops for key, flops in known.items() if key in name), None)

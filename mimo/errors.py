@@ -1,38 +1,35 @@
-"""The one error that a wrong recipe leads to, and the search for what was meant."""
+"""Errors of input and their exit codes; suggestions for misspelled names."""
 
 import difflib
 import errno
 from collections.abc import Iterable
 
-# What an OSError says of a path that is wrong, and so will be tomorrow.
+# Errors of a wrong path, which trying again does not mend.
 _OF_THE_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST),
 }
 
 EXIT_CONTINUE = 75
-"""Exit code of a run that has saved and wants to be started again with ``--resume``.
-
-It is EX_TEMPFAIL of sysexits.h: a failure that another try may mend.
-"""
+"""Exit code of a run that has saved and wants to be resumed: EX_TEMPFAIL of sysexits.h."""
 
 
 class InputError(ValueError):
-    """Bad input of a person. Programs that meet it print its message and end with `exit_code`."""
+    """Bad input of a user. Programs print its message and end with `exit_code`."""
 
     exit_code = 2
 
 
 class StartError(InputError):
-    """What keeps a run from starting is outside its input, so another start may work."""
+    """A run cannot start for a reason outside its input, so another start may work."""
 
     exit_code = 1
 
 
 def file_system_failed(error: BaseException) -> bool:
-    """Whether the error, or what caused it, says that a file system or a network did not answer.
+    """Whether the error, or its cause, is the failure of a file system or a network.
 
-    Then a StartError is due: nothing is known of the file. A path that is wrong is bad input.
+    Raise StartError then: nothing is known of the file. A wrong path is bad input.
     """
     if isinstance(error, ConnectionError | TimeoutError):
         return True
@@ -43,24 +40,24 @@ def file_system_failed(error: BaseException) -> bool:
 
 
 def kind_of(error: BaseException, otherwise: type[InputError] = InputError) -> type[InputError]:
-    """What to raise because of ``error``: StartError where a file system failed."""
+    """Type to raise because of `error`: StartError if a file system failed."""
     return StartError if file_system_failed(error) else otherwise
 
 
 class RecipeError(InputError):
-    """Everything that is wrong with a recipe, found before any process group exists.
+    """All errors of a recipe, found before any process group exists.
 
-    `problems` holds one line per error, each naming the place (file and line, or the override),
-    the key, what was given and what is needed.
+    `problems`: one line per error, which names the place (file and line, or the override), the key,
+    the value and what is needed.
     """
 
     def __init__(self, *problems: str) -> None:
-        # The problems are the exception's args, so that pickling it between processes keeps them.
+        # As the exception's args the problems survive pickling.
         super().__init__(*problems)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The lines, in the order in which they were found."""
+        """The lines, in order."""
         return self.args
 
     def __str__(self) -> str:
@@ -68,19 +65,19 @@ class RecipeError(InputError):
 
 
 def shown(value: object) -> str:
-    """A value of a recipe in a message: as Python writes it, but not pages of it."""
+    """Format a value for a message, at most 120 characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python refuses to write integers of many digits
+    except (ValueError, RecursionError):  # integers of many digits
         return "a value too long to show"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that `name` is most likely a misspelling of, or None when nothing is close."""
+    """The choice that `name` most likely misspells, or None when nothing is close."""
 
     def likeness(choice: str) -> tuple[float, bool]:
-        # People rarely get the beginning wrong: `dpp` means `dp`, though `pp` is as close.
+        # The first letter is rarely wrong: `dpp` means `dp`, though `pp` is as close.
         ratio = difflib.SequenceMatcher(None, name, choice).ratio()
         return ratio, choice[:1] == name[:1]
 
@@ -89,7 +86,7 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """The end of a sentence about an unknown `name`: the nearest choice, else all of them."""
+    """Hint for an unknown `name`: the nearest choice, else all choices."""
     choices = list(choices)
     match = nearest(name, choices)
     if match is not None:

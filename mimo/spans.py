@@ -1,8 +1,7 @@
-"""What this process does now, and how long it did what: spans, by module and part of the step.
+"""Spans: what this process is doing, and seconds by module and part of the step.
 
-Spans lie inside each other; time belongs to the innermost. Times are taken inside of steps alone.
-On a CPU they are the host's. On a device they are those of its queue, which are known only after
-the host has waited for it: the host waits once a step, so they come a step late.
+Spans nest; time belongs to the innermost. Only time inside steps is measured: on a CPU the host's,
+on a device that of its queue, which is known after the host has waited for it, one step later.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import NamedTuple
 
 from torch.profiler import record_function
 
-from mimo.device import Moment, moment, seconds_between
+from mimo.device import Timestamp, record_time, seconds_between
 
 RANK = ""
-"""In place of a module: what belongs to none of the rank's."""
+"""Stands for work that belongs to no module of the rank."""
 
 
 class Span(NamedTuple):
-    """What is done for a module.
+    """Work for a module.
 
-    phase: the part of the step. edge: of a bridge, with a direction. number: of a microbatch.
+    phase: part of the step. edge: bridge and direction. number: of the microbatch.
     """
 
     module: str
@@ -37,10 +36,10 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Of one process, which is one rank; threads that run a part of a step take turns.
+    """Spans of one process, which is one rank; threads that run a part of a step take turns.
 
-    open: those that the process is in, the innermost last; any thread may look. named: whether a
-    profiler wants to know them.
+    open: the current spans, the innermost last; any thread may read. named: whether a profiler
+    records them.
     """
 
     def __init__(self) -> None:
@@ -50,18 +49,18 @@ class Spans:
         self.forget(on_device=False)
 
     def forget(self, on_device: bool) -> None:
-        """Begin to measure; ``on_device``: whether by the clock of a device."""
+        """Start measuring afresh. on_device: use the clock of the device."""
         self._late = on_device
-        self._measures = not self._late  # the first steps of a device are no measure
-        self._since: Moment | None = None
-        self._passed: list[tuple[Span, Moment, Moment]] = []
-        self._waiting: list[tuple[Span, Moment, Moment]] = []
+        self._measures = not self._late  # the first steps of a device are not measured
+        self._since: Timestamp | None = None
+        self._passed: list[tuple[Span, Timestamp, Timestamp]] = []
+        self._waiting: list[tuple[Span, Timestamp, Timestamp]] = []
         self._seconds = defaultdict[tuple[str, str, str], float](float)
         self._num_periods = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step: all of its time belongs to some span."""
+        """Measure a step: all of its time belongs to some span."""
         self._in_step, self._since = True, None
         try:
             with self.span(RANK, "other"):
@@ -73,25 +72,25 @@ class Spans:
     def span(
         self, module: str, phase: str, edge: str = "", number: int | None = None
     ) -> Iterator[None]:
-        """Inside it the process does this."""
-        here = Span(module, phase, edge, number)
+        """Enter a span."""
+        span = Span(module, phase, edge, number)
         self._charge()
-        self.open.append(here)
+        self.open.append(span)
         try:
-            with record_function(str(here)) if self.named else nullcontext():
+            with record_function(str(span)) if self.named else nullcontext():
                 yield
         finally:
             self._charge()
             self.open.pop()
 
     def wait(self, phase: str, edge: str = "", number: int | None = None):
-        """A span of the module whose span the process is in."""
+        """Enter a span of the current module."""
         return self.span(self.open[-1].module if self.open else RANK, phase, edge, number)
 
     def end_period(self, measures: bool) -> None:
         """Begin the next period; called once a step, before the host waits for the device.
 
-        measures: the next one. On a CPU that costs nothing, so all are measured.
+        measures: whether to measure the next period; on a CPU all are measured.
         """
         self._charge()
         done = self._passed
@@ -104,17 +103,17 @@ class Spans:
         self._measures = measures or not self._late
 
     def take(self) -> dict[tuple[str, str, str], float]:
-        """Mean seconds of a period by module, part and edge; what is known since the last call."""
-        found = {key: value / self._num_periods for key, value in self._seconds.items()}
+        """Return mean seconds of a period by module, part and edge since the last call."""
+        means = {key: value / self._num_periods for key, value in self._seconds.items()}
         self._seconds.clear()
         self._num_periods = 0
-        return found
+        return means
 
     def _charge(self) -> None:
         if not (self._in_step and self._measures):
             self._since = None
             return
-        now = moment()
+        now = record_time()
         if self.open and self._since is not None:
             self._passed.append((self.open[-1], self._since, now))
         self._since = now

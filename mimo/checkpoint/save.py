@@ -34,12 +34,12 @@ from mimo.checkpoint.manifest import Sum, write_synced
 from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
 from mimo.config.schema import Recipe
 from mimo.device import (
-    Moment,
+    Timestamp,
     copy_stream,
     copying_to_host,
     host_memory,
     local_device,
-    moment,
+    record_time,
     synchronize,
 )
 from mimo.engines.contract import Module
@@ -72,7 +72,7 @@ class _Save:
     progress: Progress
     folder: Path
     pieces: Sequence[Piece] = ()
-    since: Moment = 0.0
+    since: Timestamp = 0.0
     begun: threading.Event = field(default_factory=threading.Event)
     copied: threading.Event = field(default_factory=threading.Event)
     may_publish: threading.Event = field(default_factory=threading.Event)
@@ -142,7 +142,7 @@ class Saver:
         save.pieces = [
             piece for module in self._modules.values() for piece in module.pieces("save", True)
         ]
-        save.since = moment()
+        save.since = record_time()
         if not self._is_async:
             synchronize()  # the thread does not wait for the device's queue
         save.thread = threading.Thread(target=self._run, args=(save,), name="save", daemon=True)

@@ -15,7 +15,6 @@ from mimo.cli.options import (
     RunArgument,
 )
 from mimo.errors import InputError
-from mimo.runtime.progress import progress_of
 
 
 def data_index(
@@ -72,6 +71,7 @@ def data_pack(
 ) -> int | None:
     """Convert JSON, JSON Lines or Parquet, and the files that rows name, into shards."""
     from data.pack import ShardSize, pack
+    from mimo.runtime.progress import progress_of
 
     try:
         with progress_of("packing") as progress:
@@ -99,6 +99,7 @@ def checkpoint_verify(path: RunArgument) -> int:
     """Compare checkpoints with their checksums. Exit code 1 if one is damaged."""
     from mimo.checkpoint.folder import all_checkpoints
     from mimo.checkpoint.resume import listed_files, problems_of
+    from mimo.runtime.progress import progress_of
 
     damaged = 0
     for checkpoint in all_checkpoints(path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mimo.config.schema import Train
-from mimo.device import has_gpu, memory_taken, peak_flops
+from mimo.device import has_gpu, peak_flops, peak_memory
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.spans import RANK, SPANS
@@ -137,7 +137,7 @@ class StepTimes:
                 own[self._columns["edge", edge]] += seconds
         for column, count in bridge_bytes.items():
             own[self._columns[column]] = count
-        own[self._columns["memory", ""]] = memory_taken()
+        own[self._columns["memory", ""]] = peak_memory()
         return table.ravel()
 
     def figures(self, table: np.ndarray) -> dict[str, float]:

@@ -142,7 +142,7 @@ def test_copies_to_the_host_are_of_their_moment_and_there_on_leaving() -> None:
         torch.randn(4096, 4096, device=values.device),
     )
 
-    def copy(since: device.Moment) -> None:
+    def copy(since: device.Timestamp) -> None:
         with device.copying_to_host(stream, since):
             memory.view(torch.float32).copy_(values, non_blocking=True)
 
@@ -151,5 +151,5 @@ def test_copies_to_the_host_are_of_their_moment_and_there_on_leaving() -> None:
             for _ in range(20):
                 busy = busy @ busy / busy.norm()
             values.fill_(number)  # queued after all that; the host is far ahead
-            background.submit(copy, device.moment()).result()
+            background.submit(copy, device.record_time()).result()
             assert memory.view(torch.float32).eq(number).all()

@@ -15,7 +15,7 @@ from mimo.spans import RANK, Spans
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by one second whenever it is read."""
     ticks = itertools.count()
-    monkeypatch.setattr(spans, "moment", lambda: float(next(ticks)))
+    monkeypatch.setattr(spans, "record_time", lambda: float(next(ticks)))
 
 
 def step(own: Spans, inside: int = 1, measures: bool = True) -> None:

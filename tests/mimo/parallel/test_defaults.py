@@ -12,8 +12,8 @@ from mimo.cli.main import app
 from mimo.config.schema import Train
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, Overlap, overlap_of, variables_of
 from mimo.runtime.ranks import VARIABLES
+from tests.mimo import tiny
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 SHARED = {"distributed_optimizer": True}
 
 
@@ -102,15 +102,17 @@ def test_kernels_load_at_the_start_only_at_the_ends_of_a_disjoint_encoder_s_brid
 
 
 def test_check_prints_what_was_chosen_and_what_the_user_chose(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tiny.write_samples(tmp_path)
+    recipe = tiny.write_recipe(tmp_path)
     for name in (*(one.name for one in VARIABLES), "CUDA_MODULE_LOADING"):
         monkeypatch.setenv(name, "so that it is put back")
         monkeypatch.delenv(name)
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     overrides = ["language.grid={tp: 2}", "train.distributed_optimizer=true"]
-    done = CliRunner().invoke(app, ["check", str(RECIPE), *overrides])
+    done = CliRunner().invoke(app, ["check", str(recipe), *overrides])
     assert done.exit_code == 0, done.output
     for line in (
         "train.overlap_grad_reduce: true on GPUs, false on CPUs",

@@ -45,7 +45,7 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
     tables = []
     for rank, seconds in enumerate(SECONDS):
         monkeypatch.setattr(figures.SPANS, "take", lambda seconds=seconds: seconds)
-        monkeypatch.setattr(figures, "memory_taken", lambda rank=rank: (rank + 1) * 2**30)
+        monkeypatch.setattr(figures, "peak_memory", lambda rank=rank: (rank + 1) * 2**30)
         tables.append(StepTimes(layout, rank).of_this_rank(BYTES[rank]))
     found = StepTimes(layout, 0).figures(np.sum(tables, axis=0))
     assert found == pytest.approx(
