@@ -111,7 +111,8 @@ def test_check_prints_what_was_chosen_and_what_the_user_chose(
         monkeypatch.delenv(name)
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    overrides = ["language.grid={tp: 2}", "train.distributed_optimizer=true"]
+    overrides = ["train.optimizer=adam", "train.distributed_optimizer=true"]
+    overrides.append("language.grid={tp: 2}")
     done = CliRunner().invoke(app, ["check", str(recipe), *overrides])
     assert done.exit_code == 0, done.output
     for line in (
