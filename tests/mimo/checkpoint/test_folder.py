@@ -25,8 +25,8 @@ def test_the_newest_checkpoint_stays_whatever_its_step(tmp_path: Path, keep: int
         folder.mkdir()
         os.utime(folder, (1000 + age, 1000 + age))
     drop_old(tmp_path, keep, newest=tmp_path / "step_600")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == set(["step_600", "step_300", "step_1500"][:keep])
+    remaining = {path.name for path in tmp_path.iterdir()}
+    assert remaining == set(["step_600", "step_300", "step_1500"][:keep])
 
 
 def test_a_checkpoint_is_on_disk_before_an_older_one_is_removed(
@@ -196,9 +196,9 @@ def test_prune_refuses_a_running_run(tmp_path: Path, phase: str) -> None:
     for step in (1, 2):
         small_checkpoint(run / phase / "checkpoints", step)
     with run_lock(run):
-        code, printed, said = call("prune", run / phase, "--keep", 1)
+        code, printed, errors = call("prune", run / phase, "--keep", 1)
     assert (code, printed) == (1, "")
-    assert "another job is writing to this run folder" in said
+    assert "another job is writing to this run folder" in errors
     assert steps_in(run / phase) == ["step_1", "step_2"]
 
 

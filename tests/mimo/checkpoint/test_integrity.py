@@ -46,9 +46,9 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_named_and_the_previous_checkpoint_is_chosen(
-    run_dir: Path, name: str, damage: Callable[[Path], None], said: str
+    run_dir: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
     latest = run_dir / "checkpoints" / "step_3"
     assert problems_of(latest) == []
@@ -56,10 +56,10 @@ def test_damage_is_named_and_the_previous_checkpoint_is_chosen(
     choice = choose(resumable(run_dir))
     assert choice.checkpoint == run_dir / "checkpoints" / "step_2"
     assert list(choice.damaged) == [latest]
-    assert re.search(said, "; ".join(choice.damaged[latest])), choice.damaged
+    assert re.search(message, "; ".join(choice.damaged[latest])), choice.damaged
     for path in (run_dir / "checkpoints").glob("step_[12]"):
         shutil.rmtree(path)
-    with pytest.raises(InputError, match=rf"step_3 is damaged.*{said}.*\nno checkpoint is left"):
+    with pytest.raises(InputError, match=rf"step_3 is damaged.*{message}.*\nno checkpoint is left"):
         choose(resumable(run_dir))
 
 
@@ -88,9 +88,9 @@ def test_an_unreadable_file_does_not_count_as_damaged(
 
     monkeypatch.setattr(Path, call, fail)
     refusal = rf"{sick} cannot be read: {os.strerror(code)}; that need"
-    with pytest.raises(Unreadable, match=refusal) as found:
+    with pytest.raises(Unreadable, match=refusal) as error:
         choose(resumable(run_dir))
-    assert found.value.exit_code == 1  # a batch script tries again
+    assert error.value.exit_code == 1  # a batch script tries again
 
 
 def test_all_damage_is_named_and_sizes_are_checked_without_reading(run_dir: Path) -> None:
@@ -98,9 +98,9 @@ def test_all_damage_is_named_and_sizes_are_checked_without_reading(run_dir: Path
     for name in ("tensors_0.safetensors", "recipe.yaml"):
         flip_bit(latest / name)
     assert wrong_sizes(latest) == []
-    found = problems_of(latest)
-    assert [line.split()[0] for line in found] == ["tensors_0.safetensors", "recipe.yaml"]
-    assert "has checksum" in found[0]
+    problems = problems_of(latest)
+    assert [line.split()[0] for line in problems] == ["tensors_0.safetensors", "recipe.yaml"]
+    assert "has checksum" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_without_latest_the_newest_checkpoint_is_the_best(
 ) -> None:
     pointer = run_dir / "checkpoints" / "latest"
     pointer.unlink() if text is None else pointer.write_text(text)
-    found = resumable(run_dir)
-    assert [path.name for path in found] == expected
-    choice = choose(found)
+    checkpoints = resumable(run_dir)
+    assert [path.name for path in checkpoints] == expected
+    choice = choose(checkpoints)
     assert choice.checkpoint is not None
     return_to(choice.checkpoint, choice.damaged)
     assert latest_checkpoint(run_dir) == choice.checkpoint
@@ -148,20 +148,20 @@ def test_an_older_checkpoint_has_nothing_to_verify(run_dir: Path) -> None:
 def test_readers_split_the_files_by_bytes_and_find_all_damage(run_dir: Path) -> None:
     files = [Listed(f"f{n}", size, 0) for n, size in enumerate([9, 1, 5, 5, 4, 0])]
     shares = split_by_bytes(files, 3)
-    assert sorted(sum(one.num_bytes for one in own) for own in shares) == [6, 9, 9]
-    assert sorted(one.name for own in shares for one in own) == [one.name for one in files]
+    assert sorted(sum(file.num_bytes for file in share) for share in shares) == [6, 9, 9]
+    assert sorted(file.name for share in shares for file in share) == [file.name for file in files]
     latest = run_dir / "checkpoints" / "step_3"
     flip_bit(latest / "tensors_1.safetensors")
     listed, read = listed_files(latest) or [], [0] * 2
-    found = []
-    for reader, own in enumerate(split_by_bytes(listed, 2)):
+    problems = []
+    for reader, share in enumerate(split_by_bytes(listed, 2)):
 
         def advance(count: int, reader: int = reader) -> None:
             read[reader] += count
 
-        found += wrong_checksums(latest, own, advance)
-    assert len(found) == 1
-    assert sum(read) == sum(one.num_bytes for one in listed)
+        problems += wrong_checksums(latest, share, advance)
+    assert len(problems) == 1
+    assert sum(read) == sum(file.num_bytes for file in listed)
     assert min(read) > 0.3 * sum(read)
 
 
@@ -222,19 +222,19 @@ def generate_from_flipped_bits(rank: int, checkpoint: Path) -> dict[str, list[st
     """By file of a checkpoint, what `generate` says of single bits of it that have changed."""
     from mimo.generate.answer import Generator
 
-    said: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        own = said.setdefault(str(path.relative_to(checkpoint)), [])
+        of_file = messages.setdefault(str(path.relative_to(checkpoint)), [])
         for number in range(FLIPS):
             original = flipped(path, number)
             try:
                 Generator(checkpoint)
-                own.append("nothing")
+                of_file.append("nothing")
             except InputError as error:
-                own.append(str(error))
+                of_file.append(str(error))
             path.write_bytes(original)
     Generator(checkpoint)
-    return said
+    return messages
 
 
 def test_generate_refuses_every_flipped_bit_and_names_the_file(
@@ -244,10 +244,10 @@ def test_generate_refuses_every_flipped_bit_and_names_the_file(
     recipe = tiny.write_recipe(tmp_path)
     run(run_ranks, recipe, *LAYOUT, *ADAM, "train.steps=1")
     checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step_1"
-    (said,) = run_ranks(generate_from_flipped_bits, 1, checkpoint)
+    (messages,) = run_ranks(generate_from_flipped_bits, 1, checkpoint)
     names = {"manifest.json", "progress.json", "recipe.yaml", "tensors.json"}
-    assert said.keys() > names | {f"tensors_{rank}.safetensors" for rank in range(2)}
-    for name, texts in said.items():
+    assert messages.keys() > names | {f"tensors_{rank}.safetensors" for rank in range(2)}
+    for name, texts in messages.items():
         assert len(texts) == FLIPS
         assert all(name in text and "damaged" in text for text in texts), (name, texts)
 
@@ -323,9 +323,9 @@ def test_resume_returns_to_the_last_intact_checkpoint_with_a_message(
     assert "step_2 is damaged and was passed over: tensors_0.safetensors is missing" in done.stdout
     assert f"the run continues from {checkpoints / 'step_1'}" in done.stdout
     assert "nothing could be verified" not in done.stdout
-    found = incidents(tmp_path / "runs" / "tiny")
-    assert [Path(one["checkpoint"]).name for one in found] == ["step_3", "step_2"]
-    assert {one["kind"] for one in found} == {"checkpoint"}
+    events = incidents(tmp_path / "runs" / "tiny")
+    assert [Path(event["checkpoint"]).name for event in events] == ["step_3", "step_2"]
+    assert {event["kind"] for event in events} == {"checkpoint"}
     got, expected = metrics(recipe), metrics(recipe, "whole")
     assert [m["loss"] for m in got] == [m["loss"] for m in expected]
 
@@ -341,9 +341,9 @@ def test_resuming_from_another_folder_moves_the_run_aside_and_changes_neither(
             made = small_checkpoint(folder / "checkpoints", step, text)
             shutil.copytree(tmp_path / "tokenizer", made / "assets", dirs_exist_ok=True)
             write_manifest(made)
-    own, other = (path / "checkpoints" / "step_1" for path in (run_dir, tmp_path / "backup"))
-    Request(recipe, resume_from=own).check(None).begin()
-    assert (own.parent / "latest").read_text() == "step_1"
+    checkpoint, other = (path / "checkpoints" / "step_1" for path in (run_dir, tmp_path / "backup"))
+    Request(recipe, resume_from=checkpoint).check(None).begin()
+    assert (checkpoint.parent / "latest").read_text() == "step_1"
     job = Request(recipe, resume_from=other).check(None)
     for _ in range(2):  # and again after a failure before the first save
         (run,) = job.begin()

@@ -46,7 +46,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     run_ranks: RunRanks, path: Path, name: str, *overrides: str, start: Start | None = None
 ) -> Path:
-    """The folder of a run to its end; one that is there already as it is."""
+    """Return the folder of a finished run; train it if it does not exist."""
     recipe = load_recipe(path, [*SETTINGS, *overrides, f"name={name}"])
     if not recipe.run_dir.exists():
         run_from(run_ranks, recipe, start or FromScratch())
@@ -57,13 +57,13 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
     return read(checkpoint, describe(checkpoint))
 
 
-def steps_of(found: dict[str, Tensor], module: str) -> set[float]:
-    """How many updates Adam has counted, over all parameters of a module."""
-    return {float(v) for name, v in found.items() if name.startswith(f"optimizer.step.{module}.")}
+def steps_of(stored: dict[str, Tensor], module: str) -> set[float]:
+    """Return the counts of updates over all parameters of a module."""
+    return {float(v) for name, v in stored.items() if name.startswith(f"optimizer.step.{module}.")}
 
 
 def begun(rank: int, recipe: Recipe, start: Start) -> str:
-    """Save what a run begins with, and return what it says about it."""
+    """Save the state in which a run starts, and return its notes."""
     from mimo.checkpoint.load import load_start, read_start_index
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
@@ -81,7 +81,7 @@ def begun(rank: int, recipe: Recipe, start: Start) -> str:
 
 AFRESH = "weights whose optimizer state is not in the checkpoint"
 LEFT_OUT = "its optimizer state in the checkpoint is not loaded"
-# Settings before and after; what is said of which module; steps of language and vision.
+# Settings before and after; notes by module; updates of language and vision.
 CHANGES = {
     "unfrozen": ([FROZEN], [], {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
     "unfrozen, optimizer shared": ([FROZEN], [SHARED], {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
@@ -130,26 +130,26 @@ CHANGES = {
 def test_a_run_resumes_with_other_settings_and_names_fresh_state(
     run_ranks: RunRanks, recipe: Path, request: pytest.FixtureRequest, change: tuple
 ) -> None:
-    before, after, said, steps = change
-    name = "_".join(["before", *("".join(filter(str.isalnum, one)) for one in before)])
+    before, after, notes, steps = change
+    name = "_".join(["before", *("".join(filter(str.isalnum, override)) for override in before)])
     checkpoint = find_checkpoint(trained(run_ranks, recipe, name, *before))
     name = "after_" + "".join(filter(str.isalnum, request.node.name))
-    own = load_recipe(recipe, [*SETTINGS, *after, f"name={name}"])
-    printed = run_ranks(begun, 2, own, Resume(checkpoint))
+    resumed = load_recipe(recipe, [*SETTINGS, *after, f"name={name}"])
+    printed = run_ranks(begun, 2, resumed, Resume(checkpoint))
     beginnings = (re.split(r": it is| \(|;", line)[0] for line in printed[0].splitlines())
-    assert set(beginnings) == said
+    assert set(beginnings) == notes
     assert printed[1] == ""
     stored = tensors(checkpoint)
-    found = tensors(own.run_dir / "checkpoints" / "step_2")
-    assert (steps_of(found, "language"), steps_of(found, "vision")) == steps
-    for key, values in found.items():
+    loaded = tensors(resumed.run_dir / "checkpoints" / "step_2")
+    assert (steps_of(loaded, "language"), steps_of(loaded, "vision")) == steps
+    for key, values in loaded.items():
         if key in stored:
             assert torch.equal(values, stored[key]), key
         elif key.startswith(("optimizer.exp_avg", "optimizer.step.")):
             assert not values.any(), key
         else:
             assert is_adapter(key) or key.startswith("optimizer.fp32_param."), key
-    assert {key for key in stored if not key.startswith("optimizer.")} <= found.keys()
+    assert {key for key in stored if not key.startswith("optimizer.")} <= loaded.keys()
 
 
 @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_an_older_checkpoint_counts_the_updates_of_its_run() -> None:
     wanted = [piece(f"{kind}language.{name}") for name in ("old", "thawed") for kind in kinds]
     stored = {"language.old", "language.thawed", *(f"{kind}language.old" for kind in kinds[1:3])}
     read = pieces_to_resume(wanted, stored, 70)
-    assert {one.key for one in read} == stored
-    counted = {one.key: float(one.values) for one in wanted if ".step." in one.key}
+    assert {piece.key for piece in read} == stored
+    counted = {piece.key: float(piece.values) for piece in wanted if ".step." in piece.key}
     assert counted == {"optimizer.step.language.old": 70, "optimizer.step.language.thawed": 0}
 
 
@@ -270,19 +270,19 @@ def folders(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_resumes_with_every_tensor_of_a_checkpoint(folders: Path, engine: str) -> None:
     stored = tensors(folders / engine / "step" / "checkpoints" / "step_1")
-    found = tensors(folders / engine / "resumed" / "checkpoints" / "step_1")
+    loaded = tensors(folders / engine / "resumed" / "checkpoints" / "step_1")
     weights = {key for key in stored if not kind_of(key)[0]}
     averages = {key for key in stored if kind_of(key)[0] == EMA}
     assert averages == {key_of(EMA, key) for key in weights}
     assert not any(torch.equal(stored[key_of(EMA, key)], stored[key]) for key in weights)
-    assert found.keys() == stored.keys()
-    assert [key for key in stored if not torch.equal(found[key], stored[key])] == []
+    assert loaded.keys() == stored.keys()
+    assert [key for key in stored if not torch.equal(loaded[key], stored[key])] == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_initial_weights_survive_a_step_at_rate_zero(folders: Path, engine: str) -> None:
     stored = tensors(folders / engine / "step" / "checkpoints" / "step_1")
-    found = tensors(folders / engine / "begun" / "checkpoints" / "step_0")
+    loaded = tensors(folders / engine / "begun" / "checkpoints" / "step_0")
     for key in (key for key in stored if not kind_of(key)[0]):
-        assert torch.equal(found[key], stored[key]), key
-        assert torch.equal(found[key_of(EMA, key)], stored[key].float()), key
+        assert torch.equal(loaded[key], stored[key]), key
+        assert torch.equal(loaded[key_of(EMA, key)], stored[key].float()), key

@@ -114,10 +114,10 @@ def test_async_saving_needs_one_copy_of_the_state_and_reuses_it(
 ) -> None:
     recipe = load_recipe(tiny.write_recipe(tmp_path), ["train.async_save=true"])
     num_ranks = job.grid["dp"] * job.grid.get("tp", 1)
-    for found in run_ranks(save_while_training, num_ranks, job, tmp_path / "c", recipe):
-        assert 0.95 * found["written"] <= found["first"] <= 1.2 * found["held"]
-        assert found["first"] <= found["written"] + 0.2 * found["held"]
-        assert found["next"] <= 0.2 * found["held"], "the copy's memory is used again"
+    for measured in run_ranks(save_while_training, num_ranks, job, tmp_path / "c", recipe):
+        assert 0.95 * measured["written"] <= measured["first"] <= 1.2 * measured["held"]
+        assert measured["first"] <= measured["written"] + 0.2 * measured["held"]
+        assert measured["next"] <= 0.2 * measured["held"], "the copy's memory is used again"
 
 
 @pytest.mark.parametrize("job", quick_values(JOBS, "plain", "distributed"))
@@ -125,10 +125,10 @@ def test_saving_and_loading_need_at_most_a_fifth_of_the_state_on_top(
     run_ranks: RunRanks, tmp_path: Path, job: Job
 ) -> None:
     results = run_ranks(save_and_load, job.grid["dp"] * job.grid.get("tp", 1), job, tmp_path)
-    for found in results:
-        assert found["held"] > 25 * 2**20
-        assert found["saving"] <= 0.2 * found["held"]
-        assert found["loading"] <= 0.2 * found["held"]
+    for measured in results:
+        assert measured["held"] > 25 * 2**20
+        assert measured["saving"] <= 0.2 * measured["held"]
+        assert measured["loading"] <= 0.2 * measured["held"]
         # Everybody writes an equal share of the whole.
-        assert found["written"] == pytest.approx(found["whole"] / len(results), rel=0.1)
-    assert sum(found["written"] for found in results) == results[0]["whole"]
+        assert measured["written"] == pytest.approx(measured["whole"] / len(results), rel=0.1)
+    assert sum(measured["written"] for measured in results) == results[0]["whole"]

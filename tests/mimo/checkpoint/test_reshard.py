@@ -1,4 +1,4 @@
-"""A run goes on in any other layout, by any engine: as it would have gone on in its own.
+"""A run resumes in any other layout and engine as it would have continued in its own.
 
 Each source trains three steps and has a checkpoint after two. Each pair does the third step in
 another layout. Compared are loss, norm of the gradient, all weights and Adam's moments after it,
@@ -132,7 +132,7 @@ def test_the_next_step_in_another_layout_is_the_same(
         return recipe.run_dir, metrics(recipes[kind], name)[-1]
 
     def plain(text: str) -> str:
-        return "".join(one if one.isalnum() else "_" for one in text)
+        return "".join(letter if letter.isalnum() else "_" for letter in text)
 
     run_dir, expected = trained(source, FromScratch(), plain(source))
     start = Resume(run_dir / "checkpoints" / "step_2")
@@ -143,10 +143,10 @@ def test_the_next_step_in_another_layout_is_the_same(
     assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     ours, theirs = (find_checkpoint(folder) for folder in (resumed, run_dir))
     assert describe(ours).keys() == describe(theirs).keys()
-    found, wanted = (read(folder, describe(folder)) for folder in (ours, theirs))
-    counts = [values for name, values in found.items() if name.startswith("optimizer.step.")]
-    assert len(counts) == len([name for name in found if not name.startswith("optimizer.")])
+    resumed, wanted = (read(folder, describe(folder)) for folder in (ours, theirs))
+    counts = [values for name, values in resumed.items() if name.startswith("optimizer.step.")]
+    assert len(counts) == len([name for name in resumed if not name.startswith("optimizer.")])
     assert {float(values) for values in counts} == {3.0}
     for name, values in wanted.items():
         scale = max(float(values.abs().max()), 1e-5)
-        assert float((found[name] - values).abs().max()) / scale < 1e-5, name
+        assert float((resumed[name] - values).abs().max()) / scale < 1e-5, name

@@ -59,26 +59,26 @@ class Half:
 
 
 def saver_of(module: Half, folder: Path, recipe: Recipe) -> Saver:
-    """One that saves it as a model's only module."""
+    """Return a saver of a model with this only module."""
     return Saver({"m": cast("Any", module)}, folder, recipe)
 
 
 def recipe_of(folder: Path, overlap: bool, *settings: str) -> Recipe:
-    own = [f"train.async_save={str(overlap).lower()}", "train.keep_checkpoints=9", *settings]
-    return load_recipe(tiny.write_recipe(folder), own)
+    options = [f"train.async_save={str(overlap).lower()}", "train.keep_checkpoints=9", *settings]
+    return load_recipe(tiny.write_recipe(folder), options)
 
 
 def assert_intact(checkpoint: Path, value: float | None = None) -> None:
-    """All files are those of the manifest, and the tensor that of `value`."""
+    """Assert that all files are those of the manifest, and the tensor that of `value`."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["format"] == "mimo checkpoint 1"
-    found = {}
+    files = {}
     for path in checkpoint.rglob("*"):
         if path.is_file() and path.name != "manifest.json":
             content = path.read_bytes()
             name = path.relative_to(checkpoint).as_posix()
-            found[name] = {"bytes": len(content), "crc32": f"{crc32(content):08x}"}
-    assert manifest["files"] == found
+            files[name] = {"bytes": len(content), "crc32": f"{crc32(content):08x}"}
+    assert manifest["files"] == files
     if value is not None:
         got = torch.empty(ROWS, COLUMNS)
         whole = Piece("m.weight", (ROWS, COLUMNS), 0, 0, got)
@@ -91,7 +91,7 @@ def assert_intact(checkpoint: Path, value: float | None = None) -> None:
 
 
 def copy_slowly(seconds: float) -> None:
-    """Let copies of what is saved beside training begin late."""
+    """Delay the copies of asynchronous saves."""
     staged = Saver._copy_to_host
 
     def late(self: Saver, save: Any) -> list[Piece]:
@@ -102,7 +102,7 @@ def copy_slowly(seconds: float) -> None:
 
 
 def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
-    """How many tensors' pieces were checked, after each save."""
+    """Return the number of tensors whose pieces were checked, after each save."""
     checked, gap = 0, tensors._gap
 
     def count(tensor: Any) -> str | None:
@@ -110,7 +110,7 @@ def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
         checked += 1
         return gap(tensor)
 
-    # What training stands still for after the line of the step is written.
+    # Blocks training after the line of the step is written.
     folder_of_checkpoints.drop_old = lambda *_: time.sleep(0.3)
     tensors._gap = count
     copy_slowly(0.1)
@@ -123,7 +123,7 @@ def save_thrice(rank: int, folder: Path, recipe: Recipe) -> list[int]:
         seconds = saver.begin(Progress(step, step))
         assert seconds > (0.3 if step > 1 and not recipe.train.async_save else 0.0)
         if rank == 0:
-            assert not (folder / f"step_{step}").exists(), "it waits to be published"
+            assert not (folder / f"step_{step}").exists(), "it is not published yet"
         if recipe.train.async_save:
             saver.wait_for_copy()
             module.set(-1)  # trained on
@@ -153,7 +153,7 @@ def test_a_save_has_the_state_of_its_step_and_a_manifest_and_is_checked_once(
 
 
 def save_between_steps(rank: int, folder: Path, recipe: Recipe) -> int:
-    """The staging memory is the same for saves of one size."""
+    """Return the number of staging buffers; saves of one size share one."""
     module, memories = Half(rank), set()
     saver = saver_of(module, folder, recipe)
     for step in (1, 2):
@@ -170,8 +170,8 @@ def save_between_steps(rank: int, folder: Path, recipe: Recipe) -> int:
 def test_the_next_save_and_the_end_of_the_run_wait_for_the_save_before(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    found = run_ranks(save_between_steps, 2, tmp_path / "c", recipe_of(tmp_path, True))
-    assert found == [1, 1]
+    addresses = run_ranks(save_between_steps, 2, tmp_path / "c", recipe_of(tmp_path, True))
+    assert addresses == [1, 1]
     for step in (1, 2):
         assert_intact(tmp_path / "c" / f"step_{step}", step)
 
@@ -182,7 +182,7 @@ def test_the_next_save_and_the_end_of_the_run_wait_for_the_save_before(
 def save_with_limit(
     rank: int, folder: Path, recipe: Recipe, limited: int, limit: int
 ) -> tuple[str, float]:
-    """A save, and one while files of a rank may have `limit` bytes: its error, and its seconds."""
+    """Return error and seconds of a save while files of a rank may have `limit` bytes."""
     module = Half(rank)
     saver = saver_of(module, folder, recipe)
     module.set(1)
@@ -213,13 +213,13 @@ def test_a_full_disk_is_an_error_of_all_ranks_that_names_file_reason_and_the_goo
 ) -> None:
     limited, limit, file = fault
     folder, recipe = tmp_path / "c", recipe_of(tmp_path, overlap)
-    (told, seconds), other = run_ranks(save_with_limit, 2, folder, recipe, limited, limit)
-    assert other[0] == told
-    assert max(seconds, other[1]) < 20, "nobody waits for a rank that has failed"
+    (message, seconds), other = run_ranks(save_with_limit, 2, folder, recipe, limited, limit)
+    assert other[0] == message
+    assert max(seconds, other[1]) < 20, "no rank waits for one that has failed"
     start = f"the checkpoint of step 2 in {folder} was not written: {file}"
-    assert re.match(start, told), told
-    assert "File too large" in told
-    assert told.endswith(f"the last good checkpoint is {folder / 'step_1'}")
+    assert re.match(start, message), message
+    assert "File too large" in message
+    assert message.endswith(f"the last good checkpoint is {folder / 'step_1'}")
     assert {path.name for path in folder.iterdir()} == {"step_1", "latest"}
     assert_intact(folder / "step_1", 1)
 
@@ -236,12 +236,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_all_ranks(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     (tmp_path / "c").write_text("")
-    found = run_ranks(
+    messages = run_ranks(
         save_where_no_folder_can_be_made, 2, tmp_path / "c", recipe_of(tmp_path, True)
     )
-    assert found[0] == found[1]
-    assert "Not a directory" in found[0]
-    assert found[0].endswith("there is no good one before it")
+    assert messages[0] == messages[1]
+    assert "Not a directory" in messages[0]
+    assert messages[0].endswith("there is no good one before it")
 
 
 # --------------------------------------------------------------------- what is killed
@@ -290,9 +290,9 @@ def test_a_kill_at_any_point_of_publishing_leaves_only_intact_checkpoints(
             publish(partial, Progress(last, 9), "name: y", keep=1)
             os._exit(0)
         was_killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-        found = latest_checkpoint(checkpoints)
-        assert found is not None
-        latest.add((found.name, (found / "recipe.yaml").read_text()))
+        newest = latest_checkpoint(checkpoints)
+        assert newest is not None
+        latest.add((newest.name, (newest / "recipe.yaml").read_text()))
         for checkpoint in checkpoints.glob("step_*"):
             assert_intact(checkpoint)
         publish(write_partial(checkpoints, 6), Progress(6, 6), "name: z", keep=1)
@@ -349,8 +349,8 @@ def test_keep_every_keeps_checkpoints_beside_the_last_ones(tmp_path: Path) -> No
     assert removed == ["step_100", "step_250", "step_300"]
     assert [p.name for p in to_remove(tmp_path, 3, None)] == ["step_100", "step_200", "step_250"]
     drop_old(tmp_path, 2, newest, 200)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"step_200", "step_350", "step_400", "step_300.old"}
+    remaining = {path.name for path in tmp_path.iterdir()}
+    assert remaining == {"step_200", "step_350", "step_400", "step_300.old"}
 
 
 def test_the_checkpoint_of_latest_stays_though_another_is_newer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saving beside training: the copy is of its moment however late it is made, or it fails whole."""
+"""Asynchronous saving: the copy has the state of its step however late it is made."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_updates_wait_until_the_state_has_been_copied(
     path, folders = make(tmp_path, "qwen3_vl"), []
     settings = [*settings, *LAYOUT, *ADAM, "train.save_every=1", "train.steps=3"]
     for overlap in ("false", "true"):
-        own = [f"train.async_save={overlap}", f"name=overlap_{overlap}"]
-        recipe = load_recipe(path, [*settings, *own, "train.keep_checkpoints=9"])
+        options = [f"train.async_save={overlap}", f"name=overlap_{overlap}"]
+        recipe = load_recipe(path, [*settings, *options, "train.keep_checkpoints=9"])
         layout = check_recipe(recipe, None)
         make_run_dir(recipe, resumes=False)
         run_ranks(train_with_slow_copies, layout.world_size, recipe, layout)
@@ -69,8 +69,8 @@ def test_updates_wait_until_the_state_has_been_copied(
 
 
 def wait_for_a_copy_in_parts(rank: int, folder: Path, recipe: Recipe) -> tuple[int, float, float]:
-    """How often a wait for the copy got on, its seconds, and those that the next save has of it."""
-    told = list[str]()
+    """Return the progress calls of a wait for the copy, its seconds, and those of the save."""
+    calls = list[str]()
 
     def in_parts(self: Saver, save: Any) -> list[Piece]:
         for _ in range(3):
@@ -82,24 +82,24 @@ def wait_for_a_copy_in_parts(rank: int, folder: Path, recipe: Recipe) -> tuple[i
     Saver._copy_to_host = in_parts
     saver = saver_of(Half(rank), folder, recipe)
     saver.begin(Progress(1, 1))
-    seconds = saver.wait_for_copy(lambda: told.append("on"))
+    seconds = saver.wait_for_copy(lambda: calls.append("on"))
     saver.publish()
     saver.wait()
-    return len(told), seconds, saver._blocked_seconds
+    return len(calls), seconds, saver._blocked_seconds
 
 
 def test_a_wait_for_a_copy_reports_progress_and_counts_for_the_save(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    for told, seconds, late in run_ranks(
+    for calls, seconds, late in run_ranks(
         wait_for_a_copy_in_parts, 2, tmp_path / "c", recipe_of(tmp_path, True)
     ):
-        assert told >= 2
+        assert calls >= 2
         assert 1.5 < seconds <= late
 
 
 def save_where_a_copy_fails(rank: int, folder: Path, recipe: Recipe) -> str:
-    """What is told at the save after one whose copy failed on rank 1."""
+    """Return the error of the save after one whose copy failed on rank 1."""
     staged = Saver._copy_to_host
 
     def failing(self: Saver, save: Any) -> list[Piece]:
@@ -124,9 +124,9 @@ def test_a_failed_copy_is_an_error_of_all_ranks_and_harms_no_checkpoint(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     folder = tmp_path / "c"
-    told, other = run_ranks(save_where_a_copy_fails, 2, folder, recipe_of(tmp_path, True))
-    assert told == other
-    assert "rank 1: MemoryError: no pages; the last good checkpoint is " in told
+    message, other = run_ranks(save_where_a_copy_fails, 2, folder, recipe_of(tmp_path, True))
+    assert message == other
+    assert "rank 1: MemoryError: no pages; the last good checkpoint is " in message
     assert_intact(folder / "step_1", 1)
     assert {path.name for path in folder.iterdir()} == {"step_1", "latest"}
 

@@ -113,11 +113,13 @@ def test_a_file_that_ends_early_is_an_error_of_all_replicas(
 ) -> None:
     run_ranks(language_steps.save_and_go_on, 1, replace(SAVED, steps=2), tmp_path, 1)
     for lost in ("open", "preadv"):
-        for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, lost):
-            assert "tensors_0.safetensors cannot be read: Stale file handle; that need not" in said
+        for code, message in run_ranks(fails_in_the_middle, 2, tmp_path, lost):
+            assert (
+                "tensors_0.safetensors cannot be read: Stale file handle; that need not" in message
+            )
             assert code == 1, "a batch script tries again"
-    for code, said in run_ranks(fails_in_the_middle, 2, tmp_path, ""):
-        assert "tensors_0.safetensors: the file is cut off" in said
+    for code, message in run_ranks(fails_in_the_middle, 2, tmp_path, ""):
+        assert "tensors_0.safetensors: the file is cut off" in message
         assert code == 2
 
 
@@ -138,13 +140,13 @@ def hear(rank: int) -> list[str]:
     def fail() -> None:
         raise Unsendable(rank, why="so")
 
-    said = []
+    messages = []
     for do in (lambda: hear, lambda: lambda: None, fail):
         try:
             assert from_rank_0(do) is hear
         except (AttributeError, RuntimeError) as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_an_error_that_rank_0_cannot_send_ends_all_ranks(run_ranks: RunRanks) -> None:
@@ -161,7 +163,7 @@ def train_noting_files(
     from mimo.checkpoint.hf.folder import WeightsFolder
     from mimo.train.rank import train_in_world
 
-    initial, own = set[str](), list[str]()
+    initial, opened = set[str](), list[str]()
     reader = WeightsFolder._reader  # Python does not see what safetensors opens
 
     def noted(folder: WeightsFolder, file: Path) -> Any:
@@ -171,12 +173,12 @@ def train_noting_files(
     def look(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(start, Resume):
             path = Path(str(args[0]))
-            own.extend([path.name] if path.parent == start.checkpoint else [])
+            opened.extend([path.name] if path.parent == start.checkpoint else [])
 
     sys.addaudithook(look)
     with mock.patch.object(WeightsFolder, "_reader", noted):
         train_in_world(recipe, layout, run_dir, start)
-    return initial, own
+    return initial, opened
 
 
 @pytest.mark.slow
@@ -190,18 +192,18 @@ def test_ranks_open_only_files_with_their_weights_and_rank_0_alone_the_index(
     for steps, start in ((1, FromScratch()), (2, Resume(tmp_path / "runs/run/checkpoints/step_1"))):
         recipe = load_recipe(path, [apart, f"train.steps={steps}"])
         layout, run_dir = check_recipe(recipe, None), make_run_dir(recipe, steps > 1)
-        given = (recipe, layout, run_dir, start)
-        of_runs.append(run_ranks(train_noting_files, layout.world_size, *given))
+        arguments = (recipe, layout, run_dir, start)
+        of_runs.append(run_ranks(train_noting_files, layout.world_size, *arguments))
     scratch, resumed = of_runs
     every = {file.name for file in (tmp_path / "base").glob("*.safetensors")}
     first, *others = [initial for initial, _ in scratch]
     assert first == every
     assert all(initial and initial < every for initial in others)
-    first, *others = [[name for name in own if name.endswith(".json")] for _, own in resumed]
+    first, *others = [[name for name in opened if name.endswith(".json")] for _, opened in resumed]
     assert sorted(first) == ["manifest.json", "progress.json", "tensors.json"]
     assert others == [[], []]
     assert not any(initial for initial, _ in resumed)
-    assert all(own for _, own in resumed), "tensors are read by all"
+    assert all(opened for _, opened in resumed), "tensors are read by all"
 
 
 @pytest.mark.parametrize("name", ["tensors.json", "progress.json"])
@@ -215,9 +217,9 @@ def test_a_broken_file_that_rank_0_reads_ends_all_ranks_with_one_message(
     (checkpoint / name).write_text("{")
     args = (recipe, layout, run_dir, Resume(checkpoint))
     assert launch("mimo.train.rank:run_rank", args, layout.world_size, PRELOAD, run_dir) == 2
-    said = capfd.readouterr().err
-    assert said.count("is damaged") == 1, said
-    assert name in said
+    errors = capfd.readouterr().err
+    assert errors.count("is damaged") == 1, errors
+    assert name in errors
     errors = [path.read_text() for path in run_dir.glob("error_rank_*.txt")]
     assert errors
     assert all("is damaged" in error for error in errors), "no rank lost another"

@@ -62,16 +62,16 @@ def test_any_cut_is_read_in_any_other_and_nothing_else_is_read(
     write_cut(tmp_path, saved)
     for wanted in CUTS.values():
         for place in wanted:
-            found = torch.full_like(WHOLE, -1, dtype=dtype)
-            own = pieces(place, found)
-            num_bytes = read_pieces(tmp_path, read_index(tmp_path), own)
-            assert num_bytes == sum(piece.values.numel() for piece in own) * 4
-            expected = torch.full_like(found, -1)
+            result = torch.full_like(WHOLE, -1, dtype=dtype)
+            wanted_pieces = pieces(place, result)
+            num_bytes = read_pieces(tmp_path, read_index(tmp_path), wanted_pieces)
+            assert num_bytes == sum(piece.values.numel() for piece in wanted_pieces) * 4
+            expected = torch.full_like(result, -1)
             for piece in pieces(place, expected):
                 rows, columns = piece.values.shape
-                top, left = piece.row, piece.column
-                piece.values.copy_(WHOLE[top : top + rows, left : left + columns])
-            assert torch.equal(found, expected)
+                top, first = piece.row, piece.column
+                piece.values.copy_(WHOLE[top : top + rows, first : first + columns])
+            assert torch.equal(result, expected)
 
 
 def test_pieces_larger_than_a_chunk_are_read_in_any_cut(
@@ -84,30 +84,30 @@ def test_pieces_larger_than_a_chunk_are_read_in_any_cut(
         folder.mkdir()
         write_cut(folder, saved)
         for place in (place for cut in CUTS.values() for place in cut):
-            found = torch.zeros_like(WHOLE)
-            read_pieces(folder, read_index(folder), pieces(place, found))
-            own = torch.zeros_like(WHOLE, dtype=torch.bool)
-            for piece in pieces(place, own):
+            result = torch.zeros_like(WHOLE)
+            read_pieces(folder, read_index(folder), pieces(place, result))
+            is_wanted = torch.zeros_like(WHOLE, dtype=torch.bool)
+            for piece in pieces(place, is_wanted):
                 piece.values.fill_(True)
-            assert torch.equal(found, torch.where(own, WHOLE, 0))
+            assert torch.equal(result, torch.where(is_wanted, WHOLE, 0))
 
 
 def test_a_file_is_safetensors_and_whole_tensors_keep_shape_and_dtype(tmp_path: Path) -> None:
-    given = {
+    originals = {
         "vector": torch.randn(5, dtype=torch.float64),
         "kernel": torch.randn(3, 2, 4).to(torch.bfloat16),
     }
-    flat = [Piece(k, tuple(t.shape), 0, 0, t.view(len(t), -1)) for k, t in given.items()]
+    flat = [Piece(k, tuple(t.shape), 0, 0, t.view(len(t), -1)) for k, t in originals.items()]
     write_pieces(tmp_path, 0, flat)
     write_pieces(tmp_path, 1, [])  # a rank that owns nothing
     write_index(tmp_path, 2)
     assert load_file(tmp_path / "tensors_1.safetensors") == {}
     stored = load_file(tmp_path / "tensors_0.safetensors")
-    assert torch.equal(stored["kernel[0,0]"], given["kernel"].view(3, 8))
+    assert torch.equal(stored["kernel[0,0]"], originals["kernel"].view(3, 8))
     described = reading.describe(tmp_path)
-    assert described == {k: (t.shape, t.dtype) for k, t in given.items()}
+    assert described == {k: (t.shape, t.dtype) for k, t in originals.items()}
     for key, tensor in reading.read(tmp_path, described).items():
-        assert torch.equal(tensor, given[key])
+        assert torch.equal(tensor, originals[key])
 
 
 @pytest.mark.parametrize(
@@ -142,24 +142,24 @@ def test_without_the_file_of_every_rank_there_is_no_index(tmp_path: Path) -> Non
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     write_cut(tmp_path, "rows")
     index = read_index(tmp_path)
-    own = pieces([(0, 0, 12, 10)], WHOLE.clone())
+    whole = pieces([(0, 0, 12, 10)], WHOLE.clone())
     with pytest.raises(InputError, match="has no tensor other; resume with the recipe"):
-        read_pieces(tmp_path, index, [replace(own[0], key="other")])
+        read_pieces(tmp_path, index, [replace(whole[0], key="other")])
     with pytest.raises(InputError, match=r"w has 12 rows, but the model has 24; .*vocab_multiple"):
-        read_pieces(tmp_path, index, [replace(own[0], shape=(24, 10))])
+        read_pieces(tmp_path, index, [replace(whole[0], shape=(24, 10))])
     with pytest.raises(InputError, match=r"w is \[12, 10\], but the model's is \[12, 20\]"):
-        read_pieces(tmp_path, index, [replace(own[0], shape=(12, 20))])
+        read_pieces(tmp_path, index, [replace(whole[0], shape=(12, 20))])
     last = tmp_path / "tensors_1.safetensors"
     last.write_bytes(last.read_bytes()[:-8])
     with pytest.raises(InputError, match=r"tensors_1.safetensors: the file is cut off"):
-        read_pieces(tmp_path, index, own)
+        read_pieces(tmp_path, index, whole)
     with pytest.raises(
         InputError, match=r"tensors_1.safetensors has \d+ bytes, not \d+.*copy it again"
     ):
         read_index(tmp_path)
     last.unlink()
     with pytest.raises(InputError, match=r"tensors_1.safetensors cannot be read"):
-        read_pieces(tmp_path, index, own)
+        read_pieces(tmp_path, index, whole)
     with pytest.raises(InputError, match=r"No such file.*tensors_1.safetensors.*copy it again"):
         read_index(tmp_path)
 

@@ -85,10 +85,10 @@ def _answer_both(rank: int, folder: Path) -> None:
 
     requests = [request(0, 1, 2), request(2), request(1), request(), request(1, 0)]
     # Other samples of the pack change nothing.
-    assert generator.answer(requests, 8) == [generator.answer([one], 8)[0] for one in requests]
+    assert generator.answer(requests, 8) == [generator.answer([r], 8)[0] for r in requests]
     answered = list(answer_split(folder))
     numbers = zip(tiny.IMAGES_PER_SAMPLE, tiny.VIDEOS_PER_SAMPLE, strict=True)
-    assert [len(one.pictures) for one in answered] == [sum(both) for both in numbers]
+    assert [len(sample.pictures) for sample in answered] == [sum(both) for both in numbers]
     _check_that_samples_are_read_as_they_are_answered(folder, answered)
 
 
@@ -114,8 +114,8 @@ def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: li
         patch.setattr(evaluate, "BATCH_TOKENS", budget)
         patch.setattr(SampleReader, "decoded", reads)
         patch.setattr(Generator, "answer", answers)
-        found = list(evaluate.answer_split(folder, "test", 4))
-    assert [one.expected for one in found] == [one.expected for one in expected]
+        answered = list(evaluate.answer_split(folder, "test", 4))
+    assert [sample.expected for sample in answered] == [sample.expected for sample in expected]
     sizes = [event for event in events if event != "file"]
     assert (len(sizes) > 2, max(sizes) > 1, sum(sizes)) == (True, True, len(expected))
     # Of the images of later batches, those of one sample at most have been read.
@@ -143,9 +143,9 @@ def test_samples_that_cannot_be_compared_are_skipped_counted_and_named(
     assert scored.startswith("scored 1 of 5 samples, left out 4 (1: text alone, where others ")
     assert "; 1: the last message has items: need an answer in text alone" in scored
     assert last.startswith("exact_match=")
-    told = json.loads((recipe.parent / "runs" / "tiny" / "held_out_test.json").read_text())
-    assert last == f"exact_match={told['exact_match']:.3f} per_word={told['per_word']:.3f}"
-    (answered,) = told["samples"]  # the one with items that can be read
+    document = json.loads((recipe.parent / "runs" / "tiny" / "held_out_test.json").read_text())
+    assert last == f"exact_match={document['exact_match']:.3f} per_word={document['per_word']:.3f}"
+    (answered,) = document["samples"]  # the one with items that can be read
     assert answered["exact"] == (answered["given"] == answered["expected"])
 
 
@@ -182,17 +182,18 @@ def test_evaluate_writes_every_answer_and_prints_which_samples_count(
     left_out = "3: text alone, where others have items"
     assert scored.startswith(f"scored 14 of 19 samples, left out 5 ({left_out}; 1: the last messag")
     assert answers == f"answers: {folder}/held_out_test.jsonl"
-    found = [json.loads(one) for one in (folder / "held_out_test.jsonl").read_text().splitlines()]
-    assert [one["key"] for one in found] == [f"sample{number:04d}" for number in range(17)]
-    assert [one["items"] for one in found] == [1] * 14 + [0] * 3
-    for one in found:
-        assert one["scores"].keys() == {"exact", "relaxed_number"}, "of the last call"
-        assert one["scores"]["exact"] == float(one["answer"].split() == one["expected"].split())
-    assert found[1]["question"] == "what is this ?"
-    told = json.loads((folder / "held_out_test.json").read_text())
-    assert (told["scored"], sum(told["left_out"].values())) == (14, 5)
-    assert last == " ".join(f"{name}={told[name]:.3f}" for name in told["metrics"])
-    assert [one.partition("=")[0] for one in line.split()] == ["contains", "anls"]
+    lines = [json.loads(line) for line in (folder / "held_out_test.jsonl").read_text().splitlines()]
+    assert [sample["key"] for sample in lines] == [f"sample{number:04d}" for number in range(17)]
+    assert [sample["items"] for sample in lines] == [1] * 14 + [0] * 3
+    for sample in lines:
+        assert sample["scores"].keys() == {"exact", "relaxed_number"}, "of the last call"
+        is_right = sample["answer"].split() == sample["expected"].split()
+        assert sample["scores"]["exact"] == is_right
+    assert lines[1]["question"] == "what is this ?"
+    document = json.loads((folder / "held_out_test.json").read_text())
+    assert (document["scored"], sum(document["left_out"].values())) == (14, 5)
+    assert last == " ".join(f"{name}={document[name]:.3f}" for name in document["metrics"])
+    assert [score.partition("=")[0] for score in line.split()] == ["contains", "anls"]
     assert main_of_report(folder, None) == 0
     page = (folder / "report.html").read_text()
     assert "relaxed_number" in page
@@ -249,7 +250,7 @@ def _evaluate_average(rank: int, folder: Path) -> None:
             done = CliRunner().invoke(app, ["evaluate", str(folder), *options])
         assert done.exit_code == 0, done.output
         assert used
-        assert all(torch.equal(one, expected) for one in used), options
+        assert all(torch.equal(weight, expected) for weight in used), options
 
 
 def test_generate_uses_the_checkpoints_copies_of_tokenizer_template_and_configuration(
@@ -330,7 +331,7 @@ def _evaluate_long_answers(rank: int, folder: Path, chats: list[list[dict]]) -> 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Generator, "_next_tokens", next_tokens)
             with redirect_stdout(printed):
-                return [one.answer.split() for one in answer_split(folder, "test", limit)]
+                return [sample.answer.split() for sample in answer_split(folder, "test", limit)]
 
     def knows(self: Generator, sequence: list[int]) -> int:
         for messages in chats:

@@ -23,11 +23,11 @@ def make(family: str, folder: Path, **settings: object) -> Path:
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder by key."""
-    found = {}
+    tensors_by_key = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as reader:
-            found |= {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118
-    return found
+            tensors_by_key |= {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118
+    return tensors_by_key
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -38,11 +38,11 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 
 def assert_same_tensors(got: Path, expected: Path) -> None:
     """Keys, dtypes and every bit."""
-    left, right = tensors(got), tensors(expected)
-    assert left.keys() == right.keys()
-    for key, tensor in right.items():
-        assert left[key].dtype == tensor.dtype, key
-        assert torch.equal(left[key], tensor), key
+    actual, wanted = tensors(got), tensors(expected)
+    assert actual.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert actual[key].dtype == tensor.dtype, key
+        assert torch.equal(actual[key], tensor), key
 
 
 RECIPE = """

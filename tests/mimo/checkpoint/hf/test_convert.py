@@ -165,10 +165,10 @@ def test_other_names_of_the_same_tensors_are_known(tmp_path: Path, form: str) ->
     folder = folders.make(family, tmp_path / "model")
     copy = folders.make(family, tmp_path / "copy")
 
-    def rename(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         renamed = {}
-        for key, tensor in found.items():
-            old = next((one for one in beginnings if key.startswith(one)), "")
+        for key, tensor in tensors.items():
+            old = next((prefix for prefix in beginnings if key.startswith(prefix)), "")
             renamed[beginnings.get(old, "") + key.removeprefix(old)] = tensor
         # A buffer that older versions stored.
         return {**renamed, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
@@ -182,11 +182,11 @@ def test_other_names_of_the_same_tensors_are_known(tmp_path: Path, form: str) ->
 def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     folder = folders.make("qwen3_vl", tmp_path / "model")
 
-    def spoil(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        del found["model.visual.merger.norm.bias"]
-        del found["model.language_model.norm.weight"]
-        found["model.visual.pos_embed.weight"] = torch.ones(3, 3)
-        return {**found, "model.visual.extra": torch.ones(1)}
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        del tensors["model.visual.merger.norm.bias"]
+        del tensors["model.language_model.norm.weight"]
+        tensors["model.visual.pos_embed.weight"] = torch.ones(3, 3)
+        return {**tensors, "model.visual.extra": torch.ones(1)}
 
     folders.rewrite(folder, spoil)
     with pytest.raises(RecipeError) as caught:
@@ -206,10 +206,10 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
 def test_a_head_beside_a_tied_embedding_must_be_its_copy(tmp_path: Path, equal: bool) -> None:
     folder = folders.make("qwen3_vl", tmp_path / "model")
 
-    def add_head(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        head = found["model.language_model.embed_tokens.weight"].clone()
+    def add_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        head = tensors["model.language_model.embed_tokens.weight"].clone()
         head[3, 3] += 0 if equal else 1
-        return {**found, "lm_head.weight": head}
+        return {**tensors, "lm_head.weight": head}
 
     folders.rewrite(folder, add_head)
     if equal:

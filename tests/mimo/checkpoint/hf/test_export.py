@@ -98,14 +98,16 @@ def test_only_tokenizer_files_are_copied_from_a_separate_tokenizer_folder(tmp_pa
         other / "tokenizer.json"
     ).read_bytes()
     assert not list((tmp_path / ASSETS).glob("*.safetensors*"))
-    # A template in another file: that of the model's own tokenizer must not hide it.
+    # A template in another file: the model's template must not hide it.
     config, template = other / "tokenizer_config.json", other / "chat_template.jinja"
-    said = json.loads(config.read_text()) | {"chat_template": template.read_text() + "{# own #}"}
-    config.write_text(json.dumps(said))
+    settings = json.loads(config.read_text()) | {
+        "chat_template": template.read_text() + "{# changed #}"
+    }
+    config.write_text(json.dumps(settings))
     template.unlink()
     collect_assets(recipe, tmp_path / "again")
-    found, given = ChatTokenizer(tmp_path / "again", {}), ChatTokenizer(other, {})
-    assert found.differences(given) == []
+    copied, original = ChatTokenizer(tmp_path / "again", {}), ChatTokenizer(other, {})
+    assert copied.differences(original) == []
 
 
 def test_a_model_that_did_not_start_from_a_folder_has_no_export(tmp_path: Path) -> None:
@@ -118,11 +120,11 @@ def test_a_model_that_did_not_start_from_a_folder_has_no_export(tmp_path: Path) 
 def test_a_checkpoint_of_several_dtypes_loses_no_digit(tmp_path: Path) -> None:
     folder = folders.make("qwen3_vl", tmp_path / "model", dtype="bfloat16")
     key = "model.language_model.norm.weight"
-    folders.rewrite(folder, lambda found: {**found, key: found[key].float() + 1e-5})
+    folders.rewrite(folder, lambda tensors: {**tensors, key: tensors[key].float() + 1e-5})
     convert_from_hf(folder, tmp_path / "ours")
     convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
-    exported, given = folders.tensors(tmp_path / "exported"), folders.tensors(folder)
-    assert all(torch.equal(exported[k].double(), given[k].double()) for k in given)
+    exported, original = folders.tensors(tmp_path / "exported"), folders.tensors(folder)
+    assert all(torch.equal(exported[k].double(), original[k].double()) for k in original)
 
 
 def test_a_configuration_of_wrong_types_is_refused_by_name(tmp_path: Path) -> None:
@@ -203,13 +205,13 @@ def test_the_folder_gives_one_encoder_its_sizes_and_weights(
     recipe = load_recipe(write_recipe(folder, tmp_path, encoders))
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(recipe.to_yaml())
-    for one in (recipe, load_recipe(resolved)):
-        initial = initial_weights(one)
+    for loaded in (recipe, load_recipe(resolved)):
+        initial = initial_weights(loaded)
         assert initial is not None
         assert set(initial.weights) == {"language", "vision"}
-        assert architecture_of_folder(folder).tower_of(one) == "vision"
-        assert one.encoders["film"].model["hidden_size"] == 16
-        assert one.encoders["film"].media_tokens.keys() == {"video"}
+        assert architecture_of_folder(folder).tower_of(loaded) == "vision"
+        assert loaded.encoders["film"].model["hidden_size"] == 16
+        assert loaded.encoders["film"].media_tokens.keys() == {"video"}
 
 
 def test_a_further_encoders_placeholder_must_be_in_the_tokenizer(
@@ -235,13 +237,15 @@ def test_a_further_encoder_trains_from_fresh_weights_and_stays_out_of_the_export
     described = reading.describe(last)
     key = "film.blocks.layers.1.mlp.linear_fc1.weight"
     assert described[key][0] == (24, 16)
-    before, after = (reading.read(one, {key: described[key]})[key] for one in (first, last))
+    before, after = (
+        reading.read(checkpoint, {key: described[key]})[key] for checkpoint in (first, last)
+    )
     assert not torch.equal(before, after)
 
     capsys.readouterr()
     convert_to_hf(last, tmp_path / "exported", 10**9)
-    told = capsys.readouterr().out
-    assert "encoders.film: no part of qwen3_vl in Hugging Face format" in told
+    printed = capsys.readouterr().out
+    assert "encoders.film: no part of qwen3_vl in Hugging Face format" in printed
     base, exported = folders.tensors(folder), folders.tensors(tmp_path / "exported")
     assert {k: t.shape for k, t in exported.items()} == {k: t.shape for k, t in base.items()}
     moved = [k for k in base if not torch.equal(base[k], exported[k])]

@@ -37,18 +37,18 @@ def answer_in_transformers(folder: Path, questions: list[Answered]) -> list[str]
     processor = load_processor(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder)
     answers = []
-    for one in questions:
-        content = [{"type": "image"} for _ in one.pictures]
-        content.append({"type": "text", "text": one.question})
+    for sample in questions:
+        content = [{"type": "image"} for _ in sample.pictures]
+        content.append({"type": "text", "text": sample.question})
         text = processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        images = {"images": [[Image.fromarray(picture) for picture in one.pictures]]}
+        images = {"images": [[Image.fromarray(picture) for picture in sample.pictures]]}
         inputs = processor(
             text=[text],
             return_tensors="pt",
             add_special_tokens=False,
-            **(images if one.pictures else {}),
+            **(images if sample.pictures else {}),
         )
         with torch.no_grad():
             ids = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
@@ -88,11 +88,11 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
 
     convert_to_hf(run, tmp_path / "exported", 10**9)
     answered = [*answer_split(run, "test", NEW_TOKENS)]
-    with_images = [one for one in answered if one.pictures]
-    text_only = [one for one in answered if not one.pictures]
+    with_images = [sample for sample in answered if sample.pictures]
+    text_only = [sample for sample in answered if not sample.pictures]
     chosen = [*with_images[: NUM_QUESTIONS - 4], *text_only[:4]]
     assert len(chosen) == NUM_QUESTIONS
-    ours = [one.answer for one in chosen]
+    ours = [sample.answer for sample in chosen]
     assert len(set(ours)) > 1, "answers that are all alike compare little"
     assert ours == answer_in_transformers(tmp_path / "exported", chosen)
     assert ours != answer_in_transformers(base, chosen)

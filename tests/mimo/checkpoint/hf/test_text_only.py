@@ -85,13 +85,13 @@ def _logits(rank: int, run: Path) -> tuple[np.ndarray, Tensor]:
     with torch.no_grad():
         logits = generator.model.forward(lane, [], with_labels=False)[0]
     answered = list(answer_split(run, "test"))
-    assert [one.expected for one in answered] == [str(n + 1) for n in range(9)]
-    exact = sum(one.is_exact for one in answered) / len(answered)
+    assert [sample.expected for sample in answered] == [str(n + 1) for n in range(9)]
+    exact = sum(sample.is_exact for sample in answered) / len(answered)
     scoring = Scoring(["exact"])
-    for one in answered:
-        scoring.add(one)
-    found = scoring.result({})
-    assert found.metrics == {"exact_match": exact}, (
+    for sample in answered:
+        scoring.add(sample)
+    score = scoring.result({})
+    assert score.metrics == {"exact_match": exact}, (
         "samples without images count where none has any"
     )
     return sample.input_ids, logits[:, : generator.model.num_tokens]

@@ -95,12 +95,12 @@ def test_files_written_by_transformers_give_the_same_processor(
     (tmp_path / "processor_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     again = load_processor(tmp_path)
-    given = {
+    inputs = {
         "text": [question(processor, 2, answered=False)],
         "images": [pictures((40, 60), (90, 33))],
     }
-    for name, values in processor(**given).items():
-        np.testing.assert_array_equal(np.asarray(values), np.asarray(again(**given)[name]))
+    for name, values in processor(**inputs).items():
+        np.testing.assert_array_equal(np.asarray(values), np.asarray(again(**inputs)[name]))
 
 
 @pytest.mark.parametrize("family", folders.FAMILIES)
@@ -108,13 +108,13 @@ def test_auto_processor_loads_the_folder(family: str, tmp_path: Path) -> None:
     if family != "gemma3":
         pytest.importorskip("torchvision", reason="transformers needs it to make this processor")
     write_tiny(TinyCheckpoint(family), tmp_path)
-    found = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
-    text = question(found, 2, answered=False)
-    own = load_processor(tmp_path)
-    assert text == question(own, 2, answered=False)
+    auto = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
+    text = question(auto, 2, answered=False)
+    ours = load_processor(tmp_path)
+    assert text == question(ours, 2, answered=False)
     images = [pictures((40, 60), (90, 33))]
-    ids = found(text=[text], images=images)["input_ids"]
-    assert list(ids[0]) == list(own(text=[text], images=images)["input_ids"][0])
+    ids = auto(text=[text], images=images)["input_ids"]
+    assert list(ids[0]) == list(ours(text=[text], images=images)["input_ids"][0])
 
 
 def test_every_word_of_the_digits_data_is_a_token(checkpoint: Path) -> None:
@@ -283,17 +283,21 @@ def unseen(family: str, folder: Path, overlooked: frozenset[tuple[str, str]] = f
         "language": (language, language.settings_from_hf(config)),
         "vision": (tower, tower.settings_from_hf(config, read_processors(folder))),
     }
-    found = set()
-    for module, (kind, said) in imported.items():
-        given = {key: value for key, value in said.items() if (module, key) not in overlooked}
-        settings = kind.Settings(**given).model_dump()
+    defaults = set()
+    for module, (kind, imported_settings) in imported.items():
+        settings_without = {
+            key: value
+            for key, value in imported_settings.items()
+            if (module, key) not in overlooked
+        }
+        settings = kind.Settings(**settings_without).model_dump()
         for key, field in kind.Settings.model_fields.items():
-            own = module == "vision" or key == "vocab_multiple"
-            if own and key in UNSAID[family]:
+            is_listed = module == "vision" or key == "vocab_multiple"
+            if is_listed and key in UNSAID[family]:
                 continue
             if not field.is_required() and settings[key] == field.default:
-                found.add((module, key))
-    return found
+                defaults.add((module, key))
+    return defaults
 
 
 def test_every_imported_setting_differs_from_our_default(family: str, folder: Path) -> None:
@@ -302,8 +306,8 @@ def test_every_imported_setting_differs_from_our_default(family: str, folder: Pa
 
 def test_an_overlooked_setting_is_detected(family: str, folder: Path) -> None:
     """Each of those that once were not, and all of them at once."""
-    every = {(module, key) for key, (module, own) in ONCE_BLIND.items() if family in own}
-    for overlooked in ({one} for one in every):
+    every = {(module, key) for key, (module, families) in ONCE_BLIND.items() if family in families}
+    for overlooked in ({pair} for pair in every):
         assert unseen(family, folder, frozenset(overlooked)) == overlooked
     assert unseen(family, folder, frozenset(every)) == every
 
