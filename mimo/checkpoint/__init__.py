@@ -1,1 +1,1 @@
-"""Checkpoints: their folder, what is saved, where a run starts."""
+"""Checkpoints: folder, saving, loading, resuming, and Hugging Face import and export."""

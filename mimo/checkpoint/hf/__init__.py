@@ -1,1 +1,1 @@
-"""From a checkpoint in Hugging Face format to one of ours, and back."""
+"""Import from and export to Hugging Face format."""
