@@ -238,7 +238,13 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     with reading(path):
         exists = path.exists()
     if not exists:
-        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again")
+        reason = f"{_INDEX} is missing; copy it again"
+        if (folder / ".metadata").exists():
+            reason = (
+                "it was written by a former version, in Megatron's format; export it with `mimo "
+                "convert to-hf` of that version and start from the folder (init_from)"
+            )
+        raise InputError(f"checkpoint {folder}: {reason}")
     try:
         manifest = listed_files(folder)
         listed = {file.name: file for file in manifest or ()}

@@ -79,6 +79,9 @@ def test_files_of_other_formats_and_pickles_for_tensors_are_never_loaded(tmp_pat
     assert "has checksum" in problems_of(checkpoint)[0]
     write_manifest(checkpoint)
     read(checkpoint, describe(checkpoint))  # numbers, whatever they are
+    (checkpoint / "tensors.json").unlink()
+    with pytest.raises(InputError, match="former version"):
+        read_index(checkpoint)
     assert not Path("PWNED").exists()
 
 

@@ -213,6 +213,9 @@ def test_a_damaged_index_is_refused_before_anything_is_read(tmp_path: Path, text
 def test_a_missing_index_and_one_of_another_version_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="tensors.json is missing"):
         read_index(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(InputError, match=r"former version.*mimo convert to-hf"):
+        read_index(tmp_path)
     (tmp_path / "tensors.json").write_text(json.dumps({"format": "mimo tensors 9"}))
     with pytest.raises(InputError, match=r"format 'mimo tensors 9'"):
         read_index(tmp_path)
