@@ -61,10 +61,10 @@ def main(
     submitting: bool = False,
     cluster: Path | None = None,
 ) -> int:
-    """Returns 0 if all layouts ran and follow the reference, or were submitted; else 1.
+    """Return 0 if all layouts ran and follow the reference, or were submitted; else 1.
 
-    EXIT_CONTINUE where the same call has more to do later: it was told to end, or jobs are not
-    done. submitting: as jobs, instead of running here. cluster: a file of their `cluster:` keys.
+    Return EXIT_CONTINUE if the same call must be repeated later: it was asked to stop, or jobs are
+    not done. submitting: submit jobs instead of training here. cluster: a file of `cluster:` keys.
     Raises InputError for a wrong file, and for layouts that cannot run, before the first run.
     """
     experiment = read_experiment(path, overrides)
@@ -85,11 +85,11 @@ def main(
         except Interrupted as interrupted:
             print(interrupted, file=sys.stderr)
             return EXIT_CONTINUE
-        return _tell(experiment, recipe, outcomes, folder)
+        return _report(experiment, recipe, outcomes, folder)
 
 
 def _check_here(path: Path, run: Run) -> None:
-    """Check a run as `mimo train` does, but for its folder. path: of the recipe.
+    """Check a run as `mimo train` does, except for its folder. path: of the recipe.
 
     Raises RecipeError with all problems.
     """
@@ -99,7 +99,9 @@ def _check_here(path: Path, run: Run) -> None:
     phased.each(check_data)
 
 
-def _tell(experiment: Experiment, recipe: Recipe, outcomes: Sequence[Outcome], folder: Path) -> int:
+def _report(
+    experiment: Experiment, recipe: Recipe, outcomes: Sequence[Outcome], folder: Path
+) -> int:
     precision = recipe.train.precision
     results = results_of(experiment, outcomes, precision)
     show(results_table(results, experiment.reference), problems_table(results))
@@ -119,10 +121,10 @@ _MOST_WARMUP = 10  # steps in which memory, caches and the clocks of the machine
 
 @dataclass(frozen=True)
 class Result:
-    """A layout.
+    """The results of a layout.
 
-    outcomes: of its runs. of_runs: by run that is done the medians of its metrics over the steps
-    after the first. follows: of these runs, the one that is furthest off; None without a reference.
+    outcomes: of its runs. of_runs: for each complete run the medians of its metrics without the
+    first steps. follows: the comparison of the worst run; None without a reference.
     """
 
     name: str
@@ -131,28 +133,28 @@ class Result:
     follows: Followed | None
 
     def values(self, metric: str) -> list[float]:
-        """Of each run that has it."""
-        return [own[metric] for own in self.of_runs if metric in own]
+        """Return the metric of each run that has it."""
+        return [figures[metric] for figures in self.of_runs if metric in figures]
 
     @cached_property
     def figures(self) -> Mapping[str, float]:
-        """Of every metric the median over the runs."""
-        names = dict.fromkeys(name for own in self.of_runs for name in own)
+        """The median of each metric over the runs."""
+        names = dict.fromkeys(name for figures in self.of_runs for name in figures)
         return {name: median(self.values(name)) for name in names}
 
     @property
     def first(self) -> Outcome | None:
-        """Of its runs that are done."""
+        """The first complete run."""
         return next((one for one in self.outcomes if one.is_done), None)
 
     @property
     def error(self) -> str:
-        """Of the first run that failed."""
+        """The error of the first run that failed."""
         return next((one.error for one in self.outcomes if one.error), "")
 
     @property
     def state(self) -> str:
-        """In words; `follows` if all is well."""
+        """The state in words; `follows` if the layout follows the reference."""
         if self.error:
             return "failed"
         if any(one.job for one in self.outcomes):
@@ -163,7 +165,7 @@ class Result:
 
 
 def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: str) -> list[Result]:
-    """One per layout that has an outcome, in the order of the file."""
+    """Return the results of each layout that has an outcome, in the order of the file."""
     by_layout: dict[str, list[Outcome]] = {}
     for one in outcomes:
         by_layout.setdefault(one.run.layout.name, []).append(one)
@@ -183,13 +185,14 @@ def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: s
 
 
 def warmup_steps(steps: int) -> int:
-    """How many steps are left out of figures about speed."""
+    """Return the number of first steps that are left out of speeds."""
     return min(_MOST_WARMUP, steps // 5)
 
 
 def _steady(records: Sequence[Record]) -> dict[str, float]:
-    """Medians of a run's metrics after its first steps, of all where later ones have none; the last
-    loss, and the peak of the memory.
+    """Return medians of metrics without the first steps, the last loss and the peak of memory.
+
+    Metrics without later values have the median of all steps.
     """
     values: dict[str, list[float]] = {}
     late: dict[str, list[float]] = {}
@@ -200,14 +203,14 @@ def _steady(records: Sequence[Record]) -> dict[str, float]:
                 if record["step"] >= warmup_steps(len(records)):
                     late.setdefault(name, []).append(value)
     found = {name: median(late.get(name, own)) for name, own in values.items() if name != "step"}
-    # Without a device, memory is what a rank has at the moment, so the most of all is the peak.
+    # Without a device, memory is a rank's current use, so the peak is the maximum of all steps.
     peaks = {name: max(own) for name, own in values.items() if name.startswith("memory_")}
     last = records[-1]["loss"]
     return found | peaks | ({} if last is None else {"loss": last})
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """One line per layout, with every figure of any of them."""
+    """Write one line per layout, with all figures."""
     names = dict.fromkeys(name for one in results for name in one.figures)
     names.pop(TOKENS, None)
     head = ("layout", "state", "runs", "largest_loss_difference", "at_step", "problem")
@@ -229,7 +232,7 @@ _MIB = 2**20
 
 
 def results_table(results: Sequence[Result], reference: str) -> Table:
-    """What a person compares first."""
+    """Return the main figures of layouts."""
     base = next((one.figures.get(TOKENS) for one in results if one.name == reference), None)
     rows = []
     for one in results:
@@ -258,7 +261,7 @@ def _most(figures: Mapping[str, float], prefix: str) -> float | None:
 
 
 def _modules(results: Sequence[Result]) -> Iterator[tuple[Result, str, dict[str, float]]]:
-    """Each module of each layout with the seconds of its parts of a step."""
+    """Yield each module of each layout with the seconds of its parts of a step."""
     for one in results:
         parts = dict[str, dict[str, float]]()
         for name, value in one.figures.items():
@@ -339,7 +342,7 @@ def _losses(results: Sequence[Result], reference: str, precision: str) -> Sectio
             if name != reference and len(own.values) == len(theirs):
                 pairs = zip(own.values, theirs, strict=True)
                 values = np.array([difference(float(a), float(b)) for a, b in pairs])
-                # The axis is logarithmic, and many first losses are the same to the last bit.
+                # Zeros have no place on a logarithmic axis.
                 apart[name] = Curve(own.steps[values > 0], values[values > 0])
         pictures.append(lines("Difference of the losses from the reference", "", apart))
     return Section("Losses", pictures)
@@ -357,7 +360,7 @@ def _allowed(steps: int, precision: str) -> Curve:
 
 
 def problems_table(results: Sequence[Result]) -> Table:
-    """Runs that failed, with their logs, and layouts that do not follow the reference."""
+    """Return failed runs with their logs, and layouts that do not follow the reference."""
     rows = []
     for one in results:
         if one.follows is not None and one.follows.problem:
@@ -370,7 +373,7 @@ def problems_table(results: Sequence[Result]) -> Table:
 
 
 def verdict(results: Sequence[Result], reference: str) -> str:
-    """One sentence: who follows the reference, who does not."""
+    """Return a sentence about which layouts follow the reference."""
     wrong = [f"{one.name} {one.state}" for one in results if one.state != "follows"]
     right = len(results) - len(wrong)
     told = f"{right} of {len(results)} layouts follow the losses of {reference}, but for rounding"
@@ -380,7 +383,7 @@ def verdict(results: Sequence[Result], reference: str) -> str:
 def write_page(
     experiment: Experiment, results: Sequence[Result], folder: Path, precision: str, steps: int
 ) -> None:
-    """`index.html` and the pictures as PNG, in the experiment's folder."""
+    """Write `index.html` and the pictures as PNG into the experiment's folder."""
     tokens = {one.name: one.values(TOKENS) for one in results}
     seconds = {one.name: one.values("step_seconds") for one in results}
     runs = [one.first.run.run_dir for one in results if one.first]

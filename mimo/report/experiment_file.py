@@ -35,7 +35,7 @@ from mimo.errors import RecipeError, shown, suggestion
 
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
-_MAX_RUNS = 1000  # repeats of all layouts together
+_MAX_RUNS = 1000  # of all layouts together
 _SAME = ("train.steps", "train.run_dir", "train.precision")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}"
 
@@ -57,7 +57,7 @@ Overrides = Annotated[dict[str, Any], Field(max_length=100)]
 
 
 class ExperimentFile(Section):
-    """An experiment as it is written."""
+    """The keys of an experiment's file."""
 
     name: bounds.RunName
     """Name of the experiment and of its folder in the recipe's `train.run_dir`."""
@@ -70,13 +70,13 @@ class ExperimentFile(Section):
         Field(strict=False, min_length=1, max_length=_MAX_RUNS),
         AfterValidator(_layout_keys),
     ] = ()
-    """Each with a `name` and overrides."""
+    """A list of layouts, each with a `name` and overrides."""
     vary: Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], Field(max_length=16)] = {}
     """Keys of the recipe with the values of each; the layouts are all combinations."""
     reference: str | None = None
     """The layout whose losses all others have to follow; null for the first."""
     repeats: Annotated[int, Field(ge=1, le=100)] = 1
-    """Runs of each layout, one of all layouts after the other."""
+    """Runs of each layout, in alternation."""
     steps: bounds.Steps
     """Steps of each run, in place of the recipe's."""
 
@@ -97,9 +97,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is to be run. shared: overrides of all layouts, which are part of each one's own too.
+    """A validated experiment. shared: overrides that all layouts have; each layout contains them.
 
-    layouts: by name, the reference among them.
+    layouts: by name, including the reference.
     """
 
     name: str
@@ -111,16 +111,16 @@ class Experiment:
 
     @property
     def rounds(self) -> Iterator[tuple[Layout, int]]:
-        """Each layout with the number of its run, from 1 on, in alternation: A B C A B C."""
+        """Yield each layout with the number of its run, from 1, in alternation: A B C A B C."""
         for repeat in range(1, self.repeats + 1):
             for layout in self.layouts.values():
                 yield layout, repeat
 
 
 def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read the file of an experiment; overrides of its recipe come after those of the file.
+    """Read an experiment's file; ``overrides`` of its recipe follow those of the file.
 
-    Raises RecipeError with a line for every problem.
+    Raises RecipeError with a line for each problem.
     """
     source = read_yaml(path)
 
@@ -161,13 +161,13 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def _texts(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """As on the command line; JSON is YAML."""
+    """Yield overrides as on the command line; JSON is valid YAML."""
     for key, value in overrides.items():
         yield f"{key}={json.dumps(value)}"
 
 
 def _named_layouts(given: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Layouts by name. Raises ValueError where names that follow from values are no names."""
+    """Yield layouts by name. Raises ValueError where values make no valid name."""
     for layout in given.layouts:
         yield str(layout["name"]), {key: value for key, value in layout.items() if key != "name"}
     if not given.vary:
@@ -192,7 +192,7 @@ def _named_layouts(given: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _label(key: str, value: Any) -> str:
-    """A value of a key in a few letters: `tp2-dp2` of {tp: 2, dp: 2}, `colocated` of itself."""
+    """Return a short name of a value: `tp2-dp2` for {tp: 2, dp: 2}, `colocated` for itself."""
     if isinstance(value, str):
         text = value
     elif isinstance(value, Mapping) and value:
@@ -205,18 +205,18 @@ def _label(key: str, value: Any) -> str:
 STRICT_STEPS = 10
 _STEPS_TO_DOUBLE = 10
 _LIMIT = 0.05
-# Of the means over so many steps; right layouts of the quickstart differed by up to 7 %.
+# Means over this many steps; correct layouts of the quickstart differed by up to 7 %.
 _WINDOW, _MEAN_LIMIT = 100, 0.25
-# Relative differences that rounding may make in the first steps, by the precision of the weights.
+# Relative differences that rounding explains in the first steps, by the precision of the weights.
 _FIRST = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 0.02}
 
 
 @dataclass(frozen=True)
 class Followed:
-    """How a run compares with the reference.
+    """The comparison of a run with the reference.
 
-    difference: the largest relative one of the losses of single steps that have a bound, at the
-    step ``at``. problem: where it first leaves the bound, in words; empty if it never does.
+    difference: the largest relative difference of losses, over the steps that have a bound. at: its
+    step. problem: a sentence about the first step beyond the bound, or "".
     """
 
     difference: float
@@ -225,9 +225,9 @@ class Followed:
 
 
 def bound(step: int, precision: str) -> float | None:
-    """The relative difference of two losses at a step, counted from 0, that rounding explains.
+    """Return the largest relative difference of losses that rounding explains at a step, from 0.
 
-    None where that is any.
+    None if rounding explains any difference.
     """
     doubled = max(0, step + 1 - STRICT_STEPS) / _STEPS_TO_DOUBLE
     allowed = _FIRST[precision] * 2.0 ** min(doubled, 64.0)
@@ -235,35 +235,35 @@ def bound(step: int, precision: str) -> float | None:
 
 
 def difference(ours: float | None, theirs: float | None) -> float:
-    """Relative to the reference's, ``theirs``; none of two that are both not finite."""
-    if ours is None or theirs is None:  # as JSON has what is not finite
+    """Return the difference relative to the reference, ``theirs``; 0 if neither is finite."""
+    if ours is None or theirs is None:  # not finite, in JSON
         return 0.0 if ours is theirs else math.inf
     return abs(ours - theirs) / abs(theirs) if ours != theirs and theirs else abs(ours - theirs)
 
 
 def follow(records: Sequence[Record], reference: Sequence[Record], precision: str) -> Followed:
-    """Compare a run's steps with the reference's; both have all of them."""
+    """Compare all steps of a run with the reference's."""
     largest, at, problem = 0.0, 0, ""
-    for own, other in zip(records, reference, strict=True):
-        step, name = own["step"], "loss"
+    for record, other in zip(records, reference, strict=True):
+        step, name = record["step"], "loss"
         if (allowed := bound(step, precision)) is None:
             allowed, name = _MEAN_LIMIT, f"the mean loss of {_WINDOW} steps"
-            found = difference(_mean(records, step), _mean(reference, step))
+            off = difference(_mean(records, step), _mean(reference, step))
         else:
-            found = difference(own["loss"], other["loss"])
-            if found > largest:
-                largest, at = found, step
+            off = difference(record["loss"], other["loss"])
+            if off > largest:
+                largest, at = off, step
         if step < STRICT_STEPS:
             norms = [norm for norm in other if norm.startswith("grad_norm")]
-            off = {norm: difference(own.get(norm), other[norm]) for norm in norms}
-            found, name = max((found, name), *((value, norm) for norm, value in off.items()))
-        if not problem and found > allowed:
-            problem = f"{name} of step {step + 1} is off by {found:.1e}, beyond {allowed:.1e}"
+            norm_off = {norm: difference(record.get(norm), other[norm]) for norm in norms}
+            off, name = max((off, name), *((value, norm) for norm, value in norm_off.items()))
+        if not problem and off > allowed:
+            problem = f"{name} of step {step + 1} is off by {off:.1e}, beyond {allowed:.1e}"
     return Followed(largest, at, problem)
 
 
 def _mean(records: Sequence[Record], step: int) -> float | None:
-    """Of the finite losses of the last steps up to this one."""
-    found = [one["loss"] for one in records[max(0, step + 1 - _WINDOW) : step + 1]]
-    finite = [loss for loss in found if loss is not None]
+    """Return the mean of the finite losses of the last steps up to this one."""
+    losses = [record["loss"] for record in records[max(0, step + 1 - _WINDOW) : step + 1]]
+    finite = [loss for loss in losses if loss is not None]
     return fmean(finite) if finite else None

@@ -44,7 +44,7 @@ _MAX_ERROR = 300  # characters of its first line
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a layout. folder: of the experiment. repeat: from 1 on."""
+    """One run of a layout. folder: the experiment's. repeat: its number, from 1."""
 
     folder: Path
     layout: Layout
@@ -52,37 +52,37 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the run and of its folder."""
+        """The name of the run and of its folder."""
         return f"{self.layout.name}.{self.repeat}"
 
     @property
     def run_dir(self) -> Path:
-        """Where it trains."""
+        """The run folder."""
         return self.folder / self.name
 
     @property
     def recipe_file(self) -> Path:
-        """The resolved recipe that it was last started with."""
+        """The resolved recipe of its last start."""
         return self.folder / "recipes" / f"{self.name}.yaml"
 
     @property
     def log(self) -> Path:
-        """What its command wrote to stdout; what it wrote to stderr is beside it, in `.err`."""
+        """The stdout of its command."""
         return self.folder / "logs" / f"{self.name}.log"
 
     @property
     def errors(self) -> Path:
-        """What its command wrote to stderr."""
+        """The stderr of its command."""
         return self.log.with_suffix(".err")
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Overrides of the recipe: the layout's, and the name and folder of the run."""
+        """The overrides of the layout, and the name and folder of the run."""
         place = (f"name={self.name}", f"train.run_dir={json.dumps(str(self.folder))}")
         return (*self.layout.overrides, *place)
 
     def recipe(self, path: Path) -> Recipe:
-        """As it is to be run now, of the recipe at ``path``. Raises RecipeError."""
+        """Return the run's recipe from the recipe at ``path``. Raises RecipeError."""
         return load_recipe(path, self.overrides)
 
     def is_done(self, path: Path) -> bool:
@@ -94,18 +94,18 @@ class Run:
         return same and len(self.records()) == recipe.train.steps
 
     def records(self) -> list[Record]:
-        """The training steps in its metrics; of a step that was done again the last."""
+        """Return the training steps in its metrics; the last record of a repeated step counts."""
         lines = json_lines(self.run_dir / METRICS)
-        found = {line["step"]: line for line in lines if "loss" in line}
-        return [found[step] for step in sorted(found)]
+        records = {line["step"]: line for line in lines if "loss" in line}
+        return [records[step] for step in sorted(records)]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run stands.
+    """The state of a run.
 
-    error: the first line of what went wrong, if anything did. job: what SLURM says of the job that
-    still has to do it, if one has.
+    error: the first line of what failed, or "". job: SLURM's line about the job that still has to
+    train it, or "".
     """
 
     run: Run
@@ -115,12 +115,12 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
-        """Whether its records are those of the whole run."""
+        """Whether the records are complete."""
         return not self.error and not self.job
 
 
 def check_layouts(runs: Sequence[Run], path: Path, check: Callable[[Run], object]) -> None:
-    """Check each layout that has runs to do, before the first one starts.
+    """Check each layout that has runs left, before the first run starts.
 
     path: of the recipe. check: raises RecipeError for a layout that cannot run.
     Raises RecipeError with the refusals of all layouts; a line names the layouts that it is about.
@@ -134,7 +134,7 @@ def check_layouts(runs: Sequence[Run], path: Path, check: Callable[[Run], object
                 to_do[run.layout.name] = run
                 check(run)
         except StartError:
-            continue  # a file system that fails now may answer when the run starts
+            continue  # the file system may answer when the run starts
         except InputError as error:
             to_do[run.layout.name] = run
             for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
@@ -145,9 +145,9 @@ def check_layouts(runs: Sequence[Run], path: Path, check: Callable[[Run], object
 
 
 def make_ready(run: Run, path: Path) -> Outcome | None:
-    """What is known of a run without starting it; None if it is to be started now.
+    """Return the outcome of a run that needs no start; None if it must be started.
 
-    Then its recipe is in place, and what was run with another one has moved aside.
+    Then its recipe is in place, and a run with an older recipe has been moved aside.
     """
     try:
         recipe = run.recipe(path)
@@ -168,30 +168,30 @@ def make_ready(run: Run, path: Path) -> Outcome | None:
 
 
 def outcome_of(run: Run, code: int, steps: int) -> Outcome:
-    """Of a run that has ended with an exit code. steps: that it should have done."""
+    """Return the outcome of a run that ended with an exit code. steps: the planned ones."""
     records = run.records()
     if code in (0, EXIT_CONTINUE):
         early = f"it ended with exit code {code} after {len(records)} of {steps} steps"
         return Outcome(run, records, early if len(records) != steps else "")
     told = run.errors.read_text(encoding="utf-8", errors="replace") if run.errors.exists() else ""
     lines = [line for line in told.splitlines() if line.strip()]
-    # Wrong input is told in one line per problem. A failed rank's traceback ends with the cause.
+    # Wrong input has one line per problem. A failed rank's traceback ends with the cause.
     causes = [line for line in lines if line.startswith("rank ")]
     line = (lines[:1] if code == 2 else causes[-1:] or lines[-1:]) or [f"exit code {code}"]
     return Outcome(run, records, plain(line[0], _MAX_ERROR))
 
 
 class Interrupted(Exception):
-    """The experiment was told to end; called again, it goes on."""
+    """The experiment was asked to stop; the same call continues it."""
 
 
 def run_here(
     runs: Sequence[Run], steps: int, known: Callable[[Run], Outcome | None]
 ) -> Iterator[Outcome]:
-    """Run what is not done yet, one after the other, as `mimo train`; yields each one's outcome.
+    """Train what is not done yet, one run after the other; yield the outcome of each.
 
-    steps: of each run. known: what is known of one without starting it; None if it is to be run.
-    Raises Interrupted when a run was asked to end.
+    steps: of each run. known: returns the outcome of a run that needs no start, else None.
+    Raises Interrupted when a run was asked to stop.
     """
     console = Console(soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -214,14 +214,14 @@ def run_here(
 
 
 def _train(run: Run, bar: Progress, task: TaskID) -> int:
-    """`mimo train`; it goes on from its checkpoint if it has one. Returns the exit code.
+    """Run `mimo train`, which continues from its checkpoint if it has one; return the exit code.
 
-    What asks this process to end is passed on. Raises Interrupted.
+    Signals to this process are passed on. Raises Interrupted.
     """
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mimo.cli.main", "train", str(run.recipe_file), "--resume"]
     with run.log.open("w") as log, run.errors.open("w") as errors:
-        # In a session of its own: Ctrl-C would reach it twice, and the second time ends it at once.
+        # In a new session: Ctrl-C would reach it twice, and the second signal ends it at once.
         child = subprocess.Popen(
             command,
             stdout=log,
@@ -235,7 +235,7 @@ def _train(run: Run, bar: Progress, task: TaskID) -> int:
                     time.sleep(_POLL_SECONDS)
                     bar.update(task, completed=_steps(run.run_dir / METRICS))
                 if asked:
-                    child.terminate()  # it finishes its step, and saves
+                    child.terminate()  # it finishes its step and saves
                 child.wait()
                 is_asked = bool(asked)
         except Signalled:
@@ -248,7 +248,7 @@ def _train(run: Run, bar: Progress, task: TaskID) -> int:
 
 
 def _steps(metrics: Path) -> int:
-    """Done, by the end of the file."""
+    """Return the steps done, read from the end of the file."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:
@@ -258,7 +258,7 @@ def _steps(metrics: Path) -> int:
 
 
 def submit(runs: Sequence[Run], path: Path, cluster: Path | None) -> list[Outcome]:
-    """Submit what is not done and cannot be in the queue; returns the outcomes of what is refused.
+    """Submit the runs that are neither done nor queued; return the outcomes of refused runs.
 
     path: of the recipe. cluster: a file of `cluster:` keys. Raises RecipeError for layouts that
     cannot run, before anything is submitted.
@@ -295,22 +295,22 @@ def submit(runs: Sequence[Run], path: Path, cluster: Path | None) -> list[Outcom
 
 
 def waits_for(run: Run) -> str:
-    """What is said of the job that still has to do a run; empty if there is none."""
+    """Return SLURM's line about the job that still has to train a run; "" without one."""
     if not was_submitted(run):
         return ""
     view = look(run.run_dir)
-    # Not whoever has the lock: of a job that was killed on its node, the file still tells.
+    # Not by the lock of the run: its file survives a job that was killed.
     goes_on = view.may_be_queued or any(one.alive for one in view.runs)
     return next(iter(view.jobs[-1:]), "a job") if goes_on else ""
 
 
 def was_submitted(run: Run) -> bool:
-    """Whether its folder is that of a job."""
+    """Whether a job of the run was submitted."""
     return (run.run_dir / LAUNCH / "jobs.jsonl").exists()
 
 
 def collect(run: Run, path: Path) -> Outcome | None:
-    """What is known of a run, submitted or not; None if it is to be run here."""
+    """Return the outcome of a run, submitted or not; None if it must be trained here."""
     if job := waits_for(run):
         return Outcome(run, [], job=job)
     outcome = make_ready(run, path)

@@ -1,8 +1,7 @@
-"""`mimo logs`: what ranks have written, and which of them failed first.
+"""`mimo logs`: the output of ranks, and the first failure among them.
 
-A rank's output is in the folder of its jobs where SLURM started it, its own log and its last error
-in the run folder or that of the phase. A file may grow, be replaced by a longer copy of itself, or
-appear, while it is read.
+The output of ranks that SLURM started is in the folder of the jobs; log and last error of a rank
+are in the folder of the run or the phase. A file may grow, be replaced or appear while it is read.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from mimo.report.status import last_words_of, look, plain
 from mimo.runtime.processes import looks_like_a_consequence
 from mimo.runtime.run_files import INCIDENTS
 
-_MERGED_BYTES = 16 * 2**20  # of all files together, as each line is kept until it has its place
+_MERGED_BYTES = 16 * 2**20  # of all files together, because all lines are sorted by time
 _LEAST_BYTES = 2**14  # of a file
 _LINE_BYTES = 2**16
 _POLL_SECONDS = 0.5
-_LOOK_SECONDS = 5.0  # between two looks at whether the run goes on
-_ERROR_BYTES = 2**20  # of a rank's output, in which its error is looked for
+_LOOK_SECONDS = 5.0  # between two checks that the run goes on
+_ERROR_BYTES = 2**20  # of a rank's output that are searched for its error
 _SHOWN_LINES = 60  # of an error
 _RANK = re.compile(r"(?:log_|error_)?rank_(\d+)\.(?:txt|log)")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?(?:[+-]\d{4}|Z)?")
@@ -41,7 +40,7 @@ _SLURM_ERROR = re.compile(r"^(slurmstepd|srun|sbatch)[\w.-]*: (error|fatal): ")
 
 
 class _File:
-    """A file that may still grow; read by whole lines."""
+    """A file that may still grow, read by whole lines."""
 
     def __init__(self, path: Path, rank: int | None) -> None:
         self.path, self.rank = path, rank
@@ -49,18 +48,18 @@ class _File:
         self._at = 0
 
     def from_its_end(self, num_bytes: int) -> _File:
-        """The same, without what is before its last bytes."""
+        """Skip to the last bytes; return the file itself."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size > num_bytes:
             self._at = size - num_bytes
-            next(self.lines(), None)  # it is cut
+            next(self.lines(), None)  # an incomplete line
         return self
 
     def lines(self, with_rest: bool = True) -> Iterator[str]:
-        """Those that are new since the last call. with_rest: one that is not ended as well."""
+        """Yield the lines since the last call. with_rest: also an unfinished last line."""
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._at:  # it is another one
+                if file.seek(0, 2) < self._at:  # another file
                     self._at = 0
                 file.seek(self._at)
                 while line := file.readline(_LINE_BYTES):
@@ -73,21 +72,23 @@ class _File:
 
 
 def _files(folder: Path, rank: int | None) -> list[_File]:
-    """All that ranks and jobs of a run have written so far, or that one of its ranks has."""
+    """Return the files of all ranks and jobs of a run, or of one rank."""
     folders = dict.fromkeys([folder, *phase_folders(folder).values(), *job_folders(folder)])
-    found = []
-    for path in sorted(path for one in folders for path in one.glob("*rank_*.*")):
+    files = []
+    for path in sorted(path for where in folders for path in where.glob("*rank_*.*")):
         name = _RANK.fullmatch(path.name)
         if name and rank in (None, int(name[1])):
-            found.append(_File(path, int(name[1])))
+            files.append(_File(path, int(name[1])))
     if rank is None:
-        found += [_File(one, None) for where in folders for one in sorted(where.glob("job_*.out"))]
-        found += [_File(where / INCIDENTS, None) for where in folders]
-    return [file for file in found if file.path.exists()]
+        files += [
+            _File(path, None) for where in folders for path in sorted(where.glob("job_*.out"))
+        ]
+        files += [_File(where / INCIDENTS, None) for where in folders]
+    return [file for file in files if file.path.exists()]
 
 
 def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:
-    """Time, label and text of new lines; one without a time has that of the line before."""
+    """Yield time, label and text of new lines; lines without a time get the previous one."""
     seconds = 0.0
     for text in file.lines(with_rest):
         seconds = max(seconds, _seconds_in(text[:80])) or file.path.stat().st_mtime
@@ -95,18 +96,18 @@ def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:
 
 
 def _seconds_in(text: str) -> float:
-    """The first time in a text; 0 without one."""
+    """Return the first time in a text, or 0."""
     try:
-        found = _TIME.search(text)
-        return datetime.fromisoformat(found[0].replace(",", ".")).timestamp() if found else 0.0
+        match = _TIME.search(text)
+        return datetime.fromisoformat(match[0].replace(",", ".")).timestamp() if match else 0.0
     except ValueError:
         return 0.0
 
 
 def logs(folder: Path, rank: int | None, follow: bool) -> int:
-    """`mimo logs`: the whole output of one rank, or the newest of all in the order of time.
+    """Print the output of one rank, or the newest output of all ranks by time, for `mimo logs`.
 
-    follow: go on with what comes, until nothing goes on any more. Raises InputError without a file.
+    follow: continue until the run ends. Raises InputError if there is no output.
     """
     view = look(folder)
     files = {file.path: file for file in _files(folder, rank)}
@@ -128,7 +129,7 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
             return 0
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > looked + _LOOK_SECONDS:
-            view, looked = look(folder), time.monotonic()  # what came before it ended is read yet
+            view, looked = look(folder), time.monotonic()  # one more read follows after the end
         files = {file.path: file for file in _files(folder, rank)} | files
 
 
@@ -137,7 +138,7 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
 
 @dataclass(frozen=True)
 class _Error:
-    """What ended a rank. text: lines, the last of which says most."""
+    """The error of a rank. text: its lines, of which the last one has the cause."""
 
     rank: int
     seconds: float
@@ -146,7 +147,7 @@ class _Error:
 
     @property
     def follows(self) -> bool:
-        """Whether it came of another rank's end."""
+        """Whether it follows from the end of another rank."""
         return looks_like_a_consequence(self.text[-1]) or any(map(_FOLLOWS.match, self.text))
 
     def __str__(self) -> str:
@@ -155,22 +156,23 @@ class _Error:
 
 
 def first_error(folder: Path) -> int:
-    """`mimo logs --first-error`: of the last start that failed, the cause first."""
+    """Print the errors of the last start that failed, the cause first."""
     view = look(folder)
-    incidents = [one for run in view.runs for one in run.incidents]
-    crashes = [one for one in incidents if one.get("kind") in ("crash", "hang")]
+    incidents = [incident for run in view.runs for incident in run.incidents]
+    crashes = [i for i in incidents if i.get("kind") in ("crash", "hang")]
     times = (str(start.get("time")) for run in view.runs for start in run.starts)
     started = max(map(_seconds_in, times), default=0.0)
     errors = _errors(folder)
     late = [error for error in errors if error.seconds >= started]
-    new = [one for one in crashes if _seconds_in(str(one.get("time"))) >= started]
+    new = [crash for crash in crashes if _seconds_in(str(crash.get("time"))) >= started]
     if (errors or crashes) and not (late or new):
         print("Of an earlier start; the run has gone on since:")
     errors, crashes = (late, new[:1]) if late or new else (errors, crashes[-1:])
-    told = {rank for one in crashes for rank in (one.get("rank"), *one.get("ranks", ()))}
-    errors.sort(key=lambda one: (one.follows, one.rank not in told, one.seconds))
-    for one in crashes:
-        print(f"{one.get('time')} {one['kind']}: {plain(str(one.get('text')), _LINE_BYTES)}")
+    named = {rank for crash in crashes for rank in (crash.get("rank"), *crash.get("ranks", ()))}
+    errors.sort(key=lambda error: (error.follows, error.rank not in named, error.seconds))
+    for crash in crashes:
+        text = plain(str(crash.get("text")), _LINE_BYTES)
+        print(f"{crash.get('time')} {crash['kind']}: {text}")
     causes = [] if crashes and errors and errors[0].follows else errors[:1]
     for error in causes:
         print(f"{error}:")
@@ -179,9 +181,9 @@ def first_error(folder: Path) -> int:
         print("later, or because of it:")
     for error in others:
         print(f"{error}: {plain(error.text[-1])}")
-    if said := _said_by_slurm(folder):
-        print("SLURM says:", *said, sep="\n")
-    if not (errors or crashes or said):
+    if slurm := _slurm_errors(folder):
+        print("SLURM says:", *slurm, sep="\n")
+    if not (errors or crashes or slurm):
         print("no rank has failed, as far as the run folder tells")
         for name, line in last_words_of(view):
             print(f"{name}: {plain(line, _LINE_BYTES)}")
@@ -189,40 +191,40 @@ def first_error(folder: Path) -> int:
 
 
 def _errors(folder: Path) -> list[_Error]:
-    """One of each rank that failed: of its own file, or else of its output."""
-    found = dict[int, _Error]()
+    """Return the error of each failed rank, from its error file or else from its output."""
+    errors = dict[int, _Error]()
     for file in _files(folder, None):
-        if file.rank is None or (file.rank in found and file.path.name.startswith("log_")):
+        if file.rank is None or (file.rank in errors and file.path.name.startswith("log_")):
             continue
         lines = list(file.from_its_end(_ERROR_BYTES).lines())
         if not file.path.name.startswith("error_"):
             lines = _error_in(lines)
         elif lines:
-            found.pop(file.rank, None)
+            errors.pop(file.rank, None)
         if lines := [line for line in lines if line.strip()]:
             seconds = file.path.stat().st_mtime
-            found.setdefault(file.rank, _Error(file.rank, seconds, file.path, lines))
-    return list(found.values())
+            errors.setdefault(file.rank, _Error(file.rank, seconds, file.path, lines))
+    return list(errors.values())
 
 
 def _error_in(lines: Sequence[str]) -> list[str]:
-    """The last error in a rank's output, up to the line that says what it is."""
+    """Return the last error in a rank's output, up to the line that names it."""
     begin = max((n for n, line in enumerate(lines) if _ERROR.match(line)), default=None)
     if begin is None:
         return []
-    own = list(lines[begin : begin + _SHOWN_LINES])
-    inside = (n for n, line in enumerate(own) if n and line and not line.startswith((" ", "\t")))
-    return own[: next(inside, len(own) - 1) + 1] if own[0].startswith("Traceback") else own
+    error = list(lines[begin : begin + _SHOWN_LINES])
+    inside = (n for n, line in enumerate(error) if n and line and not line.startswith((" ", "\t")))
+    return error[: next(inside, len(error) - 1) + 1] if error[0].startswith("Traceback") else error
 
 
-def _said_by_slurm(folder: Path) -> list[str]:
-    """What SLURM wrote into the newest job's output when it ended its last start."""
+def _slurm_errors(folder: Path) -> list[str]:
+    """Return SLURM's errors in the last start of the newest job."""
     files = [file for file in _files(folder, None) if file.path.name.startswith("job_")]
     newest = max(files, key=lambda file: file.path.stat().st_mtime, default=None)
-    said = list[str]()
+    errors = list[str]()
     for line in newest.from_its_end(_ERROR_BYTES).lines() if newest else ():
         if _START.match(line):
-            said.clear()
-        if _SLURM_ERROR.match(line) and len(said) < _SHOWN_LINES:
-            said.append(plain(line))
-    return said
+            errors.clear()
+        if _SLURM_ERROR.match(line) and len(errors) < _SHOWN_LINES:
+            errors.append(plain(line))
+    return errors

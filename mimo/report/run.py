@@ -26,14 +26,14 @@ from mimo.report.page import (
     show,
     write,
 )
-from mimo.report.runs import TIMES, Curve, RunData, begun_runs, jobs_of, last_words, read_runs
+from mimo.report.runs import TIMES, Curve, RunData, begun_runs, jobs_of, last_output, read_runs
 from mimo.runtime.run_files import LAUNCH
 
 _MAX_ROWS = 200  # of incidents, and of a job's output: the newest
 _MAX_PICTURE_BYTES = 32 * 2**20
 
-# Families of metrics: section, title of the picture, unit, pattern of the names. The first that
-# fits takes a name; what fits none has a picture of its own.
+# Families of metrics: section, title of the picture, unit, pattern of the names. A metric belongs
+# to the first family that matches; other metrics have separate pictures.
 _FAMILIES = (
     ("Loss", "Loss per token", "", r"(validation_)?loss"),
     ("Loss", "Learning rate", "", r"lr(_.+)?"),
@@ -59,7 +59,7 @@ _SECTIONS = tuple(dict.fromkeys(section for section, *_ in _FAMILIES))
 
 
 def sections_of(run: RunData) -> Iterator[Section]:
-    """All sections about one run, those with nothing to say too: the answers first."""
+    """Yield all sections about one run, also empty ones: the answers first."""
     yield _predictions(run.folder)
     pictures = _pictures(run.curves)
     for title in _SECTIONS:
@@ -78,7 +78,7 @@ def sections_of(run: RunData) -> Iterator[Section]:
 
 
 def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
-    """By section, one of every family of metrics; "" has those of none."""
+    """Return the pictures by section, one for each family; "" has the other metrics."""
     members = dict[int, dict[str, Curve]]()
     others = dict[str, Curve]()
     for name, curve in curves.items():
@@ -98,7 +98,7 @@ def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
 
 
 def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
-    """Seconds of a step by module and part: bars of the means, a table, and curves by module."""
+    """Draw the seconds of a step by module and part: bars, curves by module, and a table."""
     names = [match for name in run.curves if (match := TIMES.fullmatch(name))]
     names.sort(key=lambda match: match["module"])
     bars, rows, over_time = dict[str, dict[str, float]](), list[Sequence[str]](), list[Picture]()
@@ -121,7 +121,7 @@ def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
 
 
 def _sources(run: RunData) -> Table:
-    """The mix of the recipe, and how often each source was gone through."""
+    """Return the weight and the epochs of each source."""
     given = run.value_of("data.sources")
     sources = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
     weights = [one.get("weight", 1.0) for one in sources]
@@ -139,7 +139,7 @@ def _sources(run: RunData) -> Table:
 
 
 def _validations(run: RunData) -> Table:
-    """Which source is which number, and its last loss; empty where there is one source at most."""
+    """Return path and last loss of each validation source; empty if there is only one."""
     given = run.value_of("data.validation")
     rows = [
         (str(source), str(one.get("path")), number(run.last(name)))
@@ -150,7 +150,7 @@ def _validations(run: RunData) -> Table:
 
 
 def _predictions(folder: Path) -> Section:
-    """What `mimo evaluate` and the quickstart left in the folder: pictures, scores and answers."""
+    """Show pictures, scores and answers that `mimo evaluate` wrote into the folder."""
     pictures, tables = list[Picture](), list[Table]()
     for path in sorted(folder.glob("held_out*.png")):
         if path.stat().st_size <= _MAX_PICTURE_BYTES:
@@ -167,7 +167,7 @@ def _predictions(folder: Path) -> Section:
                 for one in found["samples"]
             ]
         except (ValueError, KeyError, TypeError):
-            continue  # an evaluation is just writing it
+            continue  # the file is being written
         tables.append(Table((f"split {found.get('split')}", "score"), scores))
         tables.append(Table(("question", "answer", "expected", "exact"), rows, words=True))
     return Section("Predictions", pictures, tables)
@@ -193,7 +193,7 @@ def _incidents(run: RunData) -> Section:
 
 
 def _environment(run: RunData) -> Section:
-    """Each start of the run, and what the last one ran on."""
+    """List the starts of the run, and the environment of the last one."""
     columns = ("time", "step", "host", "ranks", "device", "slurm_job")
     starts = [_cells(one, columns) for one in run.starts[-_MAX_ROWS:]]
     last = dict(run.starts[-1]) if run.starts else {}
@@ -207,11 +207,11 @@ def _environment(run: RunData) -> Section:
 
 
 def _jobs(folder: Path) -> Section:
-    """Jobs that were submitted, and how the output of the newest one ends."""
+    """List the submitted jobs, and the end of the newest one's output."""
     columns = ("job_id", "kind", "time", "script")
     rows = [_cells(one, columns) for one in jobs_of(folder)[-_MAX_ROWS:]]
     tables = [Table(columns, rows, words=True)]
-    if found := last_words(folder, _MAX_ROWS):
+    if found := last_output(folder, _MAX_ROWS):
         path, lines = found
         tables.append(Table((f"the end of {path}",), [(line,) for line in lines], words=True))
     return Section("Jobs", tables=tables)
@@ -222,7 +222,7 @@ def _cells(record: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def part_of(run: RunData, with_title: bool) -> Part:
-    """All about one run that there is."""
+    """Return the part of a page about one run."""
     planned = "" if run.steps_planned is None else f" of {run.steps_planned:,}"
     tiles = {
         "state": run.state,
@@ -241,7 +241,7 @@ def part_of(run: RunData, with_title: bool) -> Part:
 
 
 def report(run: Path, page: Path | None) -> int:
-    """`mimo report`: write the page of a run."""
+    """Write the page of a run for `mimo report`."""
     runs = begun_runs(run)
     parts = [part_of(one, with_title=len(runs) > 1) for one in runs]
     if len(runs) > 1 and (answers := _predictions(run)).has_content:
@@ -253,7 +253,7 @@ def report(run: Path, page: Path | None) -> int:
     return 0
 
 
-# Metrics that are drawn where any run has them, with their units.
+# Metrics of the curves of `mimo compare`, with their units.
 _DRAWN = (
     (r"loss|validation_loss.*", ""),
     (r"grad_norm.*|update_norm.*|lr", ""),
@@ -277,7 +277,7 @@ _FIGURES = (
 
 
 def figures(runs: Sequence[RunData]) -> Table:
-    """What a person compares first; medians over the steps."""
+    """Return the main figures of runs; medians over the steps."""
     rows = []
     for run in runs:
         validation = run.curves.get("validation_loss")
@@ -300,9 +300,9 @@ def figures(runs: Sequence[RunData]) -> Table:
 
 
 def differences(runs: Sequence[RunData]) -> Table:
-    """What is not the same in all runs: keys of the recipes, and the shards of each source.
+    """Return the keys of recipes and the shards of sources that differ between runs.
 
-    A dash where a run has none.
+    A dash stands for a missing value.
     """
     flat = [dict(_leaves(run.recipe)) | _shards(run) for run in runs]
     keys = sorted({key for one in flat for key in one} - {"name"})
@@ -315,13 +315,13 @@ def differences(runs: Sequence[RunData]) -> Table:
 
 
 def _shards(run: RunData) -> dict[str, str]:
-    """The shards that each source had at the last start, where it was recorded."""
+    """Return the shards of each source at the last start, where they were recorded."""
     facts = run.summary.items()
     return {f"{name} (shards)": text for name, text in facts if name.startswith("data.")}
 
 
 def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value by its dotted key; entries of lists by their numbers."""
+    """Yield every plain value with its dotted key; entries of lists have numbers."""
     if isinstance(data, Mapping) and (data or not key):
         items = data.items()
     elif isinstance(data, list) and data:
@@ -334,7 +334,7 @@ def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def compared_sections(runs: Sequence[RunData]) -> list[Section]:
-    """Figures, differences, and one picture per metric."""
+    """Return the figures, the differences and one picture per metric."""
     known = dict.fromkeys(name for run in runs for name in run.curves)
     pictures = []
     for pattern, unit in _DRAWN:
@@ -355,8 +355,8 @@ def compared_sections(runs: Sequence[RunData]) -> list[Section]:
     ]
 
 
-def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """The runs, those of one name called by their folders."""
+def _with_unique_titles(runs: Sequence[RunData]) -> list[RunData]:
+    """Return the runs, those with equal titles renamed to their folders."""
     titles = [run.title for run in runs]
     return [
         replace(run, title=str(run.folder)) if titles.count(run.title) > 1 else run for run in runs
@@ -364,10 +364,10 @@ def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def compare(folders: Sequence[Path], page: Path) -> int:
-    """`mimo compare`: print the table and write the page."""
+    """Print the tables and write the page of `mimo compare`."""
     if len(folders) < 2:
         raise InputError("give two runs or more, such as runs/first runs/second")
-    runs = _named_apart([run for folder in folders for run in read_runs(folder)])
+    runs = _with_unique_titles([run for folder in folders for run in read_runs(folder)])
     show(figures(runs), differences(runs))
     write(page, render("Runs compared", [Part("", {}, compared_sections(runs))]))
     return 0

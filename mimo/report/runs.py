@@ -28,21 +28,21 @@ from mimo.runtime.run_files import LAUNCH, METRICS, incidents, json_lines, start
 
 TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
 """Metrics of where time goes: the mean over a module's ranks, or the largest."""
-_BINS = 500  # at least so many points of a longer curve are kept
-_TAIL = 20  # steps at the end that are all kept
-_ALIVE_SECONDS = 120.0  # ranks write far more often that they are there
+_BINS = 500  # points that are kept of a longer curve, at least
+_TAIL = 20  # last steps, which are all kept
+_ALIVE_SECONDS = 120.0  # far longer than the time between two heartbeats of a rank
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over time. steps: (n,) updates done, ascending. values: (n,) may not be finite."""
+    """A metric over time. steps: (n,) updates done, ascending. values: (n,), some not finite."""
 
     steps: np.ndarray
     values: np.ndarray
 
     @property
     def finite(self) -> np.ndarray:
-        """The values (n',) that are numbers."""
+        """The finite values (n',)."""
         return self.values[np.isfinite(self.values)]
 
 
@@ -50,8 +50,8 @@ class Curve:
 class RunData:
     """One run.
 
-    curves: by the name of the metric; an entry of a mapping, such as `epochs`, has a name of its
-    own, such as `epochs_0`. recipe: its keys as plain data, recipe_text as the file has them.
+    curves: by the name of the metric; an entry of a mapping, such as `epochs`, is a metric such as
+    `epochs_0`. recipe: its keys as plain data. recipe_text: the text of the file.
     starts: see `mimo.runtime.run_files`. states: of ranks that did not end well.
     """
 
@@ -66,34 +66,31 @@ class RunData:
 
     @property
     def alive(self) -> list[int]:
-        """Ranks that were there a moment ago."""
-        found = self.states.items()
-        return [r for r, one in found if not one.failure and one.age_seconds < _ALIVE_SECONDS]
+        """Ranks with a recent heartbeat and no failure."""
+        states = self.states.items()
+        return [r for r, s in states if not s.failure and s.age_seconds < _ALIVE_SECONDS]
 
     @property
     def summary(self) -> dict[str, str]:
-        """Facts of the last start, of `mimo.train.run_summary`; none where they were not kept."""
-        found = self.starts[-1].get("summary") if self.starts else None
-        return (
-            {str(name): str(text) for name, text in found.items()}
-            if isinstance(found, dict)
-            else {}
-        )
+        """Facts about the last start, from `mimo.train.run_summary`; empty if there are none."""
+        summary = self.starts[-1].get("summary") if self.starts else None
+        items = summary.items() if isinstance(summary, dict) else ()
+        return {str(name): str(text) for name, text in items}
 
     @property
     def steps_done(self) -> int:
-        """Steps in its metrics."""
+        """The last step in the metrics."""
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
 
     @property
     def steps_planned(self) -> int | None:
-        """Those of the recipe; None if that cannot be read."""
-        found = self.value_of("train.steps")
-        return found if isinstance(found, int) else None
+        """The steps of the recipe; None if it cannot be read."""
+        steps = self.value_of("train.steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def state(self) -> str:
-        """Where it stands, in words."""
+        """Whether the run has ended, runs, or has stopped and why."""
         if self.steps_planned is not None and self.steps_done >= self.steps_planned:
             return "ended"
         if self.alive:
@@ -104,40 +101,41 @@ class RunData:
         return f"stopped after step {self.steps_done}"
 
     def value_of(self, key: str) -> Any:
-        """The recipe's value of a dotted key; None where it has none."""
-        found: Any = self.recipe
+        """Return the recipe's value of a dotted key, or None."""
+        value: Any = self.recipe
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def median(self, name: str) -> float | None:
-        """Of a metric over all steps that were kept."""
-        found = self.curves[name].finite if name in self.curves else ()
-        return float(np.median(found)) if len(found) else None
+        """Return the median of a metric over all steps that were kept, or None."""
+        values = self.curves[name].finite if name in self.curves else ()
+        return float(np.median(values)) if len(values) else None
 
-    def last(self, name: str, of: int = 1) -> float | None:
-        """The mean of a metric's last values."""
-        found = self.curves[name].finite[-of:] if name in self.curves else ()
-        return float(np.mean(found)) if len(found) else None
+    def last(self, name: str, num_values: int = 1) -> float | None:
+        """Return the mean of a metric's last values, or None."""
+        values = self.curves[name].finite[-num_values:] if name in self.curves else ()
+        return float(np.mean(values)) if len(values) else None
 
 
 def read_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
-    """The run in a folder, or those of its phases, in order.
+    """Read the run in a folder, or the runs of its phases, in order.
 
-    newest_bytes: as of `read_curves`. Raises InputError if there is none.
+    newest_bytes: bytes of the metrics that are read, from the end; None for all. Raises InputError
+    if there is no run.
     """
-    found = [*phase_folders(folder).values()] or [folder]
-    if not any((one / "recipe.yaml").exists() or (one / METRICS).exists() for one in found):
+    folders = [*phase_folders(folder).values()] or [folder]
+    if not any((f / "recipe.yaml").exists() or (f / METRICS).exists() for f in folders):
         raise InputError(
             f"{folder}: no run is here; give the folder of a run, such as runs/quickstart"
         )
     name = folder.resolve().name
-    titles = {one: f"{name}/{one.name}" if one != folder else name for one in found}
-    return [_read_run(one, title, newest_bytes) for one, title in titles.items()]
+    titles = {f: f"{name}/{f.name}" if f != folder else name for f in folders}
+    return [_read_run(f, title, newest_bytes) for f, title in titles.items()]
 
 
 def begun_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
-    """The same, and none where a job was launched whose ranks have not started."""
+    """Read the runs as `read_runs`; empty if a job was launched whose ranks have not started."""
     try:
         return read_runs(folder, newest_bytes)
     except InputError:
@@ -166,9 +164,9 @@ def _read_run(folder: Path, title: str, newest_bytes: int | None) -> RunData:
 
 
 def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]:
-    """Every metric of a file, thinned; lines that are cut off or damaged are left out.
+    """Read all metrics of a file, thinned; damaged lines are skipped.
 
-    newest_bytes: how much is read, from its end; None for all of it.
+    newest_bytes: bytes that are read, from the end; None for all.
     """
     points = dict[str, dict[int, float]]()
     for line in _thinned_lines(path, newest_bytes) if path.exists() else ():
@@ -181,8 +179,8 @@ def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]
         for name, value in _flat(record):
             points.setdefault(name, {})[step] = value
     curves = {}
-    for name, own in points.items():
-        ordered = sorted(own.items())
+    for name, values_of in points.items():
+        ordered = sorted(values_of.items())
         steps, values = zip(*ordered, strict=True)
         curves[name] = Curve(np.array(steps), np.array(values, np.float64))
     return curves
@@ -191,13 +189,13 @@ def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]
 def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, dict):
-            yield from _flat({f"{name}_{key}": own for key, own in value.items()})
+            yield from _flat({f"{name}_{key}": entry for key, entry in value.items()})
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield name, value
 
 
 class _Thinned:
-    """Some of many lines: of every bin of neighbours the first, and that of the highest loss."""
+    """The first line of every bin of neighbours, and the one with the highest loss."""
 
     def __init__(self) -> None:
         self._bins: list[tuple[bytes, float, bytes]] = []
@@ -222,7 +220,7 @@ class _Thinned:
 
 
 def _thinned_lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
-    """Steps, steps that measure where time goes, and validations, each thinned by themselves."""
+    """Yield steps, steps with timings, and validations, each kind thinned separately."""
     plain, measured, others = _Thinned(), _Thinned(), _Thinned()
     tail = deque[bytes](maxlen=_TAIL)
     with path.open("rb") as file:
@@ -237,65 +235,64 @@ def _thinned_lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
             else:
                 plain.add(line, loss)
             tail.append(line)
-    for one in (plain, measured, others):
-        yield from one.lines()
+    for lines in (plain, measured, others):
+        yield from lines.lines()
     yield from tail
 
 
 def _loss(line: bytes) -> float | None:
-    """The loss in a line of a step, found without parsing all of it; infinite if it is none."""
+    """Return the loss of a line without parsing all of it; infinite if it is not a number."""
     start = line.find(b'"loss": ')
     if start < 0:
         return None
     try:
-        found = float(line[start + 8 : line.find(b",", start)])
+        loss = float(line[start + 8 : line.find(b",", start)])
     except ValueError:
         return math.inf
-    return math.inf if math.isnan(found) else found
+    return math.inf if math.isnan(loss) else loss
 
 
 BY_HAND = "by hand"
-"""The kind of a job that has noted itself."""
+"""The kind of a job that recorded itself."""
 _READ_BYTES = 2**16  # of a job's output, from its end
 
 
 def jobs_of(folder: Path) -> list[dict[str, Any]]:
-    """Those that SLURM was given, the oldest first: time, job_id, kind and script.
+    """Return the submitted jobs, the oldest first: time, job_id, kind and script.
 
-    Whoever submits a job notes it, and the job itself does, in case that a person submitted it:
-    perhaps both. What `mimo launch` says of its kind counts.
+    `mimo launch` records a job, and the job records itself in case a person submitted it. The kind
+    that `mimo launch` recorded counts.
     """
-    found: dict[str, dict[str, Any]] = {}
+    jobs: dict[str, dict[str, Any]] = {}
     for line in json_lines(folder / LAUNCH / "jobs.jsonl"):
         number = str(line.get("job_id"))
-        if number not in found or found[number].get("kind") == BY_HAND:
-            found[number] = line
-    return [*found.values()]
+        if number not in jobs or jobs[number].get("kind") == BY_HAND:
+            jobs[number] = line
+    return [*jobs.values()]
 
 
 def job_folders(folder: Path) -> list[Path]:
-    """Where jobs write: in the run folder, or where `cluster.log_dir` says."""
-    own = folder / LAUNCH
+    """Return the folders of jobs' output: in the run folder, and in `cluster.log_dir`."""
+    launch = folder / LAUNCH
     try:
-        section = read_yaml(own / "recipe.yaml").data.get("cluster")
-    except (RecipeError, InputError):  # no job was launched, or one is just being
-        return [own]
-    given = section.get("log_dir") if isinstance(section, dict) else None
-    if not isinstance(given, str):
-        return [own]
-    # Jobs begin in the folder that relative paths, that of the run among them, begin in.
-    # Each run has a folder of its own there.
-    places = (above / given / folder.name for above in folder.resolve().parents)
-    return [own, *(place for place in places if place.is_dir())]
+        section = read_yaml(launch / "recipe.yaml").data.get("cluster")
+    except (RecipeError, InputError):  # no job was launched, or the file is being written
+        return [launch]
+    log_dir = section.get("log_dir") if isinstance(section, dict) else None
+    if not isinstance(log_dir, str):
+        return [launch]
+    # A relative log_dir begins in the folder where the path of the run begins, one of its parents.
+    places = (parent / log_dir / folder.name for parent in folder.resolve().parents)
+    return [launch, *(place for place in places if place.is_dir())]
 
 
-def last_words(folder: Path, num_lines: int) -> tuple[Path, Sequence[str]] | None:
-    """The output of the newest job, and its last lines, but for empty ones; None without any."""
-    found: list[tuple[float, Path]] = []
+def last_output(folder: Path, num_lines: int) -> tuple[Path, Sequence[str]] | None:
+    """Return the output file of the newest job and its last lines that are not empty, or None."""
+    files: list[tuple[float, Path]] = []
     for path in (path for where in job_folders(folder) for path in where.glob("job_*.out")):
-        with suppress(FileNotFoundError):  # somebody is tidying up
-            found.append((path.stat().st_mtime, path))
-    for _, newest in sorted(found, reverse=True):
+        with suppress(FileNotFoundError):  # it is being deleted
+            files.append((path.stat().st_mtime, path))
+    for _, newest in sorted(files, reverse=True):
         with suppress(FileNotFoundError), newest.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

@@ -1,6 +1,7 @@
-"""`mimo status`: where a run stands, by its folder and what SLURM says of its jobs.
+"""`mimo status`: the state of a run, from its folder and from SLURM.
 
-The folder is enough, so any machine that sees it can look. Of metrics only the end is read.
+The folder is enough, so any machine that sees it can show the state. Only the end of the metrics is
+read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
 from mimo.report.page import number, percent
-from mimo.report.runs import RunData, begun_runs, jobs_of, last_words
+from mimo.report.runs import RunData, begun_runs, jobs_of, last_output
 from mimo.runtime.run_files import BAD_SAMPLES
 from mimo.runtime.run_lock import holder
 
@@ -27,8 +28,8 @@ _RECENT = 20  # steps that a figure is the mean of
 _SHOWN_JOBS = 10
 _SQUEUE_SECONDS = 10.0
 _TEXT_LENGTH = 300
-_SAID_LINES = 3  # of a job's output: its last one is the exit code
-# States that a job does not leave; in all others, such as COMPLETING, it may come back.
+_OUTPUT_LINES = 3  # of a job's output; the last one is the exit code
+# States that a job does not leave; from all others, such as COMPLETING, it may be requeued.
 _ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
@@ -37,9 +38,9 @@ _ENDED = (
 
 @dataclass(frozen=True)
 class View:
-    """One look at a run. runs: of its phases, if it has any. jobs: a line for each.
+    """The state of a run. runs: its phases, if it has any. jobs: a line for each.
 
-    is_queued: whether SLURM has a job to do; None where it does not say.
+    is_queued: whether SLURM still has a job of the run; None where it is unknown.
     """
 
     folder: Path
@@ -50,48 +51,48 @@ class View:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there may be more to see soon."""
+        """Whether the run may still make progress."""
         return self.may_be_queued or bool(self.holder) or any(run.alive for run in self.runs)
 
     @property
     def may_be_queued(self) -> bool:
-        """Where SLURM does not say, a run that has not ended may."""
+        """Whether SLURM may still have a job; where it is unknown, a run that has not ended may."""
         return not self.has_ended if self.is_queued is None else self.is_queued
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of its steps are done."""
+        """Whether all steps are done."""
         return bool(self.runs) and all(run.state == "ended" for run in self.runs)
 
     @property
     def now(self) -> RunData | None:
-        """The phase that it is in, or was in last; None before its ranks have started."""
+        """The current or last phase; None before its ranks have started."""
         begun = [run for run in self.runs if run.steps_done or run.states]
         return begun[-1] if begun else next(iter(self.runs), None)
 
 
 def look(folder: Path) -> View:
-    """Read a run's folder, and ask SLURM if it is here. Raises InputError if no run is there."""
+    """Read a run's folder, and ask SLURM if it is installed. Raises InputError without a run."""
     runs = begun_runs(folder, _NEWEST_BYTES)
     jobs, is_queued = _jobs(jobs_of(folder)[-_SHOWN_JOBS:])
     return View(folder, runs, jobs, holder(folder), is_queued)
 
 
 def _jobs(submitted: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool | None]:
-    """A line for each job, and whether SLURM still has one to do, if it says."""
-    ids = [str(one.get("job_id")) for one in submitted]
+    """Return a line for each job, and whether SLURM still has one of them, if that is known."""
+    ids = [str(entry.get("job_id")) for entry in submitted]
     rows = _queue(ids) if ids else []
     lines = []
-    for job, one in zip(ids, submitted, strict=True):
-        name = f"{job} ({one.get('kind')})"
+    for job, entry in zip(ids, submitted, strict=True):
+        name = f"{job} ({entry.get('kind')})"
         if isinstance(rows, str):
-            lines.append(f"{name}: submitted {one.get('time')}; {rows}")
+            lines.append(f"{name}: submitted {entry.get('time')}; {rows}")
             continue
-        own = [row for row in rows if re.split(r"[_+]", row[0])[0] == re.split(r"[_+]", job)[0]]
-        for number_of, state, so_far, left, where in own:
+        tasks = [row for row in rows if re.split(r"[_+]", row[0])[0] == re.split(r"[_+]", job)[0]]
+        for number_of, state, so_far, left, where in tasks:
             more = f" for {so_far}, {left} left" if state == "RUNNING" else ""
-            lines.append(f"{number_of} ({one.get('kind')}): {state}{more}, {where}")
-        if not own:
+            lines.append(f"{number_of} ({entry.get('kind')}): {state}{more}, {where}")
+        if not tasks:
             lines.append(f"{name}: no longer in the queue")
     if isinstance(rows, str):
         return lines, None
@@ -99,35 +100,35 @@ def _jobs(submitted: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool | Non
 
 
 def _queue(ids: Sequence[str]) -> list[list[str]] | str:
-    """Of each job that SLURM still knows: its number, state, time, time left, nodes or reason.
+    """Return number, state, time, time left, and nodes or reason of each job that SLURM knows.
 
-    Or else, in words, why it does not say.
+    Return a sentence instead where SLURM does not answer.
     """
     if shutil.which("squeue") is None:
         return "no SLURM here to ask"
     ask = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}"]
     ask.append("--format=%i|%T|%M|%L|%R")
     try:
-        told = subprocess.run(ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS)
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS)
     except subprocess.TimeoutExpired:
         return f"SLURM did not answer within {_SQUEUE_SECONDS:g} s"
     except OSError as error:
         return f"squeue cannot be run: {error.strerror}"
-    if told.returncode != 0:
-        # SLURM has forgotten jobs that ended minutes ago. A single one, and with some versions one
-        # of several, is then an error.
-        if "Invalid job id" not in told.stderr:
-            return f"SLURM does not say: {(told.stderr.splitlines() or ['no reason'])[0]}"
+    if answer.returncode != 0:
+        # SLURM forgets jobs some minutes after their end. Asking for one is then an error; with
+        # some versions, also asking for several of which it forgot one.
+        if "Invalid job id" not in answer.stderr:
+            return f"SLURM does not answer: {(answer.stderr.splitlines() or ['no reason'])[0]}"
         if len(ids) == 1:
             return []
-        found = list[list[str]]()
-        for one in ids:
-            rows = _queue([one])
+        all_rows = list[list[str]]()
+        for number in ids:
+            rows = _queue([number])
             if isinstance(rows, str):
                 return rows
-            found += rows
-        return found
-    rows = (line.strip().split("|", 4) for line in told.stdout.splitlines())
+            all_rows += rows
+        return all_rows
+    rows = (line.strip().split("|", 4) for line in answer.stdout.splitlines())
     return [row for row in rows if len(row) == 5]
 
 
@@ -135,19 +136,19 @@ def _queue(ids: Sequence[str]) -> list[list[str]] | str:
 
 
 def facts_of(view: View) -> Iterator[tuple[str, str]]:
-    """Names and values, those that are known."""
+    """Yield the names and values that are known."""
     yield "run", str(view.folder)
     yield from (("job", line) for line in view.jobs)
     if len(view.runs) > 1:
         yield from (("phase", f"{run.title}: {_state(run)}") for run in view.runs)
     if (run := view.now) is None:
         yield "state", f"no rank has started yet{f' ({view.holder})' if view.holder else ''}"
-        yield from last_words_of(view)
+        yield from output_of(view)
         return
     yield "state", _state(run)
     if view.holder:
         yield "begun by", view.holder
-    if slow := min(run.states.values(), key=lambda one: one.progress, default=None):
+    if slow := min(run.states.values(), key=lambda state: state.progress, default=None):
         yield "furthest behind", f"{slow} {slow.where}"
     planned = run.steps_planned
     share = f" of {planned:,} ({percent(run.steps_done / planned)})" if planned else ""
@@ -164,57 +165,59 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
     if idle := [f"{name} {percent(share)}" for name, share in _named(run, "idle_fraction_")]:
         yield "idle", ", ".join(idle)
     yield "checkpoint", _checkpoint(view.folder)
-    yield "restarts", str(sum(one.get("kind") == "restart" for one in run.incidents))
+    yield "restarts", str(sum(incident.get("kind") == "restart" for incident in run.incidents))
     if skipped := run.last("skipped_samples"):
         yield "skipped samples", f"{skipped:,.0f}, listed in {BAD_SAMPLES}"
     for last in run.incidents[-1:]:
         yield "last incident", f"{last.get('time')} {last.get('kind')}: {last.get('text')}"
-    yield from last_words_of(view)
+    yield from output_of(view)
 
 
-def last_words_of(view: View) -> Iterator[tuple[str, str]]:
-    """How the newest job's output ends, by file; none where it may go on or all steps are done."""
-    if not (view.is_queued or view.has_ended) and (found := last_words(view.folder, _SAID_LINES)):
-        path, lines = found
+def output_of(view: View) -> Iterator[tuple[str, str]]:
+    """Yield the end of the newest job's output, unless it may go on or all steps are done."""
+    if not (view.is_queued or view.has_ended) and (
+        output := last_output(view.folder, _OUTPUT_LINES)
+    ):
+        path, lines = output
         yield from ((path.name, line) for line in lines)
 
 
 def _state(run: RunData) -> str:
     if run.state == "ended":
         return run.state
-    failed = [one for one in run.states.values() if one.failure]
-    told = "; ".join(f"{one} failed: {one.failure}" for one in failed[:1])
+    failed = [state for state in run.states.values() if state.failure]
+    failure = "; ".join(f"{state} failed: {state.failure}" for state in failed[:1])
     ranks = run.starts[-1].get("ranks") if run.starts else None
-    here = f", {len(run.alive)} of {ranks or len(run.states)} ranks answer" if run.states else ""
-    return f"{run.state}{here}{f'; {told}' if told else ''}"
+    alive = f", {len(run.alive)} of {ranks or len(run.states)} ranks answer" if run.states else ""
+    return f"{run.state}{alive}{f'; {failure}' if failure else ''}"
 
 
 def _named(run: RunData, prefix: str) -> list[tuple[str, float]]:
-    """What metrics of this beginning last were, by the rest of their names."""
+    """Return the last values of metrics with this prefix, by the rest of their names."""
     names = [name for name in run.curves if name.startswith(prefix)]
-    found = [(name.removeprefix(prefix), run.last(name, _RECENT)) for name in names]
-    return [(name, value) for name, value in found if value is not None]
+    values = [(name.removeprefix(prefix), run.last(name, _RECENT)) for name in names]
+    return [(name, value) for name, value in values if value is not None]
 
 
 def _checkpoint(folder: Path) -> str:
     try:
-        found = newest_checkpoint(folder)
-        if found is None:
+        newest = newest_checkpoint(folder)
+        if newest is None:
             return "none yet"
-        ago = timedelta(seconds=max(0, round(time.time() - found.stat().st_mtime)))
-    except (InputError, OSError) as error:  # the one that was named has just been removed
+        ago = timedelta(seconds=max(0, round(time.time() - newest.stat().st_mtime)))
+    except (InputError, OSError) as error:  # it has just been removed
         return str(error)
-    return f"{found.relative_to(folder)}, {ago} ago"
+    return f"{newest.relative_to(folder)}, {ago} ago"
 
 
 def plain(text: str, length: int = _TEXT_LENGTH) -> str:
-    """A text from a file as one line that does nothing to a terminal."""
+    """Return a text from a file as one line without control characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= length else f"{line[:length]}..."
 
 
 def status(folder: Path) -> int:
-    """`mimo status`: one screen."""
+    """Print one screen for `mimo status`."""
     facts = list(facts_of(look(folder)))
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
