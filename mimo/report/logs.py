@@ -18,7 +18,7 @@ from pathlib import Path
 from mimo.checkpoint.folder import phase_folders
 from mimo.errors import InputError
 from mimo.report.runs import job_folders
-from mimo.report.status import last_words_of, look, plain
+from mimo.report.status import look, output_of, plain
 from mimo.runtime.processes import looks_like_a_consequence
 from mimo.runtime.run_files import INCIDENTS
 
@@ -185,7 +185,7 @@ def first_error(folder: Path) -> int:
         print("SLURM says:", *slurm, sep="\n")
     if not (errors or crashes or slurm):
         print("no rank has failed, as far as the run folder tells")
-        for name, line in last_words_of(view):
+        for name, line in output_of(view):
             print(f"{name}: {plain(line, _LINE_BYTES)}")
     return 0
 

@@ -92,7 +92,7 @@ def test_where_slurm_does_not_say_nothing_is_submitted_again_and_what_is_done_is
     assert len(submitted(file)) == 1
     said = capsys.readouterr().out
     assert "two.1: not submitted again; 12_1 (array): submitted" in said
-    assert "SLURM does not say: error: no controller" in said
+    assert "SLURM does not answer: error: no controller" in said
     assert "one.1" not in said
     assert main(file, []) == EXIT_CONTINUE
     assert "1 of 2 layouts follow the losses of one" in capsys.readouterr().out

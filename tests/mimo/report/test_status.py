@@ -195,7 +195,7 @@ def test_a_job_that_slurm_has_forgotten_is_gone_and_hides_no_other(
 @pytest.mark.parametrize(
     ("does", "told"),
     [
-        (LOST, "SLURM does not say: slurm_load_jobs error: Unable to contact slurm controller"),
+        (LOST, "SLURM does not answer: slurm_load_jobs error: Unable to contact slurm controller"),
         ("exec sleep 60", "SLURM did not answer within 0.5 s"),
     ],
 )
