@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import bridge_communicator
 
+from mimo.engines.megatron.config import HyperCommGrid
 from mimo.engines.megatron.cpu import adapt_to_machine
-from mimo.engines.megatron.groups import HyperCommGrid
 
 
 def megatron_bridge(

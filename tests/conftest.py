@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from mimo.engines.megatron.notices import WARNINGS
+from mimo.engines.megatron import WARNINGS
 from mimo.runtime.processes import run_processes, warm_up
 from mimo.runtime.ranks import rank_environment, rank_variables, run_on_cpu, warm_up_on_cpu
 

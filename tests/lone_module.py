@@ -114,7 +114,7 @@ def tensor_parallel_slice(full: Tensor, rank: int, size: int, dim: int, stride: 
 @torch.no_grad()
 def _load(model: nn.Module, weights: Weights, ctx: Any) -> None:
     """Copy whole tensors into this rank's parameters, or the slices that it holds."""
-    from mimo.engines.megatron.initialize import global_name
+    from mimo.engines.megatron.weights import global_name
 
     stage = ctx.groups.pp.rank()
     params = {
@@ -225,8 +225,8 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     import torch.distributed as dist
 
     from mimo.check.steps import WatchedSteps
-    from mimo.engines.megatron.checkpoint import gradient_pieces
     from mimo.engines.megatron.module import MegatronModule
+    from mimo.engines.megatron.weights import gradient_pieces
 
     chunks: Any = [model]
     module = MegatronModule("", ctx.groups, chunks, chunks, None, 0.0, True)

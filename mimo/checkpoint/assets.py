@@ -23,7 +23,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.manifest import listed_files
 from mimo.checkpoint.tensors import StoredTensor, read_index
 from mimo.config.schema import Recipe, read_recipe
-from mimo.engines.piece import EMA, MASTER, MOMENTS, kind_of
+from mimo.engines.contract import EMA, MASTER, MOMENTS, kind_of
 from mimo.errors import InputError
 from mimo.families.keymap import is_adapter
 from mimo.parallel.build import build_layout

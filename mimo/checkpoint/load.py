@@ -15,8 +15,7 @@ from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.checkpoint.tensors import StoredTensor, averages, read_index
 from mimo.config.schema import key_of as recipe_key_of
 from mimo.config.source import dotted
-from mimo.engines.contract import Module
-from mimo.engines.piece import EMA, MASTER, MOMENTS, STEP, Piece, key_of, kind_of
+from mimo.engines.contract import EMA, MASTER, MOMENTS, STEP, Module, Piece, key_of, kind_of
 from mimo.families.keymap import is_adapter
 
 Modules = Mapping[str, Module]

@@ -25,7 +25,7 @@ from torch import Tensor
 from mimo.checkpoint.manifest import Listed, raise_damaged, reading
 from mimo.checkpoint.tensors import Stored, StoredTensor, read_index, whole_piece
 from mimo.device import local_device
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Piece
 from mimo.errors import InputError, StartError
 
 _CHUNK_BYTES = 1 << 22

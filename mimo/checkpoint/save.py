@@ -42,8 +42,7 @@ from mimo.device import (
     record_time,
     synchronize,
 )
-from mimo.engines.contract import Module
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Module, Piece
 
 _ALIGNED_BYTES = 64  # of a piece's place in staging memory
 _EXCHANGE_SECONDS = 0.5  # between two exchanges of ranks that wait for a save

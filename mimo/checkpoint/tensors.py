@@ -38,7 +38,7 @@ from mimo.checkpoint.manifest import (
     reason_of,
     write_synced,
 )
-from mimo.engines.piece import EMA, Piece, key_of
+from mimo.engines.contract import EMA, Piece, key_of
 from mimo.errors import InputError
 
 _INDEX = "tensors.json"

@@ -1,1 +1,1 @@
-"""What runs a module."""
+"""Engines: what builds and runs a module on its grid."""

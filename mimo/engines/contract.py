@@ -1,8 +1,8 @@
-"""What an engine owes to whoever trains: the contract of `megatron` and of `fsdp`.
+"""The contract of the engines `megatron` and `fsdp`: what training and checkpoints call.
 
 A module is a job of its own on its own grid; the bridge between modules is an autograd operation.
 So an engine only has to build a module on a grid, run microbatches forward and backward, complete
-gradients, update weights, and say which rectangles of which tensors a rank holds. Tensors have the
+gradients, update weights, and list which rectangles of which tensors a rank holds. Tensors have the
 same names in both engines, those of the checkpoint format, so that each reads what the other wrote.
 
 Letters: B sequences (1 for packed) of S tokens that this rank has, H hidden, n chosen tokens or
@@ -11,6 +11,7 @@ rows, k feature levels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,28 +20,79 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mimo.engines.piece import Piece
-
 if TYPE_CHECKING:
-    from mimo.engines.megatron.groups import ProcessGroupCollection
+    from mimo.engines.megatron.config import ProcessGroupCollection
     from mimo.ops.attention_plan import LayerForm
 
 Purpose = Literal["save", "load"]
 
+# ---------------------------------------------------------------------------- checkpoints
+
+MASTER = "fp32_param"
+"""Kind of an optimizer's tensor: the master weight of a 16-bit parameter."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Kinds of an optimizer's tensors: Adam's moments."""
+STEP = "step"
+"""Kind of an optimizer's tensor: a single number, the updates that the parameter has had."""
+EMA = "ema"
+"""Kind of an optimizer's tensor: the moving average of a trainable parameter."""
+
+
+def key_of(kind: str, key: str) -> str:
+    """Return the key of an optimizer's tensor of this kind, given its parameter's key."""
+    return f"{EMA}.{key}" if kind == EMA else f"optimizer.{kind}.{key}"
+
+
+def kind_of(key: str) -> tuple[str, str]:
+    """Return kind and parameter's key, the inverse of `key_of`; "" for the parameter itself."""
+    beginning, _, rest = key.partition(".")
+    if beginning == EMA:
+        return EMA, rest
+    if beginning != "optimizer":
+        return "", key
+    kind, _, parameter = rest.partition(".")
+    return kind, parameter
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor that a rank writes, or reads into.
+
+    The tensor is seen as a matrix of its first dimension by all others; a vector has one column.
+
+    key: the tensor's name. shape: shape of the whole tensor. row, column: its first element.
+    values: (rows, columns), the owner's memory, so that writing to it changes the model.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    row: int
+    column: int
+    values: Tensor
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the whole tensor."""
+        return self.shape[0], math.prod(self.shape[1:])
+
+
+# ---------------------------------------------------------------------------- modules
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a language model as its caller sees it.
+    """A chunk of a language model, as the training loop calls it.
 
-    run: takes, by keyword,
+    run: takes by keyword
         input_ids (B, S) int64, position_ids (3, B, S) int64 of whole sequences,
         packed_seq_params: `PackedSegments`, or None for a batch,
-        place: on the first chunk, turns the embeddings of text (S', B, H), this rank's part under
-            sequence parallelism, into those that the layers get: the rows of encoders among them,
-        levels: rows (k, n, H) that are added after the first k layers at places (n,), or None,
+        place: on the first chunk, maps the text's embeddings (S', B, H), this rank's part under
+            sequence parallelism, to those that the layers get, the encoders' among them,
+        levels: embeddings (k, n, H) that are added after the first k layers at places (n,), or
+            None,
         labels (n,) int64 of the tokens at loss_at (n,) int64, where s·B + b is token s of
             sequence b -> on the last chunk losses (n,), at least fp32.
-    number: of the chunk on its pipeline stage. is_first: whether it embeds tokens.
+    number: index of the chunk on its pipeline stage. is_first: whether it embeds tokens.
     """
 
     run: Callable[..., Tensor]
@@ -51,9 +103,10 @@ class Chunk:
 class Module(Protocol):
     """One module's part on this rank.
 
-    name: `language`, or an encoder's. groups: its process groups. learning_rate: its peak.
-    trains: whether it has weights to update, on any rank: all of its ranks then run backward.
-    run_ahead: of a disjoint encoder, forward passes before its first backward.
+    name: `language`, or an encoder's name. groups: its process groups.
+    learning_rate: the peak of its schedule.
+    trains: whether any of its ranks has weights to update: then all of them run backward.
+    run_ahead: for a disjoint encoder, forward passes before its first backward.
     """
 
     name: str
@@ -86,10 +139,10 @@ class Module(Protocol):
         ...
 
     def attention_forms(self) -> frozenset[LayerForm]:
-        """For which `PackedSegments.prepare` plans ahead of time."""
+        """The forms of its layers, for `PackedSegments.prepare`."""
         ...
 
-    # ---- one step, in this order; every rank of the module calls what is called
+    # ---- one step, in this order; every rank of the module makes the same calls
 
     def begin_step(self, forward_only: bool) -> None:
         """Clear gradients, and choose between training and evaluation."""
@@ -102,11 +155,11 @@ class Module(Protocol):
         sizes: Sequence[tuple[int, int]],
         forward_only: bool,
     ) -> list[Tensor]:
-        """Run microbatches of a language model forward and, unless told otherwise, backward.
+        """Run microbatches of a language model forward and, unless ``forward_only``, backward.
 
-        forward: of microbatch number and chunk, what ``chunk.run`` gave. sizes: (S, B) of each
-        microbatch, S as this context-parallel rank has it.
-        Returns the summed loss () of each on the last stage, detached; else nothing.
+        forward: takes microbatch number and chunk, returns the result of ``chunk.run``.
+        sizes: (S, B) of each microbatch, S as this context-parallel rank has it.
+        Returns the detached loss sum () of each microbatch on the last stage, else nothing.
         """
         ...
 
@@ -119,30 +172,30 @@ class Module(Protocol):
     ) -> None:
         """Run microbatches of a disjoint encoder, `run_ahead` of them before the first backward.
 
-        forward: of a batch and the module to call, on the last stage the bridge's scalar token.
-        items: as prepared, of each batch.
+        forward: takes a batch and the module to call; on the last stage it returns the bridge's
+            scalar token. items: the prepared items of each batch.
         """
         ...
 
     def encode(self, patches: Any, items: Any) -> Any:
-        """One forward of a colocated encoder; the caller runs its backward."""
+        """Run one forward of a colocated encoder; the caller runs its backward."""
         ...
 
     def accumulate_only(self) -> AbstractContextManager[None]:
-        """Inside it gradients are accumulated and not reduced: more microbatches follow."""
+        """Return a context for all microbatches but the last: gradients are not reduced."""
         ...
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Sum the gradients over all ranks that have a part of them, and divide once.
 
-        num_loss_tokens: of the whole global batch, the same on every rank of every module.
+        num_loss_tokens: the global batch's, the same on every rank of every module.
         """
         ...
 
     def squared_norm(self) -> Tensor:
-        """This rank's share () of the squared norm of the whole gradient, fp64 on the device.
+        """Return this rank's share () of the squared gradient norm, fp64 on the device.
 
-        Summed over all ranks it counts every element once. The host does not wait for it.
+        The sum over all ranks counts every element once. The host does not wait for it.
         """
         ...
 
@@ -151,17 +204,17 @@ class Module(Protocol):
     ) -> Tensor | float:
         """Scale the gradients by ``gradient_factor`` (clipping) and update the weights.
 
-        The moving average of the weights, if there is one, follows. Left out, it leaves all that
-        this rank holds as if there had been no step.
-        Returns this rank's share of the squared norm of the change, if ``measured``, which takes
-        about as long as the update; else 0. Like `squared_norm` it is a number of the device.
+        The moving average of the weights, if any, follows. A step without this call changes
+        nothing that this rank holds.
+        Returns this rank's share of the squared norm of the change if ``measured``, on the device
+        like `squared_norm`; else 0. Measuring takes about as long as the update.
         """
         ...
 
     # ---- what it holds, under the names of the checkpoint format
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What it has in memory, "parameters", "gradients" and "optimizer state". No collective."""
+        """Tensors in memory: "parameters", "gradients", "optimizer state". No collective."""
         ...
 
     def wait_param_gather(self) -> None:
@@ -169,11 +222,10 @@ class Module(Protocol):
         ...
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
-        """The pieces that this rank writes, or those that it wants. No collective.
+        """The pieces that this rank writes, or reads. No collective.
 
-        Keys are ``<module>.<parameter>``, and `mimo.engines.piece.key_of` what an optimizer keeps
-        of it: its moments, master weights and moving average. Before anything
-        is read into them, an optimizer's are those of one that has done no update.
+        Keys are ``<module>.<parameter>`` and, for an optimizer's tensors, those of `key_of`. Before
+        anything is read into them, these are the tensors of an optimizer without an update.
         """
         ...
 

@@ -23,7 +23,7 @@ Numbers = Callable[[np.random.Generator, np.ndarray], None]
 
 
 def normal(std: float) -> Numbers:
-    """N(0, std²)."""
+    """Return numbers of N(0, std²)."""
 
     def fill(generator: np.random.Generator, out: np.ndarray) -> None:
         generator.standard_normal(out=out, dtype=np.float32)
@@ -33,7 +33,7 @@ def normal(std: float) -> Numbers:
 
 
 def adapter_numbers(inputs: int) -> Numbers:
-    """Of an adapter's first matrix: uniform within ±1/sqrt(inputs), as in peft."""
+    """Return numbers for an adapter's first matrix: uniform in ±1/sqrt(inputs), as in peft."""
     bound = inputs**-0.5
 
     def fill(generator: np.random.Generator, out: np.ndarray) -> None:
@@ -49,7 +49,7 @@ def draw(
 ) -> None:
     """Fill a rectangle of a matrix, in place, block by block of the whole.
 
-    row, column: of its first element. whole: rows and columns of the matrix.
+    row, column: position of its first element. whole: rows and columns of the matrix.
     """
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
     (rows, columns), (bottom, right) = whole, (row + part.shape[0], column + part.shape[1])

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mimo.device import has_gpu
-from mimo.engines.piece import EMA, MOMENTS, STEP
+from mimo.engines.contract import EMA, MOMENTS, STEP
 
 _SLICE_BYTES = 1 << 26
-"""How much of the weights is copied at a time to measure their change."""
+"""Bytes of weights that are copied at a time to measure their change."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OptimizerSettings:
 
     distributed: with Adam in fp32 or bf16, every data-parallel rank keeps and updates only its
         share of the optimizer's state (ZeRO stage 1, Rajbhandari et al. 2020).
-    ema_decay: how much of the moving average of the weights stays at each update; None keeps none.
+    ema_decay: share of the moving average of the weights that stays at each update; None for none.
     """
 
     name: str
@@ -44,9 +44,9 @@ class OptimizerSettings:
 def torch_optimizer(
     params: Iterable[nn.Parameter], settings: OptimizerSettings, learning_rate: float
 ) -> torch.optim.Optimizer:
-    """Matrices decay, vectors (norms, biases) don't.
+    """Return torch's optimizer. Weight decay acts on matrices, not on vectors (norms, biases).
 
-    params: of as many dimensions as the whole.
+    params: with as many dimensions as the whole parameters.
     """
     params = list(params)
     groups = [
@@ -67,7 +67,7 @@ def torch_optimizer(
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make what Adam's first update would make, where there is none yet."""
+    """Create the state that Adam's first update would create, where there is none yet."""
     if isinstance(optimizer, torch.optim.SGD):
         return
     for param in _params(optimizer):
@@ -78,17 +78,17 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
             state |= {kind: torch.zeros_like(param) for kind in MOMENTS}
 
 
-def kept(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
-    """What the optimizer keeps of a tensor that it updates, by kind, in its shape.
+def state_tensors(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    """Return by kind what the optimizer stores for a tensor that it updates, in its shape.
 
-    The tensors are the optimizer's, so writing to them changes it.
+    The memory is the optimizer's: writing to it changes the optimizer.
     """
     state = optimizer.state[param]
     return {kind: state[kind].detach() for kind in (*MOMENTS, EMA) if kind in state}
 
 
 def step_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor | None:
-    """How many updates Adam has done of a tensor, (), in its own memory; None without Adam."""
+    """Return the number () of Adam's updates of a tensor, in Adam's memory; None without Adam."""
     return optimizer.state[param].get(STEP)
 
 
@@ -96,8 +96,8 @@ def step_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor | None:
 
 
 def start_average(optimizer: torch.optim.Optimizer) -> None:
-    """Let the moving average of the weights begin with those that they have now."""
-    fill_state(optimizer)  # torch takes any state for one that it has filled itself
+    """Start the moving average of the weights with their present values."""
+    fill_state(optimizer)  # torch fills only empty states
     for param in _params(optimizer):
         weights = param.detach()
         wide = torch.promote_types(weights.dtype, torch.float32)
@@ -105,16 +105,13 @@ def start_average(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restart_average(optimizer: torch.optim.Optimizer) -> None:
-    """Let the moving average, if there is one, begin anew with weights that were just loaded."""
+    """Restart the moving average, if there is one, with weights that were just loaded."""
     if any(EMA in state for state in optimizer.state.values()):
         start_average(optimizer)
 
 
 def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """After an update: average = decay · average + (1 - decay) · weights.
-
-    Does not wait for the device.
-    """
+    """Set average = decay · average + (1 - decay) · weights, without waiting for the device."""
     params = _params(optimizer)
     averages = [optimizer.state[param][EMA] for param in params]
     if averages:
@@ -125,11 +122,10 @@ def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 class MeasuredStep:
-    """Does an optimizer's update slice by slice, in its place, and measures what it changes.
+    """Stand-in for an optimizer that updates slice by slice and measures the change.
 
-    It measures the weights themselves, rounding included, for which they are copied: a slice at a
-    time. The update is the same as one of all at once.
-    counts: whether a tensor's change is this rank's to count.
+    It compares copies of the weights, so rounding counts. The update equals one of all at once.
+    counts: whether this rank counts a tensor's change.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, counts: Callable[[Tensor], bool]) -> None:
@@ -138,10 +134,7 @@ class MeasuredStep:
 
     @property
     def squared_change(self) -> Tensor | float:
-        """The squared norm of the counted change: () fp64 on the device.
-
-        Does not wait for the device.
-        """
+        """The squared norm of the counted change: () fp64 on the device, without a wait."""
         return torch.stack(self._squares).sum() if self._squares else 0.0
 
     @torch.no_grad()
@@ -166,7 +159,10 @@ class MeasuredStep:
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Of at least one tensor together: () fp64. Each one's norm is taken in its own dtype."""
+    """Return the squared norm of one or more tensors together: () fp64.
+
+    Each tensor's norm is computed in its own dtype.
+    """
     norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(tensors)
     return torch.stack(list(norms)).double().square().sum()
 

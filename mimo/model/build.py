@@ -27,16 +27,14 @@ from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, local_device
 from mimo.engines.contract import Module
 from mimo.engines.megatron.attention import kernels_in
-from mimo.engines.megatron.config import LoRA, ModuleContext
-from mimo.engines.megatron.cut import Cut
-from mimo.engines.megatron.groups import ProcessGroupCollection
-from mimo.engines.megatron.initialize import global_name, stored_name
+from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import (
     build_optimizer,
     prepare_engine,
     wrap_data_parallel,
 )
+from mimo.engines.megatron.weights import Cut, global_name, stored_name
 from mimo.engines.optimizer import OptimizerSettings
 from mimo.errors import RecipeError
 from mimo.families.contracts import MegatronLanguageFamily

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mimo.device import barrier, bridge_group_options, local_device
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP
-from mimo.engines.megatron.groups import HyperCommGrid, ProcessGroupCollection
+from mimo.engines.megatron.config import HyperCommGrid, ProcessGroupCollection
 from mimo.ops.acceleration import TRANSFORMER_ENGINE, this_machine
 from mimo.parallel.connections import (
     bridge_ends,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from mimo.engines.megatron.groups import scatter_sequence
+from mimo.engines.megatron.config import scatter_sequence
 from mimo.ops.segments import PackedSegments, zigzag_indices
 from mimo.parallel.grids import sequence_multiple
 

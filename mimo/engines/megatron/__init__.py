@@ -1,4 +1,4 @@
-"""The engine adapter: the only part of the project that imports Megatron-core.
+"""The Megatron engine: the only package of the project that imports Megatron-core.
 
 The names of `mimo.engines.megatron.api` are names of this package, too. They load on first use,
 because importing Megatron takes about ten seconds.
@@ -7,14 +7,44 @@ because importing Megatron takes about ten seconds.
 from __future__ import annotations
 
 import importlib
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any
-
-from mimo.engines.megatron.notices import leave_out_notices
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.api import *  # noqa: F403
 
-leave_out_notices()  # whoever imports the engine comes through here first
+# Notices of Megatron and torch that help nobody, however they are called. All others are shown;
+# notices that our arguments cause are avoided by changing the arguments.
+# (message, module that warns), both regular expressions that match from the start.
+WARNINGS = (
+    # Optional packages. Their replacements are ours or torch's, and tested.
+    (r"Transformer Engine and Apex are not installed", r"megatron\.core"),
+    (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core"),
+    # One of the engine's packages imports from another in a way that is being removed.
+    (r"The following imports from `dynamic_context\.py` will", r"megatron\.core\.inference"),
+)
+# (logger, how the message begins)
+RECORDS = (
+    # A CUDA toolkit on a machine without a GPU.
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+    # Its successor in the engine is for hybrids of attention and state spaces.
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+)
+
+
+def _hide_notices() -> None:
+    """Filter the notices in this process and its forks. Must run before Megatron is imported."""
+    for message, module in WARNINGS:
+        for category in (UserWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", message, category, module)
+    for name, beginning in RECORDS:
+        logging.getLogger(name).addFilter(
+            lambda record, beginning=beginning: not record.getMessage().startswith(beginning)
+        )
+
+
+_hide_notices()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Core attention for layer specs, packed or dense, with context parallelism and windows.
+"""Attention for layer specs, packed or dense, with context parallelism and windows.
 
 Letters: T packed tokens of a lane, N heads, G key/value heads, D head size, S sequence, B batch,
 C context-parallel ranks (1 without).
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -30,11 +31,42 @@ from mimo.ops.acceleration import (
     this_machine,
 )
 from mimo.ops.attention_plan import AttentionPlan, LayerForm, batch_plan
+from mimo.ops.layers import rotate
 from mimo.ops.segments import PackedSegments, gather_lane
 
 
+class SelfAttention(MegatronSelfAttention):
+    """Megatron's self-attention with rotary frequencies that are already cut for this rank.
+
+    For packed sequences Megatron would pick the frequencies of each segment itself, in every layer,
+    by bounds that it reads from the device, for which the host waits.
+    """
+
+    _frequencies: Tensor | None = None  # during a forward
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any):
+        """Run Megatron's forward. rotary_pos_emb: (S, B, 1, D) fp32; None for no rotation."""
+        self._frequencies = rotary_pos_emb
+        try:
+            return super().forward(*args, rotary_pos_emb=None, **kwargs)
+        finally:
+            self._frequencies = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Queries (S, B, N, D), keys and values (S, B, G, D), the first two rotated."""
+        parts: tuple[Any, ...] = super().get_query_key_value_tensors(*args, **kwargs)
+        query, key, *rest = parts
+        frequencies = self._frequencies
+        if frequencies is None:
+            return parts
+        assert len(frequencies) == len(query), (
+            f"frequencies of {len(frequencies)} tokens for {len(query)} tokens of this rank"
+        )
+        return (*rotate(frequencies, query, key), *rest)
+
+
 def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
-    """Transformer Engine's attention if it is the best for all layers of ``config``, else ours."""
+    """Return Transformer Engine's attention if it is best for all layers, else ours."""
     window = None if config.window_size is None else config.window_size[0] + 1
     case = _case(config, causal, window, whole_items=False)
     if choose_kernel(case, config.params_dtype, this_machine()).kernel != TRANSFORMER_ENGINE:
@@ -54,7 +86,7 @@ def _case(
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Keys that a query of this layer sees, its own included; None when it sees all before it."""
+    """Return how many keys a query of this layer sees, its own included; None for all before it."""
     skips: Any = config.window_attn_skip_freq
     if config.window_size is None or not is_layer_window_attention(
         config.window_size, skips, layer_number
@@ -115,7 +147,7 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
-        """Raises ValueError for a dense mask or bias, which no caller of ours needs."""
+        """Attend, as the class says. Raises ValueError for a dense mask or bias."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("dense attention masks and biases are not supported; pack segments")
         assert attn_mask_type in (None, self.attn_mask_type), "a layer keeps its mask type"
@@ -130,7 +162,7 @@ class CoreAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.lane is not None:
-            assert self.cp is not None, "plans of a lone rank have no lane"
+            assert self.cp is not None, "the plan of a lone rank has no lane"
             both = gather_lane(torch.cat((key, value), dim=1), plan.lane, self.cp)
             key, value = both.chunk(2, dim=1)
         return self.form.attend(query, key, value, plan, self.scale)
@@ -150,24 +182,28 @@ class WindowAttention(nn.Module):
     def forward(
         self, *args: Any, packed_seq_params: PackedSegments | None = None, **kwargs: Any
     ) -> Tensor:
-        """As the core attention of other layers."""
+        """Attend inside the windows; arguments and result are those of the core attention."""
         windows = packed_seq_params and packed_seq_params.windows
         assert windows is not None, "window attention needs windows"
         return self.core(*args, packed_seq_params=windows, **kwargs)
 
 
 def forms_in(modules: Iterable[nn.Module]) -> frozenset[LayerForm]:
-    """Of all layers inside, for `PackedSegments.prepare`; Transformer Engine's need no plan."""
+    """Collect the forms of all layers inside, for `PackedSegments.prepare`.
+
+    Transformer Engine's attention needs no plan.
+    """
     inside = (part for module in modules for part in module.modules())
     return frozenset(part.form for part in inside if isinstance(part, CoreAttention))
 
 
 def kernels_in(modules: Iterable[nn.Module]) -> str:
-    """Which kernels compute the core attention of the layers inside: "24 x flash_attn_3"."""
-    found: Counter[str] = Counter()
+    """Name the kernels of core attention in the layers inside, such as "24 x flash_attn_3"."""
+    kernels: Counter[str] = Counter()
     for part in (part for module in modules for part in module.modules()):
         if isinstance(part, Attention):
             core: Any = part.core_attention
             core = core.core if isinstance(core, WindowAttention) else core
-            found[core.form.kernel if isinstance(core, CoreAttention) else TRANSFORMER_ENGINE] += 1
-    return ", ".join(f"{count} x {kernel}" for kernel, count in sorted(found.items())) or "none"
+            is_ours = isinstance(core, CoreAttention)
+            kernels[core.form.kernel if is_ours else TRANSFORMER_ENGINE] += 1
+    return ", ".join(f"{count} x {kernel}" for kernel, count in sorted(kernels.items())) or "none"

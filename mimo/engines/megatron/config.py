@@ -1,4 +1,9 @@
-"""Megatron's `TransformerConfig` from the few things that our models and recipes decide."""
+"""Megatron's `TransformerConfig` from what our models and recipes decide, and its group types.
+
+`gather_sequence`: each rank's (S/tp, ...) -> all (S, ...) on every rank of the group, which all
+call it; the backward reduce-scatters. `scatter_sequence`: (S, B, H), equal on all ranks -> this
+rank's (S/tp, B, H), without communication; the backward all-gathers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,14 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.hyper_comm_grid import HyperCommGrid as HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region as gather_sequence,  # noqa: F401
+)
+from megatron.core.tensor_parallel.mappings import (
+    scatter_to_sequence_parallel_region as scatter_sequence,  # noqa: F401
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -21,7 +33,7 @@ from mimo.ops.acceleration import fp8_flags, layer_choice
 class LoRA:
     """Low-rank adapters of a module's layers, ``rank`` wide, with outputs scaled by ``scale``.
 
-    targets: the linears that have one, out of "qkv", "proj", "fc1" and "fc2".
+    targets: the linears with an adapter, out of "qkv", "proj", "fc1" and "fc2".
     """
 
     rank: int
@@ -33,17 +45,17 @@ class LoRA:
 class ModuleContext:
     """What a family needs to build its part of a module on this rank.
 
-    groups: the module's process groups, made by the topology.
-    num_chunks: on each stage; several with an interleaved pipeline.
-    chunk: which of them to build; None without interleaving.
+    groups: the module's process groups, made by `mimo.parallel.groups`.
+    num_chunks: model chunks of each stage; several with an interleaved pipeline.
+    chunk: the chunk to build; None without interleaving.
     recompute: "none", "selective" (core attention) or "full" (whole layers).
     scatter_embedding: whether the embedding itself scatters its output over a sequence-parallel
-        group. If not, the caller may write rows into the whole sequence and then scatter it; a
-        forward from token ids alone still scatters inside.
+        group. If not, the caller may write encoders' embeddings into the whole sequence and then
+        scatter it; a forward from token ids alone still scatters inside.
     lora: None for layers without adapters.
-    provided: names, as in the whole module, of parameters that a checkpoint is about to fill, so
-        that nobody draws them.
-    fp8: a name of `FP8_RECIPES`, or "none": how linears compute.
+    provided: names in the whole module of parameters that a checkpoint is about to fill and that
+        are not drawn.
+    fp8: how linears compute: a name of `FP8_RECIPES`, or "none".
     """
 
     groups: ProcessGroupCollection
@@ -93,14 +105,14 @@ class StackShape:
     local_window: int | None = None
     """Keys that a query sees, its own included; None when every layer sees everything before it."""
     global_every: int | None = None
-    """With a window: every so-many-th layer, counted from 1, sees everything all the same."""
+    """With a window: the period of the layers, counted from 1, that still see everything."""
 
 
 def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
-    """The engine's configuration for one module on this rank.
+    """Return the engine's configuration of one module on this rank.
 
-    `calculate_per_token_loss` is set on every module: then DDP sums gradients and never divides;
-    the one division, by the global token count, is ours.
+    `calculate_per_token_loss` is set on every module: then DDP sums gradients and never divides.
+    `finish_gradients` divides once, by the global token count.
     """
     adapt_to_machine()
     recompute = {
@@ -143,7 +155,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         bf16=ctx.dtype == torch.bfloat16,
         fp16=ctx.dtype == torch.float16,
         # Lengths differ, but `PlannedCommunicator` knows them: no shapes are exchanged, and nothing
-        # waits for the whole device, which may be waiting for rows that are received ahead.
+        # waits for the whole device, which may be waiting for embeddings received ahead.
         variable_seq_lengths=False,
         batch_p2p_sync=False,
         # With two stages, batched transfers of an interleaved pipeline would silently swap the
@@ -169,7 +181,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
 def fused_activation(
     activation: Callable[[Tensor], Tensor], gated: bool, fuse: bool
 ) -> dict[str, Any]:
-    """Megatron's flags for an activation: its compiled SwiGLU or GeGLU where there is one.
+    """Return Megatron's flags for an activation: its compiled SwiGLU or GeGLU where it has one.
 
     Megatron's fused GeGLU is the approximation by tanh, under the name of the exact function.
     """

@@ -1,9 +1,9 @@
-"""Lets Megatron-core run on a machine without a GPU.
+"""Adapter that lets Megatron-core run on a machine without a GPU.
 
 Megatron names the GPU in many places (``device="cuda"``, ``torch.cuda.current_device()``,
 ``Tensor.cuda()``). Without one, a process-wide torch function mode maps these to the CPU, and
 the few ``torch.cuda`` functions that Megatron calls get CPU equivalents. Its linears get faster
-products of matrices. With a GPU, nothing happens here.
+matrix products. With a GPU nothing is changed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class CudaToCpu(TorchFunctionMode):
     """
 
     device = torch.device("cpu")
-    """What `torch.cuda.current_device` answers."""
+    """Result of `torch.cuda.current_device`."""
 
     def synchronize(self, device: Any = None) -> None:
-        """What `torch.cuda.synchronize` does."""
+        """Stand in for `torch.cuda.synchronize`: nothing to wait for."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         if kwargs:
@@ -64,14 +64,14 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _with_faster_products(megatrons: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`_forward_impl` of Megatron's parallel linears, but with `linear` where it sends nothing."""
+def _with_faster_products(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `_forward_impl` of Megatron's parallel linears: use `linear` where it sends nothing."""
 
-    def forward(module: Any, **given: Any) -> Tensor:
-        if given["sequence_parallel"] or given["allreduce_dgrad"]:
-            return megatrons(module, **given)
-        output = linear(given["input"], given["weight"])
-        return output if given["bias"] is None else output + given["bias"]
+    def forward(module: Any, **options: Any) -> Tensor:
+        if options["sequence_parallel"] or options["allreduce_dgrad"]:
+            return original(module, **options)
+        output = linear(options["input"], options["weight"])
+        return output if options["bias"] is None else output + options["bias"]
 
     return forward
 
@@ -86,9 +86,9 @@ def adapt_to_machine() -> None:
 
 
 def install(mapping: CudaToCpu) -> None:
-    """Answer what Megatron asks of a GPU by ``mapping`` from now on; once per process."""
+    """Answer Megatron's requests for a GPU by ``mapping`` from now on; once per process."""
     global _installed
-    assert _installed is None, "what stands for a GPU has been chosen already"
+    assert _installed is None, "a mapping has been installed already"
     _installed = mapping
     mapping.__enter__()
     # Megatron's linears ask for it under tensor parallelism; it matters only on a GPU.
@@ -97,8 +97,8 @@ def install(mapping: CudaToCpu) -> None:
     from megatron.core.tensor_parallel import layers, random
 
     linears: tuple[Any, ...] = (layers.ColumnParallelLinear, layers.RowParallelLinear)
-    for one in linears:
-        one._forward_impl = _with_faster_products(one._forward_impl)
+    for kind in linears:
+        kind._forward_impl = _with_faster_products(kind._forward_impl)
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda *args: mapping.device

@@ -1,4 +1,8 @@
-"""Megatron's `GPTModel` adapted: packed sequences, our layers, the family's rotary class."""
+"""Megatron's `GPTModel` adapted: packed sequences, a head that computes losses, layers of Gemma-3.
+
+Letters: S sequence of this rank (all its packed tokens, or one of B samples), B batch (1 when
+packed), H hidden, D head size, V vocabulary, n chosen tokens, t ranks of the tensor-parallel group.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,27 @@ from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.engines.megatron.config import ModuleContext
-from mimo.engines.megatron.head import Head, output
+from mimo.engines.megatron.attention import CoreAttention
+from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.lora import let_backward_into_layers
-from mimo.engines.megatron.stack import layers_here, stack_spec
+from mimo.engines.megatron.stack import (
+    DeepStackLayer,
+    layer_spec,
+    layers_here,
+    norm_of,
+    stack_spec,
+)
+from mimo.ops.cross_entropy import linear_cross_entropy
 
 
 class LanguageModel(GPTModel):
@@ -34,12 +51,13 @@ class LanguageModel(GPTModel):
         logits_at: Tensor | None = None,
         place: Callable[[Tensor], Tensor] | None = None,
         levels: tuple[Tensor, Tensor] | None = None,
-        **given: Any,
+        **options: Any,
     ) -> Tensor:
-        """As `GPTModel`, but see `mimo.engines.contract.Chunk` for what it takes and gives.
+        """Run the chunk: arguments and losses are those of `mimo.engines.contract.Chunk`.
 
-        Without ``loss_at``, labels are (B, S) -> losses (B, S). Without labels it gives logits
-        (B, S, V/tp) or, of one sequence at the positions ``logits_at`` (n,), (1, n, V/tp).
+        Without ``loss_at``, labels are (B, S) -> losses (B, S). Without labels it returns logits
+        (B, S, V/tp) or, for one sequence at the positions ``logits_at`` (n,), (1, n, V/tp).
+        options: other arguments of `GPTModel.forward`.
         Raises ValueError for a dense mask under context parallelism.
         """
         if attention_mask is not None and self.cp_group.size() > 1:
@@ -50,13 +68,13 @@ class LanguageModel(GPTModel):
             )
         if place is not None and self.pre_process:
             text = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            given["decoder_input"] = place(text)
+            options["decoder_input"] = place(text)
         if levels is not None:
-            given["extra_block_kwargs"] = {"context": levels[0], "context_mask": levels[1]}
+            options["extra_block_kwargs"] = {"context": levels[0], "context_mask": levels[1]}
         if labels is not None or logits_at is not None:
             at = logits_at if labels is None else loss_at
-            given["output_processor"] = partial(output, labels, at)
-        return super().forward(input_ids, position_ids, attention_mask, **given)  # type: ignore[arg-type]
+            options["output_processor"] = partial(_output, labels, at)
+        return super().forward(input_ids, position_ids, attention_mask, **options)  # type: ignore[arg-type]
 
 
 def build_gpt(
@@ -68,10 +86,10 @@ def build_gpt(
     embedding_scale: float | None = None,
     **options: Any,
 ) -> LanguageModel:
-    """This rank's part of a causal language model.
+    """Build this rank's part of a causal language model.
 
-    num_tokens: of the tokenizer. embedding_scale: factor on token embeddings, but not on rows of
-    encoders; None for 1. options: of `GPTModel`.
+    num_tokens: size of the tokenizer's vocabulary. embedding_scale: factor on token embeddings, but
+    not on encoders' embeddings; None for 1. options: other arguments of `GPTModel`.
 
     Under sequence parallelism the embedding scatters its output (a reduce-scatter inside the
     vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
@@ -94,18 +112,177 @@ def build_gpt(
     )
     cast("Any", model).rotary_pos_emb = rotary
     if ctx.is_last_stage:
-        Head.adopt(model.output_layer, num_tokens)
+        Head.convert(model.output_layer, num_tokens)
     if ctx.lora is not None:
         let_backward_into_layers(model.decoder)
     if embedding_scale is not None and ctx.is_first_stage:
-        # As transformers does: rounded to fp32, then to the dtype of what it multiplies.
+        # As in transformers: rounded to fp32, then to the dtype of the embeddings.
         scale = torch.tensor(embedding_scale, dtype=torch.float32).to(ctx.dtype).item()
         model.embedding.register_forward_hook(partial(_scale_output, scale))
     return model
 
 
 def _scale_output(scale: float, module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """A hook, because both Megatron and the model around it call the embedding, and Megatron has
-    no place for a class of ours.
-    """
+    """Scale the embedding's output. A hook, because Megatron has no place for a class of ours."""
     return output * scale
+
+
+# ---------------------------------------------------------------------------- head
+
+
+class Head(ColumnParallelLinear):
+    """Megatron's output layer that can compute the losses of chosen tokens without their logits.
+
+    num_tokens: size of the tokenizer's vocabulary; later rows of the weight only pad it.
+    """
+
+    num_tokens: int
+
+    @classmethod
+    def convert(cls, layer: Any, num_tokens: int) -> None:
+        """Turn the output layer that `GPTModel` built into a head; it hard-codes the class."""
+        assert type(layer) is ColumnParallelLinear, f"an output layer of {type(layer)}"
+        head = cast("Any", layer)
+        head.__class__, head.num_tokens = cls, num_tokens
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        labels: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """input_ (S, B, H), or (S/t, B, H) under SP -> logits (S, B, V/t) without ``labels``.
+
+        With labels (n,) int64 and ``at`` (n,) int64, where s·B + b is token s of sequence b:
+        losses (n,), at least fp32; without ``at`` of all tokens in this order. Only the hidden
+        states of these tokens are multiplied by the weight. Every rank of the tensor-parallel group
+        calls it, with the same labels and places. Under SP all hidden states are gathered, and
+        their gradients reduce-scattered; else the gradients of the n tokens' states are summed.
+        """
+        if labels is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "a tied head is called with the embedding's weight"
+        hidden = input_
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        hidden = hidden.flatten(0, 1)
+        if at is not None:
+            hidden = hidden.index_select(0, at)
+        group = cast("Any", self.tp_group)
+        if not self.sequence_parallel:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return linear_cross_entropy(hidden, weight, labels, self.num_tokens, group), None
+
+
+def _output(
+    labels: Tensor | None,
+    at: Tensor | None,
+    /,
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    **unused: object,
+) -> Tensor:
+    """Compute the model's output in the place of Megatron's loss and its logits of all positions.
+
+    labels (n,) at ``at`` (n,) -> losses (n,), or all (B, S) -> (B, S); without labels the logits of
+    one sequence at (n,) -> (1, n, V/t).
+    """
+    if labels is None:
+        assert at is not None, "logits of all positions are Megatron's"
+        return output_layer(hidden_states.index_select(0, at), output_weight)[0].transpose(0, 1)
+    if at is not None:
+        return output_layer(hidden_states, output_weight, labels=labels, at=at)[0]
+    losses = output_layer(hidden_states, output_weight, labels=labels.t().flatten())[0]
+    return losses.view(labels.shape[::-1]).t()
+
+
+# ---------------------------------------------------------------------------- Gemma-3
+
+# Gemma-3 has norms on both sides of attention and MLP, and two kinds of layer. Local layers see a
+# sliding window of keys and rotate fast with the position; global layers see all keys and rotate
+# slowly. The kind follows from the layer's number in the whole model, whatever the pipeline.
+_LOCAL, _GLOBAL = 0, 1
+
+BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+
+
+class LocalGlobalRope(nn.Module):
+    """Rotary frequencies of plain positions for both kinds of layer, side by side.
+
+    Takes the place of `GPTModel.rotary_pos_emb`; `LocalGlobalLayer` picks its kind. The position
+    ids of all three axes are equal, so only the first are read.
+    global_factor: divides the global frequencies (linear scaling).
+    """
+
+    def __init__(
+        self, head_size: int, local_base: float, global_base: float, global_factor: float
+    ) -> None:
+        super().__init__()
+        exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        frequencies = torch.stack((local_base**-exponent, global_base**-exponent / global_factor))
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(
+        self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None
+    ) -> Tensor:
+        """position_ids (3, B, S) int64 -> local and global frequencies (S, B, 2, D) fp32."""
+        positions = position_ids[0].t().to(self.inv_freq.dtype)[:, :, None, None]
+        freqs = positions * self.inv_freq  # (S, B, 2, D / 2)
+        return torch.cat((freqs, freqs), dim=-1)
+
+
+class NormedAdd(nn.Module):
+    """A bias-dropout-add that normalises what it adds to the residual stream."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.hidden_dropout == 0, "no family has dropout"
+        self.norm = norm_of(config)(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> BiasDropoutAdd:
+        """Return the function that adds, in the form that Megatron expects."""
+        return self._add
+
+    def _add(
+        self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        """output, residual (S, B, H), bias (H,) -> (S, B, H)."""
+        output, bias = output_with_bias
+        return residual + self.norm(output if bias is None else output + bias)
+
+
+class LocalGlobalLayer(DeepStackLayer):
+    """A decoder layer that takes the rotary frequencies of its kind."""
+
+    def forward(
+        self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `DeepStackLayer.forward`; of rotary_pos_emb (S, B, 2, D) it gets the layer's kind."""
+        config = self.config
+        skips: Any = config.window_attn_skip_freq
+        is_local = is_layer_window_attention(config.window_size, skips, self.layer_number)
+        kind = _LOCAL if is_local else _GLOBAL
+        frequencies = rotary_pos_emb[:, :, kind : kind + 1]
+        return super().forward(*args, rotary_pos_emb=frequencies, **kwargs)
+
+
+def local_global_layer_spec(config: TransformerConfig, lora: LoRA | None) -> ModuleSpec:
+    """Return the spec of a causal layer with norms before and after attention and MLP.
+
+    Its core attention is always ours: Transformer Engine's cannot let the tokens of an item see
+    each other.
+    """
+    return layer_spec(
+        config,
+        lora,
+        causal=True,
+        core=partial(CoreAttention, whole_items=True),
+        add=ModuleSpec(module=NormedAdd, params={"config": config}),
+        layer=LocalGlobalLayer,
+    )

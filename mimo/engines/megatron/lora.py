@@ -1,10 +1,10 @@
 """Low-rank adapters on Megatron's parallel linears.
 
-Besides its weight W a linear has `lora_a` and `lora_b`, and only these two learn. It computes
+Besides its weight W a linear has `lora_a` and `lora_b`, and only these two are trained. It computes
 W x + scale · lora_b (lora_a x). Source: Hu et al. 2021, arXiv:2106.09685.
 
-Each rank has the part of an adapter that goes with its part of W. What travels in addition to the
-linear's traffic is only R wide:
+Each rank has the part of an adapter that goes with its part of W. The additional traffic is only R
+wide:
 
 | linear | lora_a (R, I)    | lora_b (O, R) | lora_a x                                           |
 |--------|------------------|---------------|----------------------------------------------------|
@@ -49,7 +49,10 @@ def _cut_like_weight(weight: Any, rows: int, columns: int, dim: int) -> nn.Param
 
 
 def _whole(weight: Any, rows: int, columns: int, sums_slices: bool) -> nn.Parameter:
-    """All of a matrix; sums_slices: each rank's gradient is that of a slice of the sequence."""
+    """A whole (rows, columns) matrix on each rank.
+
+    sums_slices: whether a rank's gradient is that of a slice of the sequence.
+    """
     parameter = nn.Parameter(weight.new_empty(rows, columns))
     parameter.sequence_parallel = sums_slices  # type: ignore[attr-defined]
     return parameter
@@ -67,12 +70,12 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         self.lora_a = _whole(self.weight, lora.rank, columns, self.sequence_parallel)
         self.lora_b = _cut_like_weight(self.weight, rows, lora.rank, dim=0)
 
-    def forward(self, input_: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """input_ (S, B, I), or (S/t, B, I) under SP -> (S, B, O/t), and a bias left to add.
 
         Every rank of the tensor-parallel group calls it.
         """
-        output, bias = super().forward(input_, *args, **given)
+        output, bias = super().forward(input_, *args, **options)
         down = linear(input_, self.lora_a)
         if self.sequence_parallel:
             down = gather_from_sequence_parallel_region(down, group=self.tp_group)
@@ -107,17 +110,17 @@ class LoRARowParallelLinear(RowParallelLinear):
 
 
 def let_backward_into_layers(block: TransformerBlock) -> None:
-    """Make a stack with adapters run backward although nothing before it learns.
+    """Make a stack with adapters run backward even if everything before it is frozen.
 
-    Recomputation assumes that a layer has nothing to learn if its input needs no gradient, as
-    after a frozen embedding; its adapters would silently get none.
+    Recomputation skips the backward of a layer whose input needs no gradient, as after a frozen
+    embedding; its adapters would silently get none.
     """
 
-    def ask_for_gradient(module: nn.Module, args: tuple, given: dict[str, Any]) -> Any:
-        hidden = given.get("hidden_states")
+    def require_gradient(module: nn.Module, args: tuple, options: dict[str, Any]) -> Any:
+        hidden = options.get("hidden_states")
         if hidden is None or hidden.requires_grad or not torch.is_grad_enabled():
             return None
-        return args, {**given, "hidden_states": hidden.detach().requires_grad_()}
+        return args, {**options, "hidden_states": hidden.detach().requires_grad_()}
 
     # A hook, because `GPTModel` has no place for a block of another class.
-    block.register_forward_pre_hook(ask_for_gradient, with_kwargs=True)
+    block.register_forward_pre_hook(require_gradient, with_kwargs=True)

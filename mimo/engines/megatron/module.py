@@ -1,4 +1,4 @@
-"""One module's part on this rank, as Megatron runs it: the first implementation of the contract."""
+"""One module's part on this rank, run by Megatron: an implementation of the engines' contract."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mimo.device import local_device
-from mimo.engines.contract import Chunk, Purpose
+from mimo.engines.contract import Chunk, Piece, Purpose
 from mimo.engines.megatron.attention import forms_in
-from mimo.engines.megatron.checkpoint import gradient_pieces, module_pieces
-from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.megatron.parallel import (
     MegatronOptimizer,
     finish_gradients,
@@ -23,7 +22,7 @@ from mimo.engines.megatron.parallel import (
     optimizer_tensors,
     squared_gradient_norm,
     step_optimizer,
-    wait_for_weights,
+    wait_param_gather,
     zero_gradients,
 )
 from mimo.engines.megatron.schedule import (
@@ -34,17 +33,17 @@ from mimo.engines.megatron.schedule import (
     run_schedule,
     sum_losses,
 )
-from mimo.engines.piece import Piece
+from mimo.engines.megatron.weights import gradient_pieces, module_pieces
 from mimo.ops.attention_plan import LayerForm
 
 
 @dataclass
 class MegatronModule:
-    """Implements `mimo.engines.contract.Module`, which says what its methods do.
+    """Implementation of `mimo.engines.contract.Module`, where the methods are documented.
 
     raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
-    where this rank has weights to update. optimizer: None where it has none. ema_decay: of the
-    moving average of the weights; None keeps none.
+    where this rank has weights to update. optimizer: None where it has none. ema_decay: decay of
+    the moving average of the weights; None for no average.
     """
 
     name: str
@@ -64,7 +63,7 @@ class MegatronModule:
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """Its lanes, and the ranks that share out a lane's sequences."""
+        """The ranks of its lanes, and those that share a lane's sequences."""
         return self.groups.dp_cp
 
     @property
@@ -79,7 +78,7 @@ class MegatronModule:
         return self.raw[0]
 
     def attention_forms(self) -> frozenset[LayerForm]:
-        """Of all layers here; Transformer Engine's need no plan."""
+        """The forms of all layers on this rank; Transformer Engine's need no plan."""
         return forms_in(self.raw)
 
     def begin_step(self, forward_only: bool) -> None:
@@ -97,7 +96,7 @@ class MegatronModule:
         sizes: Sequence[tuple[int, int]],
         forward_only: bool,
     ) -> list[Tensor]:
-        """By the schedule of the pipeline."""
+        """Run Megatron's schedule of the pipeline."""
         parts = {
             id(chunk): Chunk(chunk, cast("Any", raw).vp_stage or 0, cast("Any", raw).pre_process)
             for chunk, raw in zip(self.chunks, self.raw, strict=True)
@@ -119,14 +118,14 @@ class MegatronModule:
         items: Sequence[Any],
         forward_only: bool,
     ) -> None:
-        """By the schedule of the pipeline, which warms up with `run_ahead` forward passes."""
+        """Run Megatron's schedule, which warms up with `run_ahead` forward passes."""
 
         def forward_step(rest: Iterator[T], chunk: nn.Module):
             return forward(next(rest), chunk), pass_token
 
         shapes = []
         if self.groups.pp.size() > 1:
-            shapes = [cast("Any", self.whole).stage_shapes(own) for own in items]
+            shapes = [cast("Any", self.whole).stage_shapes(batch_items) for batch_items in items]
         run_schedule(
             forward_step,
             list(batches),
@@ -138,11 +137,11 @@ class MegatronModule:
         )
 
     def encode(self, patches: Any, items: Any) -> Any:
-        """One forward of a colocated encoder, which has one chunk."""
+        """Run one forward of a colocated encoder, which has one chunk."""
         return self.chunks[0](patches, items)
 
     def accumulate_only(self) -> AbstractContextManager[None]:
-        """Inside it gradients are accumulated and not reduced."""
+        """Return a context in which gradients are summed but not reduced."""
         return accumulate_only(self.chunks if self.has_trainable_params else [])
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
@@ -159,34 +158,40 @@ class MegatronModule:
     def update(
         self, learning_rate: float, gradient_factor: float, measured: bool = False
     ) -> Tensor | float:
-        """Update the weights, if this rank has any that learn."""
+        """Update the weights, if this rank has any to update."""
         if self.optimizer is None:
             return 0.0
-        given = learning_rate, gradient_factor, self.ema_decay, measured
-        return step_optimizer(self.optimizer, self.groups, *given)
+        return step_optimizer(
+            self.optimizer,
+            self.groups,
+            learning_rate,
+            gradient_factor,
+            ema_decay=self.ema_decay,
+            measured=measured,
+        )
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Gradients are in the buffers of DDP."""
-        found = dict[str, list[Tensor]]()
-        found["parameters"] = [own for chunk in self.raw for own in chunk.parameters()]
+        """Tensors in memory; gradients are DDP's buffers."""
+        tensors = dict[str, list[Tensor]]()
+        tensors["parameters"] = [param for chunk in self.raw for param in chunk.parameters()]
         if self.optimizer is not None:
             chunks = [cast("Any", chunk) for chunk in self.chunks]
             buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
-            found["gradients"] = [buffer.grad_data for buffer in buffers]
-            found["optimizer state"] = optimizer_tensors(self.optimizer)
-        return found
+            tensors["gradients"] = [buffer.grad_data for buffer in buffers]
+            tensors["optimizer state"] = optimizer_tensors(self.optimizer)
+        return tensors
 
     def wait_param_gather(self) -> None:
         """Wait for weights that are being gathered."""
-        wait_for_weights(self.chunks)
+        wait_param_gather(self.chunks)
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
-        """The pieces that this rank writes, or those that it wants."""
+        """The pieces that this rank writes, or reads."""
         optimizer = self.optimizer if with_optimizer else None
         return module_pieces(self.name, self.raw, self.groups, optimizer, purpose)
 
     def gradients(self) -> Iterator[Piece]:
-        """The complete gradients here; gathered first from a distributed optimizer's ranks."""
+        """The complete gradients; first gathered from a distributed optimizer's ranks."""
         if not self.has_trainable_params:
             return iter(())
         self._gather_gradients()
@@ -205,5 +210,5 @@ class MegatronModule:
             for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
                 shards = group.intra_distributed_optimizer_instance_group
                 for bucket in group.buckets:
-                    own = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
-                    dist.all_gather_into_tensor(bucket.grad_data, own, group=shards)
+                    shard = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, shard, group=shards)

@@ -1,8 +1,8 @@
 """Data parallelism and the optimizer of one module, on explicit process groups.
 
 Gradients are summed over data parallelism, never averaged: every module's config has
-`calculate_per_token_loss`, and the one division by the global token count happens in
-`finish_gradients`. See docs/parallelism.md.
+`calculate_per_token_loss`, and `finish_gradients` divides once by the global token count. See
+docs/parallelism.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mimo.engines.optimizer import (
 
 
 def prepare_engine(seed: int) -> None:
-    """Set up what Megatron keeps per process. Call in every rank, before building a model.
+    """Set up Megatron's state of the process. Every rank calls it before building a model.
 
     `parallel_state` itself stays uninitialised: every group is passed explicitly.
     """
@@ -62,12 +62,12 @@ def wrap_data_parallel(
     distributed_optimizer: bool = False,
     overlap_param_gather: bool = False,
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each model chunk of a trainable module.
+    """Wrap each model chunk of a trainable module in Megatron's DDP.
 
-    Gradients are kept in fp32, or in fp64 for an fp64 module. With a distributed optimizer they are
-    reduce-scattered, so a rank has the sum for its share of the parameters only. With
-    ``overlap_param_gather`` updated weights are on their way after `step_optimizer`; a layer's
-    forward waits for its own, and whoever else reads weights calls `wait_for_weights` first.
+    Gradients are summed in fp32, or in fp64 for an fp64 module. With a distributed optimizer they
+    are reduce-scattered, so a rank has the sum for its share of the parameters only. With
+    ``overlap_param_gather`` updated weights are still in transit after `step_optimizer`; a layer's
+    forward waits for its weights, and other readers call `wait_param_gather` first.
     Every rank of the module calls it.
     """
     return [
@@ -97,10 +97,10 @@ def build_optimizer(
     dtype: torch.dtype,
     groups: ProcessGroupCollection,
 ) -> MegatronOptimizer:
-    """One optimizer for one module. No collective is called.
+    """Build the optimizer of one module. No collective is called.
 
     Megatron's factory gathers over the whole world, which hangs where ranks own different
-    modules; so the pieces are put together here.
+    modules; so its parts are assembled here.
     """
     config = OptimizerConfig(
         optimizer=settings.name,
@@ -120,7 +120,7 @@ def build_optimizer(
     base = torch_optimizer(params, settings, learning_rate)
 
     def fill(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-        """Called before a checkpoint is loaded."""
+        """Create the state; called before a checkpoint is loaded."""
         fill_state(optimizer)
 
     optimizer: MegatronOptimizer
@@ -151,21 +151,21 @@ def build_optimizer(
 
 
 def follow_weights(optimizer: MegatronOptimizer) -> None:
-    """Refresh what an optimizer keeps of weights that were just loaded. No collective.
+    """Refresh an optimizer's copies of weights that were just loaded. No collective.
 
-    Without it the first step would put back the 16-bit weights that the optimizer was built with.
+    Without it the first step would restore the 16-bit weights that the optimizer was built with.
     """
     optimizer.reload_model_params()
     restart_average(_base(optimizer))
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """The state of every parameter, and the parameters that the optimizer updates itself."""
+    """Return the state of every parameter, and the tensors that the optimizer updates."""
     base = optimizer.optimizer
     assert base is not None, "a module without trainable parameters has no optimizer"
-    states = [one for state in base.state.values() for one in state.values()]
+    states = [value for state in base.state.values() for value in state.values()]
     updated = [p for group in base.param_groups for p in group["params"]]
-    return [one for one in (*states, *updated) if isinstance(one, Tensor)]
+    return [value for value in (*states, *updated) if isinstance(value, Tensor)]
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -189,7 +189,7 @@ def finish_gradients(
     Sums over DP (and CP), over TP for norms that saw a slice of the sequence or of the heads,
     and over the first and last stage for tied embeddings. Every rank of the module calls it.
 
-    num_loss_tokens: N of the whole global batch, the same number on every rank of every module.
+    num_loss_tokens: the global batch's loss tokens, equal on every rank of every module.
     """
     megatron_finalize(list(chunks), num_tokens=None, pg_collection=groups)
     for chunk in chunks:
@@ -197,14 +197,14 @@ def finish_gradients(
 
 
 def squared_gradient_norm(optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> Tensor:
-    """This rank's share of the squared global gradient norm, after `finish_gradients`.
+    """Return this rank's share of the squared gradient norm, after `finish_gradients`.
 
-    Summed over all ranks of all modules it is the squared norm of the whole model's gradient:
+    The sum over all ranks of all modules is the squared norm of the whole model's gradient:
     replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only, tied weights
     once. A distributed optimizer has no replicas: each rank counts its share.
 
-    Returns a number () in fp64 on the device; the host does not wait for it. The norm of each
-    parameter is taken in its gradient's dtype, fp32 or fp64.
+    The result is () fp64 on the device; the host does not wait for it. The norm of each parameter
+    is computed in its gradient's dtype, fp32 or fp64.
     """
     optimizer.prepare_grads()
     grads = _counted_gradients(optimizer, groups)
@@ -223,9 +223,9 @@ def step_optimizer(
 ) -> Tensor | float:
     """Scale the prepared gradients by ``gradient_factor`` (clipping) and update the weights.
 
-    Every rank of the module calls it: a distributed optimizer's ranks gather what they updated, or
-    begin to. Returns this rank's share of the squared norm of what the update changed, if
-    ``measured``, else 0; it counts what `squared_gradient_norm` does.
+    Every rank of the module calls it: a distributed optimizer's ranks gather the updated weights,
+    or begin to. Returns this rank's share of the squared norm of the change if ``measured``, else
+    0; it counts the same elements as `squared_gradient_norm`.
     """
     base, change = _base(optimizer), 0.0
     if gradient_factor != 1.0:
@@ -234,9 +234,9 @@ def step_optimizer(
     for group in base.param_groups:
         group["lr"] = learning_rate
     if measured:
-        own = {id(grad): grad for grad in _counted_gradients(optimizer, groups)}
-        step = MeasuredStep(base, lambda param: id(param.grad) in own)
-        optimizer.optimizer = cast("Any", step)  # Megatron asks it for one step, and no more
+        counted = {id(grad): grad for grad in _counted_gradients(optimizer, groups)}
+        step = MeasuredStep(base, lambda param: id(param.grad) in counted)
+        optimizer.optimizer = cast("Any", step)  # Megatron calls nothing but its `step`
         optimizer.step_with_ready_grads()
         optimizer.optimizer, change = base, step.squared_change
     else:
@@ -251,7 +251,7 @@ def step_optimizer(
 
 
 def _base(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
-    assert optimizer.optimizer is not None, "a module that trains has parameters"
+    assert optimizer.optimizer is not None, "a trainable module has parameters"
     return optimizer.optimizer
 
 
@@ -263,8 +263,8 @@ def _counted_gradients(
     return optimizer.get_grads_for_grad_norm() if counts else []
 
 
-def wait_for_weights(chunks: Sequence[nn.Module]) -> None:
-    """Wait for the weights that `step_optimizer` began to gather, if any; no new exchange."""
+def wait_param_gather(chunks: Sequence[nn.Module]) -> None:
+    """Wait for weights that `step_optimizer` began to gather, if any. No new collective."""
     for chunk in chunks:
         if not (
             isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather

@@ -1,10 +1,10 @@
-"""What a forkserver imports once so that ranks start in a tenth of a second.
+"""Imports of the engine for a fork server, so that ranks start in a tenth of a second.
 
-Importing the engine costs about ten seconds; forked ranks inherit it. Only imports happen here:
-a tensor operation before the fork would start thread pools that do not survive it.
+Importing Megatron takes about ten seconds; forked ranks inherit it. This file only imports: a
+tensor operation before the fork would start thread pools that do not survive it.
 
-Megatron imports Transformer Engine, which asks for the device's capability. That initialises CUDA,
-and forked ranks could not use it. So where both may be at hand each rank imports the engine itself.
+Megatron imports Transformer Engine, which reads the device's capability. That initialises CUDA, and
+forked ranks could not use it. So where both may be present, each rank imports Megatron itself.
 """
 
 import os

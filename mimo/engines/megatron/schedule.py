@@ -32,10 +32,10 @@ Shape = tuple[int, int, int]
 
 
 class StageShapes(NamedTuple):
-    """Shapes of one microbatch's tensors on a stage, sequence first and cut as this rank has them.
+    """Shapes of one microbatch's tensors on a stage, sequence first, as this rank holds them.
 
-    received: from the stage before; its gradient goes back there. sent: to the stage after; its
-    gradient comes back from there.
+    received: comes from the stage before; its gradient goes back there. sent: goes to the stage
+    after; its gradient comes back from there.
     """
 
     received: Shape
@@ -45,9 +45,9 @@ class StageShapes(NamedTuple):
 def hidden_shapes(
     config: TransformerConfig, groups: ProcessGroupCollection, length: int, num_sequences: int
 ) -> StageShapes:
-    """Shapes of hidden states of ``num_sequences`` sequences.
+    """Return the shapes of hidden states of ``num_sequences`` sequences.
 
-    length: tokens of each that this context-parallel rank has.
+    length: tokens of each sequence that this context-parallel rank holds.
     """
     parts = groups.tp.size() if config.sequence_parallel else 1
     shape = (length // parts, num_sequences, config.hidden_size)
@@ -55,15 +55,15 @@ def hidden_shapes(
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """Knows the shape of every tensor beforehand, so each of them is a single message.
+    """Megatron's communicator with planned shapes, so that each tensor is a single message.
 
     Megatron would exchange shapes before tensors that differ in length, and wait for the whole
-    device around each exchange, receives of the bridge that are posted ahead included.
+    device around each exchange, including the bridge's receives that are posted ahead.
 
-    shapes: of the tensors that come from the stage before, and of the gradients that come from
-        the stage after, each in the order of their arrival.
-    run_ahead: forward passes of an encoder before its first backward: it pretends to be so many
-        stages before the last, because the warm-up of 1F1B is ``total_stages - current_stage - 1``.
+    shapes: shapes of the tensors from the stage before, and of the gradients from the stage after,
+        each in the order of arrival.
+    run_ahead: forward passes of an encoder before its first backward. It adds to the number of
+        stages, because the warm-up of 1F1B is ``total_stages - current_stage - 1``.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class PlannedCommunicator(P2PCommunicator):
 
     @property
     def total_stages(self) -> int:
-        """The number of stages that 1F1B is told."""
+        """The number of stages that 1F1B computes its warm-up from."""
         return self.pp_group.size() + self._run_ahead
 
     def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape: Any, **others: Any):
-        """Every method of the base class that receives anything comes through here."""
+        """Fill in the shape. Every method of the base class that receives calls this method."""
         assert not (recv_prev and recv_next), "one call receives in one direction"
         if recv_prev or recv_next:
             tensor_shape = next(self._forward if recv_prev else self._backward)
@@ -106,16 +106,16 @@ def run_schedule(
     """Run all microbatches of one module through its pipeline; every rank of the module calls it.
 
     forward_step: as in Megatron: (iterator, chunk) -> (output, loss function).
-    shapes: of each microbatch, the same for all chunks; needed with several stages.
+    shapes: shapes of each microbatch, equal for all chunks; needed with several stages.
     run_ahead: for an encoder, forward passes before its first backward; None for a language
         model.
-    Returns what the loss function logged, on the last stage; else an empty list.
+    Returns what the loss function logged on the last stage, else an empty list.
     """
     config = cast("TransformerConfig", chunks[0].config)
     common: dict[str, Any] = {
         "forward_step_func": forward_step,
         "num_microbatches": len(microbatches),
-        # The communicator knows them.
+        # `PlannedCommunicator` has the real ones.
         "seq_length": 0,
         "micro_batch_size": 0,
         "forward_only": forward_only,
@@ -134,7 +134,7 @@ def run_schedule(
     common |= {"data_iterator": iter(microbatches), "model": chunks[0]}
     if run_ahead is None and pipeline.size() == 1:
         return forward_backward_no_pipelining(**common)
-    arriving = [one.received for one in shapes], [one.sent for one in shapes]
+    arriving = [shape.received for shape in shapes], [shape.sent for shape in shapes]
     communicator = PlannedCommunicator(pipeline, config, arriving, run_ahead or 0)
     return forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
 
@@ -145,10 +145,10 @@ def _interleaved(
     num_chunks: int,
     shapes: Sequence[StageShapes],
 ) -> tuple[list[Shape], list[Shape]]:
-    """Shapes of tensors, and of gradients, in the order in which other stages send them.
+    """Return shapes of tensors, and of gradients, in the order in which other stages send them.
 
-    All stages run the chunks of microbatches in one order, backward with the chunks reversed. What
-    the last stage's last chunk makes goes nowhere, nor do gradients from the first stage's first.
+    All stages run the chunks of microbatches in one order, backward with the chunks reversed. The
+    output of the last stage's last chunk is not sent, nor is the first chunk's input gradient.
     """
     order = get_schedule_table(len(shapes), num_chunks, config.microbatch_group_size_per_vp_stage)
     every = [number for number, _ in order]
@@ -160,10 +160,9 @@ def _interleaved(
 
 @contextmanager
 def accumulate_only(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep DDP from reducing gradients: for groups of microbatches before a step's last one.
+    """Keep DDP from reducing gradients, for groups of microbatches before a step's last group.
 
-    A schedule switches the reduction on for the last microbatch that it sees, so its switch is
-    taken away.
+    A schedule turns the reduction on for its last microbatch by `no_sync_func`, so that is unset.
     """
     switches = [(chunk.config, chunk.config.no_sync_func) for chunk in chunks]  # type: ignore[union-attr]
     with ExitStack() as stack:
@@ -181,9 +180,9 @@ def accumulate_only(chunks: Sequence[nn.Module]) -> Iterator[None]:
 def begin_step(chunks: Sequence[nn.Module]) -> None:
     """Mark the next microbatch as the first of its step, and keep schedules from marking others.
 
-    With ``train.fp8`` the mark makes Transformer Engine's linears quantize their weights anew and
-    *overwrite* DDP's sum with their next weight gradient. A schedule sets it in every call, and
-    one step may have several calls or, in a colocated encoder, none.
+    With ``train.fp8`` the mark makes Transformer Engine's linears quantize their weights again and
+    *overwrite* DDP's sum with their next weight gradient. A schedule sets it in every call, but a
+    step may have several calls or, in a colocated encoder, none.
     """
     for chunk in chunks:
         if isinstance(chunk, MegatronModule):  # others have no such linears
@@ -196,17 +195,16 @@ def _do_nothing() -> None:
 
 
 def sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (n,) of all tokens that have one -> (sum, n, logged sum); n may be 0.
+    """Losses (n,) of all loss tokens -> (sum, n, logged sum), fp32 or fp64; n may be 0.
 
-    In the dtype of the losses, fp32 or fp64. A sum, not a mean: the division by the global token
-    count happens once, after the step.
+    A sum, not a mean: `finish_gradients` divides by the global token count, once per step.
     """
     total = losses.sum()
     count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
-    # Megatron may scale what it differentiates in place, so the log is a copy.
+    # Megatron may scale the sum in place, so the logged one is a copy.
     return total, count, total.detach().clone()
 
 
 def pass_token(token: Tensor) -> tuple[Tensor, Tensor, None]:
-    """An encoder's loss function: its scalar token goes to the backward as it is."""
+    """Loss function of an encoder: pass its scalar token to the backward unchanged."""
     return token, torch.zeros((), dtype=torch.int), None

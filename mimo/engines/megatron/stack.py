@@ -1,9 +1,12 @@
 """Transformer layers, stacks and projections built from Megatron's parallel linears.
 
-With Transformer Engine, where `acceleration` decides so, a layer has its linears and norms under
-the names of ours, so checkpoints and key maps work with and without it. Its linear with a norm
-inside would save a pass over the hidden states, but it keeps the norm's weight under the linear's
-name. A linear with an adapter stays Megatron's own, in 16 bits.
+With Transformer Engine, where `mimo.ops.acceleration` chooses it, a layer has its linears and norms
+under the names of ours, so checkpoints and key maps work with and without it. Its linear with a
+norm inside would save a pass over the hidden states, but it keeps the norm's weight under the
+linear's name. A linear with an adapter stays Megatron's own, in 16 bits.
+
+Letters: B sequences (1 for packed) of S local tokens, H hidden, n embeddings of this rank, k
+feature levels of this chunk.
 """
 
 from __future__ import annotations
@@ -32,37 +35,37 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
-from mimo.engines.megatron.attention import WindowAttention, core_attention
+from mimo.engines.megatron.attention import SelfAttention, WindowAttention, core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
-from mimo.engines.megatron.deepstack import DeepStackLayer
 from mimo.engines.megatron.lora import (
     LoRAColumnParallelLinear,
     LoRARowParallelLinear,
     let_backward_into_layers,
 )
-from mimo.engines.megatron.self_attention import SelfAttention
 from mimo.ops.acceleration import layer_choice
 from mimo.ops.layers import gate, norm_class
+from mimo.ops.segments import sequence_first
 
 
 def _transformer_engine() -> Any:
-    """Megatron's wrappers of its layers. Importing them needs a GPU."""
+    """Import Megatron's wrappers of its layers, which needs a GPU."""
     from megatron.core.extensions import transformer_engine
 
     return transformer_engine
 
 
 def norm_of(config: TransformerConfig) -> Any:
-    """The class of a layer's norms."""
+    """Return the class of a layer's norms."""
     if layer_choice(config.params_dtype).transformer_engine:
         return _transformer_engine().TENorm
     return norm_class(config)
 
 
 def _linears(config: TransformerConfig, lora: LoRA | None) -> dict[str, Any]:
-    """The class of each linear of a layer, by its name in `LoRA.targets`."""
+    """Return the class of each linear of a layer, by its name in `LoRA.targets`."""
     column, row = ColumnParallelLinear, RowParallelLinear
     if layer_choice(config.params_dtype).transformer_engine:
         te = _transformer_engine()
@@ -78,17 +81,17 @@ def _linears(config: TransformerConfig, lora: LoRA | None) -> dict[str, Any]:
 
 
 def _adding_to_main_grad(linear: Any, *args: Any, config: TransformerConfig, **options: Any) -> Any:
-    """A linear of Transformer Engine that adds its weight gradient to DDP's sum itself.
+    """Build a linear of Transformer Engine that adds its weight gradient to DDP's sum itself.
 
-    Only these get the flag: Megatron's own linears, such as the head, would need Apex for it.
+    Megatron's own linears, such as the head, have no kernel for it.
     """
-    own = copy.copy(config)
-    own.gradient_accumulation_fusion = True
-    return linear(*args, config=own, **options)
+    fused = copy.copy(config)
+    fused.gradient_accumulation_fusion = True
+    return linear(*args, config=fused, **options)
 
 
 class MLP(mlp.MLP):
-    """Megatron's, except that an unfused gate is `gate`, which computes the same bits."""
+    """Megatron's MLP, except that an unfused gate is `gate`, which computes the same bits."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: Any
@@ -103,6 +106,45 @@ class MLP(mlp.MLP):
         return out_of(gate(both if bias is None else both + bias, self.activation_func))
 
 
+class DeepStackLayer(TransformerLayer):
+    """A decoder layer that adds the first feature level to its output and passes on the others.
+
+    Megatron's block hands a layer the hidden states and a `context` with its mask, meant for
+    cross-attention. Our layers have only self-attention, so that channel is free. Full
+    recomputation takes it as explicit checkpoint arguments and returns its gradients; embeddings
+    that reached a recomputed layer through a closure would lose theirs.
+
+    Without sequence parallelism every tensor-parallel rank adds all embeddings of the lane, and
+    each gradient is equal and complete on every rank. With it each rank adds those of its slice.
+    """
+
+    def forward(
+        self,
+        *args: Any,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states (S, B, H), context (k, n, H) -> hidden states and the levels left, or None.
+
+        context: embeddings, the first level for this layer, and so on. context_mask: (n,) int64
+        positions, the same for all levels. They count the tokens that this rank holds, under
+        sequence parallelism its slice: b·S + s is token s of sequence b. No position occurs twice.
+        Both go through `GPTModel` as `extra_block_kwargs`, under names that it knows.
+        Even with n = 0 the result depends on them, so that the backward reaches the bridge.
+        """
+        hidden = cast("Tensor", super().forward(*args, **kwargs)[0])
+        if context is None or context_mask is None:
+            return hidden, None
+        places = sequence_first(context_mask, hidden)
+        added = hidden.flatten(0, 1).index_add(0, places, context[0].to(hidden.dtype))
+        # Pipeline schedules free tensors that a stage has sent, and refuse views.
+        hidden = make_viewless_tensor(
+            added.view(hidden.shape), requires_grad=hidden.requires_grad, keep_graph=True
+        )
+        return hidden, context[1:] if context.shape[0] > 1 else None
+
+
 def layer_spec(
     config: TransformerConfig,
     lora: LoRA | None,
@@ -111,10 +153,11 @@ def layer_spec(
     add: Any = get_bias_dropout_add,
     layer: type[TransformerLayer] | None = None,
 ) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, attention, norm, MLP; causal ones take levels.
+    """Return the spec of a pre-norm transformer layer: norm, attention, norm, MLP.
 
-    lora: its adapters. core: its core attention; None for the best. add: what adds attention and
-    MLP to the residual stream. layer: its class; None for the usual one.
+    Causal layers take feature levels, see `DeepStackLayer`.
+    lora: adapters of its linears. core: core attention; None for the best. add: what adds attention
+    and MLP to the residual stream. layer: class of the layer; None for the usual one.
     """
     linears, norm = _linears(config, lora), norm_of(config)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
@@ -149,7 +192,7 @@ def layer_spec(
 def layers_here(
     config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None
 ) -> range:
-    """The layers of this stage, or of a chunk of it, counted from 0 over all stages."""
+    """Return the layers of this stage, or of a chunk of it, counted from 0 over all stages."""
     stage = groups.pp.rank()
     first = get_transformer_layer_offset(config, chunk, stage)
     return range(first, first + get_num_layers_to_build(config, chunk, stage))
@@ -158,7 +201,7 @@ def layers_here(
 def stack_spec(
     config: TransformerConfig, layers: Sequence[ModuleSpec]
 ) -> TransformerBlockSubmodules:
-    """These layers plus the final norm, which is ours and so allows sequence parallelism."""
+    """Return these layers plus a final norm that allows sequence parallelism."""
     return TransformerBlockSubmodules(
         layer_specs=list(layers),
         layer_norm=norm_of(config),  # type: ignore[arg-type]
@@ -168,10 +211,10 @@ def stack_spec(
 def build_stack(
     config: TransformerConfig, ctx: ModuleContext, window_layers: Collection[int] = ()
 ) -> TransformerBlock:
-    """The layers of one stage of a tower, whose tokens see their whole segment.
+    """Build the layers of one stage of a tower, whose tokens see their whole segment.
 
-    (S, B, H) -> (S, B, H). window_layers: those that attend inside windows, counted from 0 over all
-    stages; with any, a forward needs `PackedSegments.windows`.
+    (S, B, H) -> (S, B, H). window_layers: layers that attend inside windows, counted from 0 over
+    all stages; with any, a forward needs `PackedSegments.windows`.
     """
     windows = partial(WindowAttention, core_attention(config, causal=False))
     layers = [
@@ -197,7 +240,7 @@ class ParallelMLP(nn.Module):
     """Two linears with an activation, split over tensor parallelism: (n, I) -> (n, O).
 
     Input and output are replicated over the tensor-parallel group; under sequence parallelism
-    each rank has its part of the n.
+    each rank has its part of the n. I inputs, O outputs.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 
 from mimo.checkpoint.folder import Progress, write_progress
 from mimo.checkpoint.tensors import write_index, write_pieces
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Piece
 
 
 def write_manifest(checkpoint: Path) -> None:

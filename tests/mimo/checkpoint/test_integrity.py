@@ -29,7 +29,7 @@ from mimo.checkpoint.resume import (
     wrong_sizes,
 )
 from mimo.checkpoint.tensors import file_of, write_index, write_pieces
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Piece
 from mimo.errors import InputError
 from mimo.runtime.run_files import incidents
 from mimo.train.main import Request

@@ -26,7 +26,7 @@ from mimo.checkpoint.reading import read_pieces
 from mimo.checkpoint.save import CheckpointFailed, Saver
 from mimo.checkpoint.tensors import read_index
 from mimo.config.schema import Recipe
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Piece
 from mimo.runtime.processes import RanksFailed
 from tests.cases import quick_values
 from tests.conftest import RunRanks

@@ -17,7 +17,7 @@ from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import FromScratch
 from mimo.checkpoint.save import CheckpointFailed, Saver
 from mimo.config.schema import Recipe
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Piece
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.train.run_folder import make_run_dir

@@ -15,7 +15,7 @@ from torch import Tensor
 from mimo.checkpoint import reading, tensors
 from mimo.checkpoint.reading import read_pieces
 from mimo.checkpoint.tensors import read_index, write_index, write_pieces
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Piece
 from mimo.errors import InputError
 
 ROWS, COLUMNS = 12, 10

@@ -196,7 +196,7 @@ def test_each_role_holds_what_the_formula_says(
 def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ...]]:
     """Bytes of weights, gradients, optimizer, and of what a rank gathers at a time, by module."""
     from mimo.checkpoint.hf.initial import initial_weights
-    from mimo.engines.optimizer import fill_state, kept
+    from mimo.engines.optimizer import fill_state, state_tensors
     from mimo.families.wire import DTYPES
     from mimo.model.build import build_model
     from mimo.parallel.groups import build_topology
@@ -223,6 +223,8 @@ def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, ..
         if optimizer is not None:
             fill_state(optimizer)
             locals_ = [one.local for one, _ in own if one.local is not None]
-            state = sum(t.nbytes for param in locals_ for t in kept(optimizer, param).values())
+            state = sum(
+                t.nbytes for param in locals_ for t in state_tensors(optimizer, param).values()
+            )
         found[name] = (weights, gradients, state, gathered)
     return found

@@ -21,7 +21,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.load import with_fallbacks
 from mimo.checkpoint.resume import Resume
 from mimo.checkpoint.tensors import averages
-from mimo.engines.piece import Piece
+from mimo.engines.contract import Piece
 from mimo.errors import InputError
 from tests.cases import quick_values
 from tests.conftest import RunRanks

@@ -75,8 +75,7 @@ def core_attention(
 ) -> CoreAttention:
     """For heads of HEAD_SIZE, as a layer spec builds it."""
     from mimo.engines.megatron.attention import AttnMaskType, CoreAttention
-    from mimo.engines.megatron.config import TransformerConfig
-    from mimo.engines.megatron.groups import ProcessGroupCollection
+    from mimo.engines.megatron.config import ProcessGroupCollection, TransformerConfig
 
     config = TransformerConfig(
         num_layers=1,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from mimo.engines.megatron.cut import Cut
+from mimo.engines.megatron.weights import Cut
 from tests.lone_module import tensor_parallel_slice
 
 WHOLE = torch.arange(24 * 12).view(24, 12)

@@ -1,0 +1,290 @@
+"""Which part of the whole model's tensors a rank holds: names, rectangles, first values, pieces.
+
+Every parameter is seen as a matrix of its first dimension by all others; a vector has one column.
+Drawing, reading and writing go by rectangles of it, so no rank needs the whole matrix. Weights and
+the optimizer's tensors are cut alike. Every element of the whole model is written into a checkpoint
+by one rank, and every rank reads what it holds.
+
+A plain optimizer stores all of a parameter's state on every data-parallel rank. A distributed one
+cuts a buffer of all parameters into equal parts, one per rank, without regard to where a parameter
+ends; so a rank holds a stretch of the flat parameter, perhaps an empty one.
+
+Letters: R rows, C columns of the whole matrix; R', C' of a rank's part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mimo.engines.contract import MASTER, STEP, Piece, Purpose, key_of
+from mimo.engines.draw import adapter_numbers, draw, normal
+from mimo.engines.optimizer import state_tensors, step_of
+
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+_OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+_SHARED_BYTES = 1 << 20
+"""Replicas share the writing of larger parameters; each smaller one is written by one of them."""
+
+
+def global_name(name: str, config, pp_rank: int, chunk: int | None) -> str:
+    """Return a parameter's name in the whole model: layers are counted from the first stage."""
+    offset = get_transformer_layer_offset(config, chunk, pp_rank)
+    return _LAYER.sub(lambda m: f"{m[1]}layers.{int(m[2]) + offset}.", name, count=1)
+
+
+def stored_name(whole: str, model: nn.Module) -> str:
+    """Return the name under which a parameter of this global name is drawn, saved and loaded.
+
+    A tied output head is the embedding of the first stage: the last stage has a copy.
+    """
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    return _EMBEDDING if whole == _OUTPUT and tied else whole
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut over ``size`` tensor-parallel ranks, of which this is ``rank``.
+
+    rows, columns: R' and C'. dim: along which it is cut; None if every rank has all of it.
+    blocks: matrices that are stacked in it, such as gate and up, each of which is cut separately.
+    """
+
+    rows: int
+    columns: int
+    dim: int | None
+    blocks: int
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, param: Tensor, tp: ProcessGroup) -> Cut:
+        """Read the cut from the attributes that Megatron sets on its parameters."""
+        rows = param.shape[0]
+        columns = param.numel() // rows
+        dim, blocks = None, 1
+        if tp.size() > 1 and getattr(param, "tensor_model_parallel", False):
+            dim, blocks = (int(getattr(param, f"partition_{name}")) for name in ("dim", "stride"))
+            assert dim == 0 or (dim, blocks) == (1, 1), "only rows are stacked"
+            assert rows % blocks == 0, f"{blocks} matrices in {rows} rows"
+        return cls(rows, columns, dim, blocks, tp.rank(), tp.size())
+
+    @property
+    def whole_rows(self) -> int:
+        """R."""
+        return self.rows * (self.size if self.dim == 0 else 1)
+
+    @property
+    def whole_columns(self) -> int:
+        """C."""
+        return self.columns * (self.size if self.dim == 1 else 1)
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the whole parameter, given that of the rank's part."""
+        if self.dim is None:
+            return shape
+        return tuple(n * self.size if dim == self.dim else n for dim, n in enumerate(shape))
+
+    def rectangles(self, stretch: Tensor, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
+        """Cut a stretch of the flat part, its elements from ``start`` on, into rectangles.
+
+        stretch: (n,), contiguous. Yields row and column of the first element in the whole matrix,
+        and the elements (rows, columns), views of ``stretch`` in its order. The stretch is the end
+        of a row, whole rows, and the beginning of another; of stacked matrices it may have rows of
+        several.
+        """
+        height, position, end = self.rows // self.blocks, 0, stretch.numel()
+        while position < end:
+            row, column = divmod(start + position, self.columns)
+            left = end - position
+            if column or left < self.columns:
+                rows, columns = 1, min(self.columns - column, left)
+            else:
+                rows, columns = min(left // self.columns, height - row % height), self.columns
+            count = rows * columns
+            if self.dim == 0:
+                row += (row // height * (self.size - 1) + self.rank) * height
+            elif self.dim == 1:
+                column += self.rank * self.columns
+            yield row, column, stretch[position : position + count].view(rows, columns)
+            position += count
+
+
+@torch.no_grad()
+def initialize_parameters(
+    model: nn.Module,
+    config,
+    groups: ProcessGroupCollection,
+    seed: int,
+    std: float,
+    chunk: int | None = None,
+    provided: Collection[str] = (),
+) -> None:
+    """Draw weights N(0, std²), set biases to 0 and norms to a factor of 1, in place.
+
+    Weights are a pure function of seed, parameter name and position in the whole matrix, so a
+    single rank and any layout start alike. The output projections of residual branches use
+    std/sqrt(2·layers), as GPT-2 does. Adapters start without effect: `lora_b` is 0, `lora_a`
+    uniform within ±1/sqrt(inputs), as in peft.
+
+    provided: names in the whole model of parameters that a checkpoint is about to fill. They are
+        set to NaN instead, so that a parameter that is left out does not go unnoticed.
+    """
+    zero_centered = {  # norms, ours and Transformer Engine's
+        id(m.weight) for m in model.modules() if getattr(m, "zero_centered_gamma", False)
+    }
+    for name, param in model.named_parameters():
+        whole = stored_name(global_name(name, config, groups.pp.rank(), chunk), model)
+        if whole in provided:
+            param.fill_(torch.nan)
+        elif name.endswith((".bias", ".lora_b")):
+            param.zero_()
+        elif param.dim() == 1:
+            param.fill_(0.0 if id(param) in zero_centered else 1.0)
+        else:
+            cut = Cut.of(param, groups.tp)
+            if name.endswith(".lora_a"):
+                numbers = adapter_numbers(cut.whole_columns)
+            else:
+                residual = name.endswith(("linear_proj.weight", "mlp.linear_fc2.weight"))
+                numbers = normal(std / (2 * config.num_layers) ** 0.5 if residual else std)
+            shape = cut.whole_rows, cut.whole_columns
+            for row, column, values in cut.rectangles(param.data.view(-1)):
+                draw(values, row, column, shape, f"{seed}:{whole}", numbers)
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def module_pieces(
+    module: str,
+    chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
+    optimizer: MegatronOptimizer | None,
+    purpose: Purpose,
+) -> Iterator[Piece]:
+    """The pieces of a module that this rank writes, or reads. No collective.
+
+    Keys are ``<module>.<parameter>`` and those of `key_of`. Both kinds of optimizer have the same
+    form, so either can load what the other saved.
+    """
+    if optimizer is not None:
+        assert optimizer.optimizer is not None, "a trainable module has parameters"
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    replicas = groups.dp_cp
+    for order, (key, cut, param, is_copy) in enumerate(_parameters(module, chunks, groups)):
+        if purpose == "save" and (is_copy or (cut.dim is None and groups.tp.rank() > 0)):
+            continue  # another rank writes it
+        bounds = (0, param.numel())
+        if purpose == "save":
+            bounds = _written_bounds(param, order, replicas.rank(), replicas.size())
+        shape = cut.whole_shape(tuple(param.shape))
+        yield from _pieces(key, shape, cut, param.detach(), 0, bounds)
+        if optimizer is None or not param.requires_grad:
+            continue
+        share = _share_of(optimizer, param)
+        if not share.is_replicated:
+            bounds = (share.start, share.end)
+        for kind, tensor in share.tensors.items():
+            yield from _pieces(key_of(kind, key), shape, cut, tensor, share.start, bounds)
+        is_first = bounds[0] == 0 < bounds[1] and groups.tp.rank() == 0
+        if share.step is not None and (purpose == "load" or is_first):
+            yield Piece(key_of(STEP, key), (1,), 0, 0, share.step.view(1, 1))
+
+
+def gradient_pieces(
+    module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> Iterator[Piece]:
+    """The gradients of all trainable parameters on this rank, under the parameters' keys."""
+    for key, cut, param, _ in _parameters(module, chunks, groups):
+        if param.requires_grad:
+            shape, bounds = cut.whole_shape(tuple(param.shape)), (0, param.numel())
+            yield from _pieces(key, shape, cut, cast("Any", param).main_grad, 0, bounds)
+
+
+def _parameters(
+    module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> Iterator[tuple[str, Cut, nn.Parameter, bool]]:
+    """Yield key, cut, parameter, and whether it is the last stage's copy of a tied embedding."""
+    for number, chunk in enumerate(chunks):
+        virtual = number if len(chunks) > 1 else None
+        config = cast("Any", chunk).config
+        for local, param in chunk.named_parameters():
+            whole = global_name(local, config, groups.pp.rank(), virtual)
+            name = stored_name(whole, chunk)
+            yield f"{module}.{name}", Cut.of(param, groups.tp), param, name != whole
+
+
+def _written_bounds(param: Tensor, order: int, rank: int, size: int) -> tuple[int, int]:
+    """Bounds of the flat elements that replica ``rank`` of ``size`` writes, in whole rows.
+
+    order: the parameter's number in the chunk.
+    """
+    if param.numel() * param.element_size() < _SHARED_BYTES:
+        return (0, param.numel() if order % size == rank else 0)
+    rows = param.shape[0]
+    columns = param.numel() // rows
+    return rows * rank // size * columns, rows * (rank + 1) // size * columns
+
+
+def _pieces(
+    key: str, shape: tuple[int, ...], cut: Cut, stored: Tensor, start: int, bounds: tuple[int, int]
+) -> Iterator[Piece]:
+    """The elements bounds[0] .. bounds[1] - 1 of a flat parameter.
+
+    stored: the parameter's elements on this rank, from ``start`` on.
+    """
+    stretch = stored.view(-1)[bounds[0] - start : bounds[1] - start]
+    for row, column, values in cut.rectangles(stretch, bounds[0]):
+        yield Piece(key, shape, row, column, values)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This rank's part of a parameter's optimizer state.
+
+    start, end: bounds of the stretch of the flat parameter that is stored on this rank.
+    tensors: by kind, each with end - start elements: Adam's moments, the fp32 master weight of a
+        16-bit parameter, and its moving average if there is one. The memory is the optimizer's:
+        writing to it changes the optimizer.
+    is_replicated: whether every data-parallel rank holds the same.
+    step: (), the number of Adam's updates; None without moments.
+    """
+
+    start: int
+    end: int
+    tensors: dict[str, Tensor]
+    is_replicated: bool
+    step: Tensor | None = None
+
+
+def _share_of(optimizer: MegatronOptimizer, param: Tensor) -> _Share:
+    """Return this rank's state of ``param``; the optimizer's state must exist already."""
+    base: Any = optimizer.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        if param not in optimizer.model_param_group_index_map:
+            return _Share(0, 0, {}, is_replicated=False)
+        group, order = optimizer.model_param_group_index_map[param]
+        updated = base.param_groups[group]["params"][order]
+        stretch = optimizer._get_model_param_range_map(cast("Any", param))["param"]
+        start, end, has_master = stretch.start, stretch.end, param.dtype != torch.float32
+    else:
+        main = getattr(param, "main_param", None)
+        updated, has_master = (param, False) if main is None else (main, True)
+        start, end = 0, param.numel()
+    tensors = state_tensors(base, updated)
+    if has_master:
+        tensors[MASTER] = updated.detach()
+    is_replicated = not isinstance(optimizer, DistributedOptimizer)
+    return _Share(start, end, tensors, is_replicated, step_of(base, updated))
