@@ -122,11 +122,11 @@ def test_a_rank_never_holds_more_than_its_part_and_a_block(run_ranks: RunRanks) 
 
 def trained(rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Start) -> list[str]:
     """Train, and give the names of the parameters that were drawn."""
-    from mimo.engines.megatron import initialize
+    from mimo.engines.megatron import weights
     from mimo.train.rank import train_in_world
 
     names: list[str] = []
-    original = initialize.draw
+    original = weights.draw
 
     def draw(
         part: Any, row: int, column: int, whole: tuple[int, int], name: str, numbers: Any
@@ -134,11 +134,11 @@ def trained(rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Sta
         names.append(name)
         original(part, row, column, whole, name, numbers)
 
-    initialize.draw = draw
+    weights.draw = draw
     try:
         train_in_world(recipe, layout, run_dir, start)
     finally:
-        initialize.draw = original
+        weights.draw = original
     return names
 
 
@@ -179,19 +179,19 @@ def test_weights_of_a_published_checkpoint_are_not_drawn(
 
 def names_drawn_from_hf(rank: int, folder: Path) -> list[str]:
     from mimo.checkpoint.hf.initial import initial_weights, minimal_recipe
-    from mimo.engines.megatron import initialize
+    from mimo.engines.megatron import weights
     from mimo.generate.one_rank import LocalModel
     from mimo.model.dataset import open_tokenizer
 
     names: list[str] = []
-    original = initialize.draw
-    initialize.draw = lambda part, row, column, whole, name, numbers: names.append(name)
+    original = weights.draw
+    weights.draw = lambda part, row, column, whole, name, numbers: names.append(name)
     try:
         recipe = minimal_recipe(folder)
         size = open_tokenizer(recipe).vocab_size
         local = LocalModel(recipe, size, freeze=True, initial=initial_weights(recipe))
     finally:
-        initialize.draw = original
+        weights.draw = original
     for module in local.model.modules.values():
         for name, param in module.whole.named_parameters():
             assert torch.isfinite(param).all(), name
