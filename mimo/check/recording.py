@@ -35,7 +35,7 @@ from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
 from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.towers import Tower
-from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.families.registry import language_settings
 from mimo.model.step_plan import StepPlan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mimo.device import local_device
-from mimo.engines.contract import Chunk, Purpose
+from mimo.engines.contract import MASTER, STEP, Chunk, Piece, Purpose, key_of
 from mimo.engines.fsdp.context import DP_REPLICATE, FsdpContext, Wrapper
 from mimo.engines.fsdp.sharding import (
     Names,
@@ -24,20 +24,19 @@ from mimo.engines.fsdp.sharding import (
     reshard,
     sum_over_replicas,
 )
-from mimo.engines.megatron.groups import ProcessGroupCollection
+from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.optimizer import (
     MeasuredStep,
     OptimizerSettings,
     advance_average,
     fill_state,
-    kept,
     restart_average,
     squared_norm,
     start_average,
+    state_tensors,
     step_of,
     torch_optimizer,
 )
-from mimo.engines.piece import MASTER, STEP, Piece, key_of
 from mimo.ops.attention_plan import LayerForm
 
 
@@ -254,7 +253,7 @@ class FsdpModule:
             kind, state = None, {}
             if with_optimizer and self._optimizer is not None and param.local is not None:
                 kind = MASTER if purpose == "load" else None
-                state = kept(self._optimizer, param.local)
+                state = state_tensors(self._optimizer, param.local)
             yield from self._named(param, local_part(param.whole), kind)
             for kind, tensor in state.items():
                 yield from self._named(param, tensor, kind)

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from mimo.engines.contract import Piece
 from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext, Wrapper
-from mimo.engines.piece import Piece
 
 
 def shard(module: nn.Module, ctx: FsdpContext) -> None:

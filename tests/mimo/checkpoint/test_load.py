@@ -21,7 +21,7 @@ from mimo.checkpoint.load import pieces_to_resume
 from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
-from mimo.engines.piece import EMA, Piece, key_of, kind_of
+from mimo.engines.contract import EMA, Piece, key_of, kind_of
 from mimo.families.keymap import is_adapter
 from mimo.parallel.groups import Topology
 from tests.cases import quick_values
