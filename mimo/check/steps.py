@@ -37,12 +37,7 @@ from mimo.config.schema import Recipe, Train
 from mimo.engines.contract import Module, Piece
 from mimo.engines.fsdp.context import Wrapper
 from mimo.engines.fsdp.module import FsdpModule
-<<<<<<< HEAD
 from mimo.engines.fsdp.sharding import Rectangle
-from mimo.engines.contract import Piece
-=======
-from mimo.engines.fsdp.sharding import Held
->>>>>>> 9ad5a64 (Follow the engine's merged files)
 from mimo.generate.one_rank import LocalModel
 from mimo.model.dataset import (
     Dataset,
