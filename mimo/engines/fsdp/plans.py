@@ -161,7 +161,7 @@ class VocabularyParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
         shard_rows(module, device_mesh)
-        module.forward = partial(_embed, module, device_mesh)
+        module.forward = partial(_embed, module, device_mesh)  # type: ignore[assignment]
         if (padding := module.padding_idx) is not None:
             rows = local_share(module.weight).shape[0]
             is_here = padding // rows == device_mesh.get_local_rank()

@@ -350,7 +350,7 @@ def test_resuming_from_another_folder_moves_the_run_aside_and_changes_neither(
         assert run.start == Resume(other)
         assert not (run_dir / "checkpoints").exists()
         assert (other.parent / "latest").read_text() == "step_2"
-        job = job.again()
+        job = job.after_failure()
     aside = run_dir.with_name("tiny.1")
     assert f"the previous run moved to {aside}\n" in capsys.readouterr().out
     assert latest_checkpoint(aside) == aside / "checkpoints" / "step_1"

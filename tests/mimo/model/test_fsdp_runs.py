@@ -258,8 +258,9 @@ def train_without_sums(rank: int, recipe: Recipe, run_dir: Path) -> None:
 
     def unsummed(tensor: Any) -> Any:
         """As if the gradient of a parameter that each rank has whole were whole too."""
-        is_parameter = isinstance(tensor, nn.Parameter) and isinstance(tensor, DTensor)
-        return tensor.to_local() if is_parameter else real(tensor)
+        if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
+            return DTensor.to_local(tensor)
+        return real(tensor)
 
     real, plans.local_share = plans.local_share, unsummed
     try:

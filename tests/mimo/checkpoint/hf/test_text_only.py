@@ -85,11 +85,11 @@ def _logits(rank: int, run: Path) -> tuple[np.ndarray, Tensor]:
     with torch.no_grad():
         logits = generator.model.forward(lane, [], with_labels=False)[0]
     answered = list(answer_split(run, "test"))
-    assert [sample.expected for sample in answered] == [str(n + 1) for n in range(9)]
-    exact = sum(sample.is_exact for sample in answered) / len(answered)
+    assert [answer.expected for answer in answered] == [str(n + 1) for n in range(9)]
+    exact = sum(answer.is_exact for answer in answered) / len(answered)
     scoring = Scoring(["exact"])
-    for sample in answered:
-        scoring.add(sample)
+    for answer in answered:
+        scoring.add(answer)
     score = scoring.result({})
     assert score.metrics == {"exact_match": exact}, (
         "samples without images count where none has any"
