@@ -286,9 +286,6 @@ def _weights_to_compare(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     return {name: weight for name, weight in weights.items() if name in kept}
 
 
-# ----------------------------------------------------------------------- the command
-
-
 def main(
     checkpoint: Path,
     overrides: Sequence[str],
