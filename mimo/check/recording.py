@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from data.index.reader import SampleReader
 from mimo.check.compare import Fault, PointPart, RankSteps, Shard
@@ -203,7 +204,11 @@ class Recording:
     lengths: list[tuple[int, ...]] = field(default_factory=list)
 
     def keep(self, point: str, values: Tensor) -> None:
-        """Copy what a call computed, because the schedules free it once it is sent."""
+        """Copy what a call computed, because the schedules free it once it is sent.
+
+        Norms under sequence parallelism compute on DTensors: this rank's part is kept.
+        """
+        values = values.to_local() if isinstance(values, DTensor) else values
         self.states.setdefault(point, []).append(values.detach().clone())
 
     def keep_inputs(self, kwargs: dict[str, Any]) -> None:
