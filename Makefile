@@ -43,17 +43,18 @@ train: setup  ## write the data of examples/digits, train on it, and answer unse
 	$(VENV)/bin/mimo train recipes/quickstart.yaml
 	$(VENV)/bin/mimo evaluate runs/quickstart
 
-test: setup  ## run at least one test of every capability, in ten minutes on two cores
+test: setup  ## run at least one test of every capability, in eight minutes on two cores
 	$(PYTEST) -m "not slow"
 
 test-all: setup  ## run all tests
 	$(PYTEST)
 
-lint: setup  ## check style, types and who imports whom
+lint: setup  ## check style, types, who imports whom, and the size of the code
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m tests.limits
 
 clean:  ## remove what the commands wrote, but not .venv
 	rm -rf runs datasets build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
