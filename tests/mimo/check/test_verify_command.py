@@ -205,9 +205,10 @@ def lengthen_steps_of_distributed_optimizer() -> None:
 
     step = training.step_optimizer
 
-    def longer(optimizer: Any, groups: Any, rate: float, *given: Any) -> Any:
-        is_distributed = isinstance(optimizer, DistributedOptimizer)
-        return step(optimizer, groups, rate * (1 + SMALL) if is_distributed else rate, *given)
+    def longer(optimizer: Any, groups: Any, rate: float, *args: Any, **named: Any) -> Any:
+        if isinstance(optimizer, DistributedOptimizer):
+            rate *= 1 + SMALL
+        return step(optimizer, groups, rate, *args, **named)
 
     training.step_optimizer = longer
 

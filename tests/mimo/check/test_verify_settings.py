@@ -50,10 +50,10 @@ def ignore_rate_of_encoder() -> None:
 def without_rate(make: Any) -> Any:
     """A module of either engine, all of which learn at the language model's rate."""
 
-    def made(*args: Any, **given: Any) -> Any:
-        return make(*args[:5], 0.1, *args[6:], **given)
+    def build_module(*args: Any, **named: Any) -> Any:
+        return make(*args[:5], 0.1, *args[6:], **named)
 
-    return made
+    return build_module
 
 
 def step_first_parameter_group_only() -> None:
@@ -62,18 +62,16 @@ def step_first_parameter_group_only() -> None:
 
     step = training.step_optimizer
 
-    def first_only(optimizer: Any, *given: Any) -> Any:
+    def first_only(optimizer: Any, *args: Any, **named: Any) -> Any:
         inner = optimizer.optimizer
-        rate_of = {
-            id(one): group["lr"] for group in inner.param_groups[1:] for one in group["params"]
-        }
+        rate_of = {id(p): group["lr"] for group in inner.param_groups[1:] for p in group["params"]}
 
         def restore(*_: Any) -> None:
             for group in inner.param_groups:  # an update that is measured goes group by group
                 group["lr"] = rate_of.get(id(group["params"][0]), group["lr"])
 
         hook = inner.register_step_pre_hook(restore)
-        change = step(optimizer, *given)
+        change = step(optimizer, *args, **named)
         hook.remove()
         return change
 
