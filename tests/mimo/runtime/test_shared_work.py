@@ -87,10 +87,10 @@ def train_from_a_lost_index(port: int, folder: Path, arguments: list[str]) -> in
 
 def train_noting_checksums(port: int, folder: Path, arguments: list[str]) -> int:
     """Like `train`; the names of the files that the rank verifies go to `verified_<rank>`."""
-    from mimo.train import main
+    from mimo.train import entry
 
     note(
-        folder / "verified", main, "wrong_checksums", lambda _, files, *__: [f.name for f in files]
+        folder / "verified", entry, "wrong_checksums", lambda _, files, *__: [f.name for f in files]
     )
     return train(port, folder, arguments)
 
