@@ -41,7 +41,7 @@ def our_batches(workload: Workload, num_workers: int) -> Iterator[Batch]:
     ahead = Data.model_fields["prefetch_mib"].default * 2**20
     form, stream = reader.processors["image"].wire, copy_stream()
     with decoding_of(readers, planner.layout, 0, host, num_workers, ahead) as decoding:
-        loader = StepLoader(planner, decoding, 0, _ENDLESS)
+        loader = StepLoader(planner, readers, decoding, 0, _ENDLESS)
         try:
             while True:
                 loaded = loader.next()

@@ -201,8 +201,11 @@ class Task:
         return UnreadableSample(index.shard_of(sample), index.key(sample), file, reason)
 
 
-TasksOfStep = Callable[[int, Sequence[Any], Callable[[str], Path]], Iterator[Task]]
-"""step, its microbatches, name -> path of a file: what this rank needs, in order of use."""
+TasksOfStep = Callable[
+    [int, Sequence[Any], Sequence[SampleReader], Callable[[str], Path]], Iterator[Task]
+]
+"""step, its microbatches, the split's readers, name -> path of a file: what this rank needs, in
+order of use."""
 
 
 class Decoding:

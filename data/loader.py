@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data.batch import GlobalMicrobatch
 from data.decoding import DecodeExecutor, Decoding, Task, read_arrays
-from data.index.reader import UnreadableSample
+from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import SkippedSample
 from data.packing import Used
 from data.text.chat import EncodedSample
@@ -114,17 +114,19 @@ class StepLoader:
     """Loads the steps from ``first_step`` to before ``last_step`` in order. Close it when done.
 
     It always prefetches the next step, and further ones while the decoded bytes that wait for use
-    stay below ``decoding.ahead_bytes``.
+    stay below ``decoding.ahead_bytes``. readers: of the planner's sources, in their order.
     """
 
     def __init__(
         self,
         planner: Planner,
+        readers: Sequence[SampleReader],
         decoding: Decoding,
         first_step: int,
         last_step: int,
     ) -> None:
         self.planner = planner
+        self.readers = readers
         self.decoding = decoding
         self._prefix = str(decoding.num_loaders)
         decoding.num_loaders += 1
@@ -228,7 +230,7 @@ class StepLoader:
         prefix = f"{self._prefix}.{step}"
         tasks = [
             *self.decoding.tasks_of_step(
-                step, microbatches, lambda name: path_of(f"{prefix}.{name}")
+                step, microbatches, self.readers, lambda name: path_of(f"{prefix}.{name}")
             )
         ]
         todo = deque(task for task in tasks if task.by == self.decoding.rank)

@@ -75,9 +75,7 @@ def decoding_of(
     shares = any(len(sharers(layout, rank, ranks, name)) > 1 for name in layout.modules_of(rank))
     return Decoding(
         readers,
-        functools.partial(
-            tasks_of_step, readers=readers, layout=layout, rank=rank, host_ranks=ranks
-        ),
+        functools.partial(tasks_of_step, layout=layout, rank=rank, host_ranks=ranks),
         rank,
         root=_root(host, ahead_bytes) if host is not None and (num_workers or shares) else None,
         job="" if host is None else host.job,
@@ -119,9 +117,9 @@ def _root(host: Host, ahead_bytes: int) -> Path:
 def tasks_of_step(
     step: int,
     microbatches: Sequence[PlannedMicrobatch],
+    readers: Sequence[SampleReader],
     path_of: Callable[[str], Path],
     *,
-    readers: Sequence[SampleReader],
     layout: Layout,
     rank: int,
     host_ranks: Sequence[int],

@@ -123,7 +123,7 @@ class Batches:
             rank=topology.rank,
         )
         self._num_prepared = num_prepared
-        self._loader = StepLoader(self._planner, decoding, steps.start, steps.stop)
+        self._loader = StepLoader(self._planner, dataset.readers, decoding, steps.start, steps.stop)
         self._left = len(steps)
         self._read: list[LoadedStep] = []
         self._coming: deque[_Coming] = deque()

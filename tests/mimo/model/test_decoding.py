@@ -77,7 +77,7 @@ class Case:
             4,
             microbatches,
         )
-        return StepLoader(planner, decoding, 0, STEPS)
+        return StepLoader(planner, decoding.readers, decoding, 0, STEPS)
 
     def load(self, decoding: Decoding) -> list[LoadedStep]:
         with decoding:

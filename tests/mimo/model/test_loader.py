@@ -26,7 +26,7 @@ def load(path: Path, rank: int) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
     layout = build_layout(recipe)
     planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
     decoding = decoding_of(dataset.readers, layout, rank)
-    loader = StepLoader(planner, decoding, 0, 1)
+    loader = StepLoader(planner, dataset.readers, decoding, 0, 1)
     loaded = loader.next()
     loader.close()
     return loaded, planner.finish(loaded.microbatches), dataset, layout

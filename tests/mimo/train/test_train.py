@@ -197,11 +197,16 @@ def test_validation_loss_is_the_mean_over_held_out_tokens(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
     shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
-    # Two batches of unequal numbers of tokens.
+    # Two batches of unequal numbers of tokens. The first source of training is another one.
     tiny.write_samples(recipe.parent, (6, 0, 5, 6, 0, 0, 0, 6))
+    tiny.write_samples(recipe.parent, (3, 1, 2), name="other")
+    sources = ", ".join(
+        f"{{path: '{recipe.parent}/{name}-*.tar', weight: {weight}}}"
+        for name, weight in (("other", 1e-9), ("train", 1))
+    )
     every = ["train.validate_every=2", "train.validation_batches=2", "train.learning_rate=1e-12"]
     batches = ["train.steps=2", "train.global_batch_size=4", "train.warmup_steps=0"]
-    run(run_ranks, recipe, *LAYOUT, *batches, shard, *every)
+    run(run_ranks, recipe, *LAYOUT, *batches, f"data.sources=[{sources}]", shard, *every)
     *steps, validation = metrics(recipe)
     # The same samples with (nearly) the same weights.
     losses, tokens = ([step[key] for step in steps] for key in ("loss", "loss_tokens"))
