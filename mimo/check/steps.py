@@ -46,7 +46,7 @@ from mimo.model.dataset import (
     open_tokenizer,
     token_budget,
 )
-from mimo.model.flops import learning_names
+from mimo.model.flops import trainable_names
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
@@ -256,7 +256,7 @@ class _NamedParam:
 def _named_params(recipe: Recipe, module: Module) -> list[_NamedParam]:
     """Return the parameters of a module, in its order; trainable ones require gradients."""
     params = []
-    is_trainable = learning_names(recipe, module.name)
+    is_trainable = trainable_names(recipe, module.name)
     for name, parameter in module.whole.named_parameters():
         if isinstance(module, FsdpModule):
             pieces = partial(_transformers_pieces, module, name)

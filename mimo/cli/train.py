@@ -72,7 +72,7 @@ def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
 
 def _print_memory(recipe: Recipe, layout: Layout) -> None:
     """Print the memory of a rank of each role."""
-    from mimo.model.memory import in_words
+    from mimo.model.memory import format_bytes
     from mimo.model.roles import memory_by_role
 
     table = Table("role", title="memory of a rank", padding=(0, 0, 0, 1))
@@ -81,7 +81,7 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
         table.add_column(column, justify="right")
     for usage in memory_by_role(recipe, layout):
         parts = (*(getattr(usage, column) for column in columns), usage.total)
-        table.add_row(usage.role, *(in_words(part) if part else "-" for part in parts))
+        table.add_row(usage.role, *(format_bytes(part) if part else "-" for part in parts))
     Console().print(table)
     print(
         "activations and buffers: upper bound, for full microbatches in which each token is a row"

@@ -24,9 +24,9 @@ from mimo.config.modules import Grid
 from mimo.config.schema import Recipe
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.model.build import build_model
+from mimo.model.inputs import ReceivedRows, join_levels, place_embeddings
 from mimo.model.memory import check_memory
 from mimo.model.modules import MimoModel
-from mimo.model.rows import Arrived, join_levels, place_embeddings
 from mimo.ops.segments import PackedSegments
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.parallel.groups import build_topology
@@ -149,7 +149,7 @@ class LocalModel:
             return torch.from_numpy(array).to(self.device)
 
         arrived = [
-            Arrived.of(values, to_device(places), size, has_embeddings=True)
+            ReceivedRows.of(values, to_device(places), size, has_embeddings=True)
             for values, places in rows
         ]
         return self.language(

@@ -46,7 +46,7 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.families.wire import DTYPES
-from mimo.model.flops import learning_names
+from mimo.model.flops import trainable_names
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_device
 from mimo.parallel.grids import LANGUAGE, encode_group, overlap_of, posted_ahead, run_ahead
@@ -231,7 +231,7 @@ def optimizer_settings(train: Train) -> OptimizerSettings:
 
 def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
     """Take the weights that the recipe freezes out of training, in place."""
-    learns = learning_names(recipe, module)
+    learns = trainable_names(recipe, module)
     for chunk in chunks:
         for name, param in chunk.named_parameters():
             param.requires_grad_(learns(name))

@@ -15,7 +15,7 @@ from mimo.model.dataset import Dataset
 from mimo.model.step_plan import PlannedMicrobatch, StepPlan
 
 
-def learning_names(recipe: Recipe, module: str) -> Callable[[str], bool]:
+def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:
     """Whether a parameter of a module learns, by its name; see `mimo.model.build`.
 
     A module with adapters trains only these; an encoder also trains its projector.
@@ -51,7 +51,7 @@ class StepFlops:
             adapters = None if lora is None else Adapters(lora.rank, frozenset(lora.targets))
             self._per_unit[name] = flops_per_unit(
                 own,
-                learning_names(recipe, name),
+                trainable_names(recipe, name),
                 # Gradients pass through the language model to the rows that encoders made.
                 input_needs_gradient=name == LANGUAGE and encoders_learn,
                 adapters=adapters,

@@ -29,7 +29,7 @@ from mimo.errors import RecipeError
 from mimo.families.keymap import Weight, adapter_names, adapter_shapes, is_adapter, num_elements
 from mimo.families.registry import language_settings
 from mimo.families.wire import DTYPES
-from mimo.model.flops import learning_names
+from mimo.model.flops import trainable_names
 from mimo.parallel.groups import Topology
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _reader(
 
 
 def _freeze(recipe: Recipe, name: str, wrapper: Wrapper, names: Names) -> None:
-    learns = learning_names(recipe, name)
+    learns = trainable_names(recipe, name)
     for own, param in wrapper.named_parameters():
         found = {learns(ours) for ours in names.users(wrapper.hf_names[own])}
         assert len(found) == 1, f"only a part of {own} learns"

@@ -1,13 +1,15 @@
-"""What the modules of a rank compute on, made and copied to the device ahead of use.
+"""The inputs of a rank's modules: batches copied to the device, and rows received from encoders.
 
-A thread in the background calls the functions here while the device works on another step.
+A thread in the background stages batches while the device works on another step. Encoders deliver
+embeddings and feature levels to each chunk of the language model.
 
-Letters: B sequences (1 for packed) of S tokens on this lane, I items.
+Letters: B sequences (1 for packed) of S tokens on this lane, I items, n rows of this rank,
+H hidden, k levels of a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from mimo.families.contracts import ItemRules
 from mimo.families.wire import WirePatches
 from mimo.model.decoding import EncoderItems
 from mimo.ops.attention_plan import LayerForm
-from mimo.ops.segments import PackedSegments, to_device
+from mimo.ops.segments import PackedSegments, insert_embeddings, to_device
 from mimo.parallel.partition import PartitionAdapter
 
 
@@ -30,9 +32,9 @@ class LanguageBatch:
     """One microbatch of the language model on one rank, on any pipeline stage.
 
     input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S/cp) int64.
-    labels: (n,) int64 of the tokens that count in the loss. loss_at: (n,) int64, where they
-    are: s·B + b for token s of sequence b of this rank's (B, S/cp). segments: whole; None for a
-    batch.
+    labels: (n,) int64 of the tokens with a loss. loss_at: (n,) int64 positions of these tokens:
+    s·B + b for token s of sequence b of this rank's (B, S/cp). segments: of the whole packed
+    sequence; None for unpacked batches.
     """
 
     input_ids: Tensor
@@ -46,8 +48,7 @@ class LanguageBatch:
 class EncoderBatch:
     """Items that an encoder of this rank encodes in one go.
 
-    patches: on the encoder's first stage; else None. items: what the tower's `prepare` made of
-    them.
+    patches: on the encoder's first stage; else None. items: the result of the tower's `prepare`.
     """
 
     patches: WirePatches | None
@@ -62,10 +63,10 @@ def stage_lane(
     forms: Collection[LayerForm],
     staging: Staging,
 ) -> LanguageBatch:
-    """What every stage and tensor-parallel rank needs of a microbatch, cut for this rank.
+    """Copy to the device what every language stage and TP rank needs of a microbatch.
 
     It is cut on the host, so that only this rank's part is copied. whole_rows: leave the token ids
-    whole. forms: of the attention of this rank's layers, whose plans are made here too.
+    whole. forms: of the attention of this rank's layers; their plans are made here too.
     """
     batch = lane.num_sequences
     segments = None
@@ -75,11 +76,11 @@ def stage_lane(
         )
         segments.prepare(forms)
     ids, labels, loss_mask = (
-        torch.from_numpy(own).view(batch, -1)
-        for own in (lane.input_ids, lane.labels, lane.loss_mask)
+        torch.from_numpy(tokens).view(batch, -1)
+        for tokens in (lane.input_ids, lane.labels, lane.loss_mask)
     )
-    labels, loss_mask = (partition.slice_tokens(own, segments) for own in (labels, loss_mask))
-    # Chosen on the host: asking a device how many there are would stop the host.
+    labels, loss_mask = (partition.slice_tokens(t, segments) for t in (labels, loss_mask))
+    # On the host: the number of these tokens would have to come back from the device.
     loss_at = np.flatnonzero(loss_mask.numpy().T)
     if not whole_rows:
         ids = partition.slice_tokens(ids, segments)
@@ -95,9 +96,78 @@ def stage_lane(
 
 
 def stage_items(items: Sequence[EncoderItems], tower: Any, staging: Staging) -> EncoderBatch:
-    """The items of one microbatch, or of several that ``tower`` encodes in one go."""
-    parts = [part for own in items for part in own.patches or ()]
-    grids = np.concatenate([own.grids for own in items])
+    """Copy the items of one microbatch, or of several that ``tower`` encodes in one go."""
+    parts = [part for microbatch in items for part in microbatch.patches or ()]
+    grids = np.concatenate([microbatch.grids for microbatch in items])
     prepared = tower.prepare(torch.from_numpy(grids), staging.copy)
     patches = WirePatches.of(parts, staging.join, staging.copy) if parts else None
     return EncoderBatch(patches, prepared)
+
+
+# ----------------------------------------------------------------- rows of encoders
+
+
+@dataclass(frozen=True)
+class ReceivedRows:
+    """The rows of one encoder that a chunk of the language model received.
+
+    embeddings: (n, H) for the first layer's input, on the first chunk; else None.
+    levels: (k, n, H), the first for the chunk's first layer, and so on.
+    places: (n,) int64 local positions: b·S + s is token s of sequence b.
+    """
+
+    embeddings: Tensor | None
+    levels: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(
+        cls, rows: Tensor, places: Tensor, hidden_size: int, *, has_embeddings: bool
+    ) -> ReceivedRows:
+        """Split rows (n, j·H) with all j levels side by side; embeddings, if any, come first."""
+        if rows.shape[1] == hidden_size and has_embeddings:
+            return cls(rows, rows.new_zeros(0, *rows.shape), places)
+        levels = rows.unflatten(1, (-1, hidden_size)).transpose(0, 1)
+        if has_embeddings:
+            return cls(levels[0], levels[1:], places)
+        return cls(None, levels, places)
+
+
+def place_embeddings(text: Tensor, received: Sequence[ReceivedRows]) -> Tensor:
+    """Write the embeddings of all encoders into text embeddings (S, B, H), at their places."""
+    for rows in received:
+        if rows.embeddings is not None:
+            text = insert_embeddings(text, rows.embeddings, rows.places)
+    return text
+
+
+def join_levels(received: Sequence[ReceivedRows]) -> tuple[Tensor, Tensor] | None:
+    """Join the levels of all encoders: rows (k, n, H) and places (n,); None without levels.
+
+    An encoder with fewer levels than another adds nothing at the later layers.
+    """
+    with_levels = [rows for rows in received if rows.levels.shape[0] > 0]
+    if not with_levels:
+        return None
+    most = max(rows.levels.shape[0] for rows in with_levels)
+    padded = [
+        torch.nn.functional.pad(rows.levels, (0, 0, 0, 0, 0, most - rows.levels.shape[0]))
+        for rows in with_levels
+    ]
+    return torch.cat(padded, dim=1), torch.cat([rows.places for rows in with_levels])
+
+
+def cut_levels(
+    levels: tuple[Tensor, Tensor], batch: int, length: int, cut: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Cut levels of whole sequences to this rank's part, one row for each of its tokens.
+
+    cut: (S, B, H) -> (S', B, H), the same cut as for the embeddings. Tokens without a row get
+    zeros. This is the readable reference for sharded delivery, which sends only this rank's rows.
+    """
+    rows, places = levels
+    parts = []
+    for level in rows:
+        whole = insert_embeddings(level.new_zeros(length, batch, level.shape[1]), level, places)
+        parts.append(cut(whole).transpose(0, 1).flatten(0, 1))
+    return torch.stack(parts), torch.arange(parts[0].shape[0], device=places.device)

@@ -39,8 +39,16 @@ from mimo.device import Staging, memory_in_use
 from mimo.engines.contract import Chunk, Module
 from mimo.families.contracts import ItemRules
 from mimo.model.decoding import EncoderItems
-from mimo.model.inputs import EncoderBatch, LanguageBatch, stage_items, stage_lane
-from mimo.model.rows import Arrived, cut_levels, join_levels, place_embeddings
+from mimo.model.inputs import (
+    EncoderBatch,
+    LanguageBatch,
+    ReceivedRows,
+    cut_levels,
+    join_levels,
+    place_embeddings,
+    stage_items,
+    stage_lane,
+)
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Link
 from mimo.parallel.partition import PartitionAdapter
@@ -61,7 +69,7 @@ class MimoModel:
     watch: watches transfers on a device where waiting does not block the host.
     partition: cuts sequences for this rank; on language ranks.
     doing: what its modules do at this moment, and with which microbatch; None outside of `run`.
-    batch_in_words: of the batch that `run` works on, given a microbatch.
+    describe_batch: of the batch that `run` works on, given a microbatch.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are put in place in
     whole sequences, which are cut afterwards.
     squared_changes: by module, this rank's share of how much the last update changed the weights,
@@ -83,7 +91,7 @@ class MimoModel:
     whole_rows: bool = False
     squared_changes: dict[str, float | Tensor] = field(default_factory=dict)
     doing: tuple[str, int] | None = None
-    batch_in_words: Callable[[int | None], str] = lambda microbatch: ""
+    describe_batch: Callable[[int | None], str] = lambda microbatch: ""
 
     def stage(
         self,
@@ -332,7 +340,7 @@ class MimoModel:
         counts = module.groups.tp.rank() == 0
         return torch.stack(logged).sum().double() if logged and counts else 0.0
 
-    def _receive(self, chunk: Chunk, number: int) -> list[Arrived]:
+    def _receive(self, chunk: Chunk, number: int) -> list[ReceivedRows]:
         """What all encoders deliver to a chunk for a microbatch."""
         found = [
             receiver.receive(number, chunk.number)
@@ -344,9 +352,9 @@ class MimoModel:
                 rows, places = bridge.receive(number)
                 found.append((take_chunk(rows, link.chunks, chunk.number), places))
         size, first = self.hidden_size, chunk.is_first
-        return [Arrived.of(rows, at, size, has_embeddings=first) for rows, at in found]
+        return [ReceivedRows.of(rows, at, size, has_embeddings=first) for rows, at in found]
 
-    def _place(self, own: LanguageBatch, arrived: Sequence[Arrived], text: Tensor) -> Tensor:
+    def _place(self, own: LanguageBatch, arrived: Sequence[ReceivedRows], text: Tensor) -> Tensor:
         """Text embeddings with the rows of all encoders in place: this rank's (S', B, H)."""
         hidden = place_embeddings(text, arrived)
         if self.whole_rows:
@@ -355,7 +363,7 @@ class MimoModel:
         return hidden
 
     def _levels(
-        self, own: LanguageBatch, arrived: Sequence[Arrived]
+        self, own: LanguageBatch, arrived: Sequence[ReceivedRows]
     ) -> tuple[Tensor, Tensor] | None:
         """The levels of all encoders for a chunk's layers: rows (k, n, H) and their places."""
         levels = join_levels(arrived)

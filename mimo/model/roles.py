@@ -36,7 +36,7 @@ from mimo.families.registry import (
     language_settings,
 )
 from mimo.families.wire import DTYPES
-from mimo.model.flops import learning_names
+from mimo.model.flops import trainable_names
 from mimo.ops.cross_entropy import rows_at_once
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 
@@ -156,7 +156,7 @@ class _Module:
             for weight in weights
         }
         self.held, self.learnt = Counter[str](), Counter[str]()
-        learns, lora, tp = learning_names(recipe, name), self.part.lora, self.grid.tp
+        learns, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
         adapted = tuple(f".linear_{target}.weight" for target in lora.targets) if lora else ()
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(last) or "final_layernorm" in weight

@@ -1,12 +1,13 @@
 """The plan of one training step: which rank does what with which sample, in pure integers.
 
-Every rank computes it from the data index alone and gets the same answer.
+Every rank computes it from the data index alone, with the same result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +16,18 @@ from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_orde
 from data.index.samples import Index, column
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
+from mimo.config.schema import Recipe
+from mimo.model.dataset import Dataset, linear_tokens, token_budget
 from mimo.model.step_bridges import StepRows
-from mimo.parallel.grids import Layout, Link, segment_multiple, sequence_multiple
+from mimo.ops.acceleration import fp8_multiple
+from mimo.parallel.grids import (
+    Layout,
+    Link,
+    encode_group,
+    num_microbatches,
+    segment_multiple,
+    sequence_multiple,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class PlannedItems:
     lane: np.ndarray
 
     def of_lane(self, lane: int) -> np.ndarray:
-        """Numbers in the microbatch of the items that one encoder lane owns, in order."""
+        """Return the items of an encoder lane, as numbers in the microbatch, in order."""
         return self.item[self.lane == lane]
 
 
@@ -42,27 +53,27 @@ class PlannedMicrobatch:
     encoders: dict[str, PlannedItems]
 
     def runs_of(self, encoder: str) -> ItemRuns:
-        """The encoder's items as runs of rows."""
-        samples, own = self.samples, self.encoders[encoder]
-        sample = samples.item_sample[own.item]
+        """Return the encoder's items as runs of rows."""
+        samples, items = self.samples, self.encoders[encoder]
+        sample = samples.item_sample[items.item]
         return ItemRuns(
             sample=sample,
-            source_lane=own.lane,
+            source_lane=items.lane,
             destination_lane=samples.lane[sample],
-            position=samples.item_position[own.item],
-            rows=samples.item_rows[own.item],
+            position=samples.item_position[items.item],
+            rows=samples.item_rows[items.item],
             num_samples=samples.num_samples,
         )
 
     def without(self, unusable: Collection[int]) -> PlannedMicrobatch:
-        """The same with some samples blanked, given by their numbers in this microbatch."""
+        """Return a copy with samples blanked. unusable: their numbers in this microbatch."""
         if not unusable:
             return self
         kept = ~np.isin(self.samples.item_sample, list(unusable))
         number = np.cumsum(kept) - 1
         encoders = {
-            name: PlannedItems(number[own.item[kept[own.item]]], own.lane[kept[own.item]])
-            for name, own in self.encoders.items()
+            name: PlannedItems(number[i.item[kept[i.item]]], i.lane[kept[i.item]])
+            for name, i in self.encoders.items()
         }
         return PlannedMicrobatch(self.samples.without(unusable), encoders)
 
@@ -71,7 +82,7 @@ class PlannedMicrobatch:
 class StepPlan:
     """All microbatches of a step.
 
-    num_loss_tokens: N, of the whole global batch. num_tokens: real tokens, without padding.
+    num_loss_tokens: N, of the whole global batch. num_tokens: without padding.
     encoder_imbalance: largest lane load over the mean, averaged over the microbatches (or
     groups of them) that are encoded in one go, of the encoder where it is worst.
     bridges: by link of the planner, for each microbatch the plan of the bridge.
@@ -88,12 +99,12 @@ class StepPlan:
 class StepPlanner:
     """Plans steps of a fixed shape over a fixed order of samples.
 
-    media: by encoder, all media of the items that it encodes.
+    media: by encoder, the modalities of the items that it encodes.
     delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
         language lane).
     encode_group: microbatches that colocated encoders encode in one go; None for all.
-    done: the steps before this run, and the samples used in them: they continue where they
-        stopped, whatever the batch size or the budget was.
+    done: the steps before this run, and the samples used in them. The order continues from
+        there, whatever the batch size or the budget was.
     packed: whether a lane's samples share one sequence.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
     rank: whose transfers to plan; None for those of all ranks.
@@ -130,7 +141,7 @@ class StepPlanner:
         )
 
     def used_before(self, step: int) -> Used:
-        """The samples used in all steps before this one; quick if asked in the order of steps."""
+        """Return the samples used in all steps before this one; fast in the order of steps."""
         known, used = self._latest if self._latest[0] <= step else self.done
         assert known <= step, f"step {step} is before the first step, {known}"
         for _ in range(known, step):
@@ -139,7 +150,7 @@ class StepPlanner:
         return used
 
     def _packs(self, used: Used) -> list[np.ndarray]:
-        """The next step's packs, lane by lane of each microbatch."""
+        """Return the next step's packs, lane by lane of each microbatch."""
         lanes = self.layout.language.dp
         count = self.num_microbatches * lanes
         if self.budget is None:
@@ -152,22 +163,23 @@ class StepPlanner:
         return [packs[pack] for pack in deal(loads, lanes).flat]
 
     def microbatches(self, step: int) -> list[PlannedMicrobatch]:
-        """The microbatches of a step with items assigned to lanes, but nothing blanked yet."""
+        """Return the microbatches of a step with items assigned to lanes, nothing blanked yet."""
         used = self.used_before(step)
         packs = self._packs(used)
         self._latest = step + 1, used.with_packs(packs)
         samples = plan_microbatch(self.indexes, self.order, packs, self._padding)
-        planned = [PlannedMicrobatch(own, {}) for own in samples.split(self.num_microbatches)]
+        planned = [PlannedMicrobatch(part, {}) for part in samples.split(self.num_microbatches)]
         for name, grid in self.layout.encoders.items():
             step_loads = np.zeros(grid.dp, np.int64)
-            for m, own in enumerate(planned):
+            for m, microbatch in enumerate(planned):
                 if m % self._group_size(name) == 0:
                     group_loads = np.zeros(grid.dp, np.int64)
-                item = own.samples.items_of_media(*self.media[name])
-                lane = self._lanes(name, own.samples, item, group_loads, step_loads)
+                part = microbatch.samples
+                item = part.items_of_media(*self.media[name])
+                lane = self._lanes(name, part, item, group_loads, step_loads)
                 for loads in (group_loads, step_loads):
-                    np.add.at(loads, lane, own.samples.item_cost[item])
-                own.encoders[name] = PlannedItems(item, lane)
+                    np.add.at(loads, lane, part.item_cost[item])
+                microbatch.encoders[name] = PlannedItems(item, lane)
         return planned
 
     def _lanes(
@@ -178,18 +190,18 @@ class StepPlanner:
         group_loads: np.ndarray,
         step_loads: np.ndarray,
     ) -> np.ndarray:
-        """(k,) the encoder lane of each item, in the block of its sample's language lane."""
+        """Return (k,) the encoder lane of each item, in the block of its sample's lane."""
         blocks, lanes = self.layout.blocks_of(encoder), self.layout.encoders[encoder].dp
-        size, cost, found = lanes // blocks, samples.item_cost[item], np.zeros(item.size, np.int64)
+        size, cost, lane = lanes // blocks, samples.item_cost[item], np.zeros(item.size, np.int64)
         block = samples.lane[samples.item_sample[item]] // (self.layout.language.dp // blocks)
         for number, first in enumerate(range(0, lanes, size)):
-            own, here = block == number, slice(first, first + size)
-            given = group_loads[here], step_loads[here]
-            found[own] = first + assign_items(cost[own], size, *given)
-        return found
+            in_block, of_block = block == number, slice(first, first + size)
+            loads = group_loads[of_block], step_loads[of_block]
+            lane[in_block] = first + assign_items(cost[in_block], size, *loads)
+        return lane
 
     def _group_size(self, encoder: str) -> int:
-        """Microbatches that the encoder encodes in one go, over which its lanes are balanced."""
+        """Return the microbatches that the encoder encodes in one go; its lanes share that load."""
         if encoder not in self.layout.colocated:
             return 1
         return self.encode_group or self.num_microbatches
@@ -207,8 +219,8 @@ class StepPlanner:
         finished = []
         for first, planned in zip(first_samples(microbatches), microbatches, strict=True):
             numbers = range(first, first + planned.samples.num_samples)
-            here = [sample - first for sample in unusable if sample in numbers]
-            finished.append(planned.without(here))
+            blanked = [sample - first for sample in unusable if sample in numbers]
+            finished.append(planned.without(blanked))
         bridges = {}
         for name in self.layout.encoders:
             samples, runs = [m.samples for m in finished], [m.runs_of(name) for m in finished]
@@ -231,17 +243,36 @@ class StepPlanner:
         )
 
     def encoder_loads(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> np.ndarray:
-        """(groups, lanes): what each lane has to encode in one go."""
+        """Return (groups, lanes) the cost that each lane encodes in one go."""
         lanes = self.layout.encoders[encoder].dp
         loads = np.zeros((-(-len(microbatches) // self._group_size(encoder)), lanes))
         for m, planned in enumerate(microbatches):
-            own = planned.encoders[encoder]
-            cost = planned.samples.item_cost[own.item]
-            loads[m // self._group_size(encoder)] += np.bincount(own.lane, cost, lanes)
+            items = planned.encoders[encoder]
+            cost = planned.samples.item_cost[items.item]
+            loads[m // self._group_size(encoder)] += np.bincount(items.lane, cost, lanes)
         return loads
 
 
 def first_samples(microbatches: Sequence[PlannedMicrobatch]) -> list[int]:
-    """For each microbatch of a step, the number in the step of its first sample."""
+    """Return the number in the step of each microbatch's first sample."""
     counts = [planned.samples.num_samples for planned in microbatches]
     return [0, *np.cumsum(counts[:-1]).tolist()]
+
+
+def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **options: Any) -> StepPlanner:
+    """Return the planner of a recipe's steps. options: further arguments of `StepPlanner`."""
+    return StepPlanner(
+        layout,
+        {name: tuple(encoder.media_tokens) for name, encoder in recipe.encoders.items()},
+        dataset.indexes,
+        dataset.order,
+        recipe.train.micro_batch_size,
+        num_microbatches(recipe, layout),
+        delivery=recipe.bridge.delivery,
+        encode_group=encode_group(recipe),
+        packed=recipe.data.packing,
+        tokens_on_rank=fp8_multiple(recipe.train.fp8),
+        budget=token_budget(recipe),
+        linear_tokens=linear_tokens(recipe),
+        **options,
+    )

@@ -31,8 +31,7 @@ from mimo.model.dataset import (
     unknown_text,
 )
 from mimo.model.indexing import build_in_processes
-from mimo.model.planner import step_planner
-from mimo.model.step_plan import StepPlan, StepPlanner
+from mimo.model.step_plan import StepPlan, StepPlanner, step_planner
 from mimo.parallel.build import build_layout
 from mimo.report.doctor_page import render_reports
 from mimo.report.page import Piece, write

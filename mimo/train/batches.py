@@ -39,8 +39,7 @@ from mimo.model.decoding import gather_items, pack_language
 from mimo.model.flops import StepFlops
 from mimo.model.inputs import EncoderBatch, LanguageBatch
 from mimo.model.modules import MimoModel
-from mimo.model.planner import step_planner
-from mimo.model.step_plan import StepPlan
+from mimo.model.step_plan import StepPlan, step_planner
 from mimo.parallel.grids import LANGUAGE
 from mimo.parallel.groups import Topology
 from mimo.runtime.signals import EarlyStop

@@ -36,7 +36,7 @@ from mimo.device import (
 from mimo.engines.contract import Module
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
-from mimo.model.memory import check_memory, memory_in_words
+from mimo.model.memory import check_memory, format_memory
 from mimo.model.modules import MimoModel
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import Topology, build_topology
@@ -165,7 +165,7 @@ def _work(model: MimoModel) -> Work:
         return Work(waits=waits, is_transfer=is_transfer)
     what, microbatch = doing
     with suppress(IndexError):  # the model has just begun another batch
-        batch = model.batch_in_words(microbatch)
+        batch = model.describe_batch(microbatch)
     return Work(f"{what}, microbatch {microbatch}", batch, waits, is_transfer, marker=doing)
 
 
@@ -213,7 +213,7 @@ def _train(
     stored = read_start_index(start)
     trainer = Trainer(recipe, topology, run_dir, initial, stored)
     monitor.work = partial(_work, trainer.model)
-    monitor.memory, monitor.format_memory = trainer.model.memory, memory_in_words
+    monitor.memory, monitor.format_memory = trainer.model.memory, format_memory
     if has_gpu():
         monitor.dump_collectives = partial(_dump_fr_trace_file, topology.rank, backend=backend())
     on_setup_progress = partial(monitor.at, 0, "setup")

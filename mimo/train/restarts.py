@@ -21,7 +21,7 @@ import psutil
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
-from mimo.model.memory import in_words, memory_in_words
+from mimo.model.memory import format_bytes, format_memory
 from mimo.runtime.heartbeat import RANKS, read_states
 from mimo.runtime.processes import RankError
 from mimo.runtime.run_files import METRICS, incidents, record
@@ -222,13 +222,13 @@ def record_killed_rank(run_dir: Path, error: RankError) -> None:
     if state is None:  # it ended too early
         record(run_dir, "crash", str(error), rank=error.rank)
         return
-    memory = in_words(state.resident_bytes)
+    memory = format_bytes(state.resident_bytes)
     text = f"{state} {error.reason}, last seen {state.where}, with {memory} of resident memory"
     if "SIGKILL" in error.reason:
         text += "; where nobody sent that, the kernel did for lack of memory (see dmesg)"
     text = f"{text}; {state.batch}" if state.batch else text
     if state.memory:
-        text += f"; after its first update it held {memory_in_words(state.memory)}"
+        text += f"; after its first update it held {format_memory(state.memory)}"
     print(text, file=sys.stderr)
     facts = {"activity": state.activity, "memory": state.memory}
     record(run_dir, "crash", text, state.step, rank=error.rank, **facts)

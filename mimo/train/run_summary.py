@@ -22,7 +22,7 @@ from mimo.families.registry import (
 )
 from mimo.families.wire import precision_of
 from mimo.model.dataset import Dataset, sources_of
-from mimo.model.flops import learning_names
+from mimo.model.flops import trainable_names
 from mimo.parallel.grids import LANGUAGE, Layout
 
 _MEASURED = 256  # samples of a source, from which its mean length is estimated
@@ -76,7 +76,7 @@ def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> NumParam
     else:
         settings = encoder_settings(recipe, module)
         weights = encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
-    part, learns = recipe.module(module), learning_names(recipe, module)
+    part, learns = recipe.module(module), trainable_names(recipe, module)
     targets = tuple(f".linear_{one}.weight" for one in part.lora.targets) if part.lora else ()
     total = trained = 0
     for weight in weights:

@@ -220,7 +220,7 @@ def _samples_named(batch: RankBatch, model: MimoModel) -> Iterator[None]:
             key = sample_keys(error.microbatch)[error.sample]
             error.add_note(f"in {name}, sample {key} of microbatch {error.microbatch}")
 
-    model.batch_in_words = describe
+    model.describe_batch = describe
     if model.watch is not None:
         model.watch.tell_where = note
     try:

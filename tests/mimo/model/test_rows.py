@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mimo.model.rows import Arrived, join_levels, place_embeddings
+from mimo.model.inputs import ReceivedRows, join_levels, place_embeddings
 
 S, B, H = 5, 2, 3
 
 
-def arrived(first: float, places: list[int], num_levels: int) -> Arrived:
+def arrived(first: float, places: list[int], num_levels: int) -> ReceivedRows:
     """Rows whose elements are ``first``, ``first`` + 1, ...; those of levels are negative."""
     numbers = first + torch.arange(float(len(places)))
     rows = numbers[:, None].expand(-1, H)
-    return Arrived(rows, -rows.expand(num_levels, -1, -1), torch.tensor(places))
+    return ReceivedRows(rows, -rows.expand(num_levels, -1, -1), torch.tensor(places))
 
 
 # As many rows of each; place b·S + s is token s of sequence b.
