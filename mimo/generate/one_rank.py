@@ -148,7 +148,7 @@ class LocalModel:
         def to_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.device)
 
-        arrived = [
+        received = [
             ReceivedRows.of(values, to_device(places), size, has_embeddings=True)
             for values, places in rows
         ]
@@ -158,8 +158,8 @@ class LocalModel:
             packed_seq_params=PackedSegments.from_lengths(
                 lane.lengths, self.device, items=rules.bidirectional_spans(lane)
             ),
-            place=partial(place_embeddings, arrived=arrived),
-            levels=join_levels(arrived),
+            place=partial(place_embeddings, received=received),
+            levels=join_levels(received),
             labels=to_device(lane.labels)[None] if with_labels else None,
             logits_at=None if at is None else to_device(at),
         )

@@ -319,15 +319,15 @@ class MimoModel:
             part = f"{LANGUAGE}, stage {stage}, chunk {chunk.number}"
             self.doing = f"forward of {part}", number
             with SPANS.span(module.name, "forward", number=number):
-                arrived = self._receive(chunk, number)
+                received = self._receive(chunk, number)
                 output = chunk.run(
                     input_ids=own.input_ids,
                     position_ids=own.position_ids,
                     labels=own.labels,
                     loss_at=own.loss_at,
                     packed_seq_params=own.segments,
-                    place=partial(self._place, own, arrived) if chunk.is_first else None,
-                    levels=self._levels(own, arrived),
+                    place=partial(self._place, own, received) if chunk.is_first else None,
+                    levels=self._levels(own, received),
                 )
             return self._noting_backward(output, part, number)
 
@@ -354,19 +354,19 @@ class MimoModel:
         size, first = self.hidden_size, chunk.is_first
         return [ReceivedRows.of(rows, at, size, has_embeddings=first) for rows, at in found]
 
-    def _place(self, own: LanguageBatch, arrived: Sequence[ReceivedRows], text: Tensor) -> Tensor:
+    def _place(self, own: LanguageBatch, received: Sequence[ReceivedRows], text: Tensor) -> Tensor:
         """Text embeddings with the rows of all encoders in place: this rank's (S', B, H)."""
-        hidden = place_embeddings(text, arrived)
+        hidden = place_embeddings(text, received)
         if self.whole_rows:
             assert self.partition is not None, "language ranks have a partition adapter"
             hidden = self.partition.shard_embeddings(hidden, own.segments)
         return hidden
 
     def _levels(
-        self, own: LanguageBatch, arrived: Sequence[ReceivedRows]
+        self, own: LanguageBatch, received: Sequence[ReceivedRows]
     ) -> tuple[Tensor, Tensor] | None:
         """The levels of all encoders for a chunk's layers: rows (k, n, H) and their places."""
-        levels = join_levels(arrived)
+        levels = join_levels(received)
         if levels is None or not self.whole_rows:
             return levels
         assert self.partition is not None, "language ranks have a partition adapter"
