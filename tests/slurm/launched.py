@@ -27,7 +27,7 @@ NODES_OF_TWO = [
     "cluster.exclusive=false",
     "cluster.preflight=false",
 ]
-_MINUTES = 4.0  # that a job may take, on a machine that does other things as well
+_MINUTES = 8.0  # that a job may take, on a machine that does other things as well
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -95,6 +95,15 @@ class Launched:
     def wait_for_start(self, number: int, job: str) -> None:
         """Until a job runs that was put into the queue again so often."""
         self._wait(lambda: int(self.slurm.job(job)["Restarts"]) >= number and self.runs(job))
+
+    def minutes(self) -> int:
+        """Return the whole minutes that the job's last start has run."""
+        hours, minutes, _ = self.slurm.job(self.job)["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def set_time_limit(self, minutes: int) -> None:
+        """Change the time limit of the job."""
+        self.slurm.command("scontrol", "update", f"jobid={self.job}", f"timelimit={minutes}")
 
     def runs(self, job: str) -> bool:
         """Whether it has nodes now."""
