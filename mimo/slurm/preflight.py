@@ -10,84 +10,114 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
+import shutil
 import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from data.index.remote import is_remote
+from data.index.shards import find_shards, without_braces
+from mimo import device
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
-from mimo.device import (
-    choose_before_fork,
-    initialize_distributed,
-)
 from mimo.errors import InputError, StartError
+from mimo.model.dataset import SPLITS, sources_of
 from mimo.model.recipe_checks import check_recipe
+from mimo.ops.acceleration import LOADS, NOT_INSTALLED, kernel_states
+from mimo.parallel.connections import bridge_ends
 from mimo.parallel.grids import Layout
 from mimo.runtime.ranks import RankEnv, hosts_of, launch, node_name, rank_environment
 from mimo.runtime.rendezvous import Refused, Rendezvous
-from mimo.slurm.node_checks import Facts, Link, Measured, facts_of, links_of, measure, ranks_of
+from mimo.runtime.run_files import versions
 
-PREFLIGHT = "launch/preflight.json"
-"""The report for programs, in the run folder."""
 _JOIN_SECONDS = 120.0  # in which all ranks must join: containers start slowly
+_VISIBLE_SECONDS = 10.0  # in which other nodes must see a new file
 _MEASURE_SECONDS = 60.0  # after which a rank that still measures is stuck
 _SKEW_SECONDS = 1.0
-_HETJOB_NODES = "SLURM_JOB_NODELIST_HET_GROUP_"
+_MESSAGE_BYTES, _NUM_TRIES = 8 * 2**20, 3
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A sentence about what is wrong, and the node at fault, "" where that is unknown."""
+@dataclass
+class Facts:
+    """One rank's view of its node.
+
+    same: versions that must not differ between nodes. problems: sentences. gpu: the identity of its
+    GPU, or "". kernels: which attention kernels load on it. free: bytes of memories and folders.
+    clock: seconds since 1970 at a common moment. speeds: bytes per second by name of the link.
+    """
+
+    rank: int
+    node: str
+    problems: list[str] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)
+    gpu: str = ""
+    kernels: str = ""
+    free: dict[str, int] = field(default_factory=dict)
+    clock: float = 0.0
+    speeds: dict[str, float] = field(default_factory=dict)
+
+
+class Finding(NamedTuple):
+    """A sentence about what is wrong, and the node at fault, "" if that is unknown."""
 
     text: str
     node: str = ""
 
 
-@dataclass
+class Link(NamedTuple):
+    """A tensor-parallel group or an edge of a bridge, as pairs of sender and receiver."""
+
+    name: str
+    pairs: Sequence[tuple[int, int]]
+
+
 class Report:
-    """All results. nodes: the node of each rank, "" for an absent rank. speeds: kind, ranks and
-    bytes per second of each link. clocks: seconds ahead of the median, by node.
-    """
+    """What ranks say of their nodes, None for an absent rank. links: those that were measured."""
 
-    nodes: list[str]
-    findings: list[Finding] = field(default_factory=list)
-    facts: list[Facts] = field(default_factory=list)
-    speeds: list[tuple[str, list[int], float]] = field(default_factory=list)
-    clocks: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def exclude(self) -> list[str]:
-        """The nodes at fault; empty if that leaves none."""
+    def __init__(self, ranks: Sequence[Facts | None], links: Sequence[Link] = ()) -> None:
+        self.nodes = ["" if facts is None else facts.node for facts in ranks]
+        self.facts = [facts for facts in ranks if facts is not None]
+        self.findings = [*absent(self.nodes, _hosts()), *differences(self.facts)]
+        self.findings += [Finding(text, f.node) for f in self.facts for text in f.problems]
         named = {finding.node for finding in self.findings} - {""}
-        return sorted(named) if {*self.nodes} - named - {""} else []
+        self.exclude = sorted(named) if {*self.nodes} - named - {""} else []
+        self.speeds = list[tuple[str, list[int], float]]()
+        for name, pairs in links if not self.findings else ():
+            members = sorted({*chain(*pairs)})
+            least = min(self.facts[rank].speeds[name] for rank in members)
+            self.speeds.append((name, members, least))
 
     def lines(self) -> Iterator[str]:
         """Yield the report for people."""
         present = [*dict.fromkeys(filter(None, self.nodes))]
-        shown = f"{', '.join(present[:4])}{', ...' * (len(present) > 4)}"
-        yield f"preflight: {_count(self.nodes, 'rank')}, {_count(present, 'node')}: {shown}"
+        yield f"preflight: {len(self.nodes)} ranks, {len(present)} nodes: {_listed(present)}"
         for name in dict.fromkeys(name for facts in self.facts for name in facts.free):
             size, node = min((f.free[name], f.node) for f in self.facts if name in f.free)
             yield f"  {name}: {size / 2**30:.1f} GiB free at least ({node})"
         yield from dict.fromkeys(f"  kernels: {f.kernels}" for f in self.facts if f.kernels)
-        for kind in dict.fromkeys(kind for kind, _, _ in self.speeds):
-            speeds = [(speed, ranks) for other, ranks, speed in self.speeds if other == kind]
-            median, (least, ranks) = statistics.median(s for s, _ in speeds) / 1e9, min(speeds)
-            where = f"at least {least / 1e9:.2f} (ranks {_listed(ranks)})"
-            yield f"  {kind}: {_count(speeds, 'link')}, {median:.2f} GB/s, {where}"
-        for node, ahead in self.clocks.items():
+        for name in dict.fromkeys(name for name, _, _ in self.speeds):
+            least, ranks = min((speed, ranks) for key, ranks, speed in self.speeds if key == name)
+            yield f"  {name}: at least {least / 1e9:.2f} GB/s (ranks {_listed(ranks)})"
+        median = statistics.median(facts.clock for facts in self.facts)
+        for node, ahead in {f.node: f.clock - median for f in self.facts}.items():
             if abs(ahead) > _SKEW_SECONDS:
-                way = "ahead of" if ahead > 0 else "behind"
-                yield f"note: {node}: its clock is {abs(ahead):.1f} s {way} the others'"
-        nodes_of = defaultdict[str, list[str]](list)
-        for finding in dict.fromkeys(self.findings):
-            nodes_of[finding.text] += filter(None, [finding.node])
+                yield f"note: {node}: its clock differs by {ahead:+.1f} s"
+        nodes_of = defaultdict[str, dict[str, None]](dict)
+        for text, node in self.findings:
+            nodes_of[text] |= {node: None} if node else {}
         for text, nodes in nodes_of.items():
             where = ", ".join(nodes) if len(nodes) < max(2, len(present)) else "all nodes"
             yield f"BROKEN: {where}{': ' * bool(nodes)}{text}"
@@ -95,22 +125,57 @@ class Report:
             yield f"leave out: --exclude={','.join(self.exclude)}"
         yield f"preflight: {'do not begin' if self.findings else 'ok'}"
 
-    def write(self, run_dir: Path) -> None:
-        """Write the report for programs. Raises OSError."""
-        table = {"ok": not self.findings, "exclude": self.exclude, **asdict(self)}
-        path = run_dir / PREFLIGHT
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}")
-        partial.write_text(json.dumps(table, indent=1) + "\n")
-        os.replace(partial, path)
+    def conclude(self, run_dir: Path | None) -> int:
+        """Print the report and write it into the run folder; return the exit code."""
+        print("\n".join(self.lines()), flush=True)
+        if run_dir is not None:
+            facts = [asdict(facts) for facts in self.facts]
+            table = {"ok": not self.findings, **vars(self), "facts": facts}
+            path = run_dir / "launch/preflight.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(table, indent=1) + "\n")
+        return int(bool(self.findings))
 
 
-def _count(items: Sequence[object], name: str) -> str:
-    return f"{len(items)} {name}{'s' * (len(items) != 1)}"
+def _listed(items: Sequence[object]) -> str:
+    return f"{', '.join(map(str, items[:8]))}{', ...' * (len(items) > 8)}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+def _hosts() -> list[str]:
+    """Return the hosts of the job; a heterogeneous job has a list for each component."""
+    names = [n for n in sorted(os.environ) if n.startswith("SLURM_JOB_NODELIST_HET_GROUP_")]
+    lists = [os.environ[n] for n in (*names, "SLURM_STEP_NODELIST") if n in os.environ]
+    return [*dict.fromkeys(host for nodes in lists for host in hosts_of(nodes))]
+
+
+def absent(nodes: Sequence[str], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Name the ranks that did not join, and the hosts of the job without any rank."""
+    missing = [rank for rank, node in enumerate(nodes) if not node]
+    if missing:
+        yield Finding(f"rank{'s' * (len(missing) > 1)} {_listed(missing)} did not join")
+        yield from (Finding("no rank joined", host) for host in hosts if host not in nodes)
+
+
+def differences(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Name the nodes that differ from most others, and GPUs that two ranks share."""
+    nodes_of = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
+    ranks_of = defaultdict[tuple[str, str], list[int]](list)
+    for facts in all_facts:
+        for key, value in facts.same.items():
+            if facts.node not in nodes_of[key][value]:
+                nodes_of[key][value].append(facts.node)
+        if facts.gpu:
+            ranks_of[facts.node, facts.gpu].append(facts.rank)
+    for key, values in nodes_of.items():
+        usual, most = max(values.items(), key=lambda pair: len(pair[1]))
+        is_majority = 2 * len(most) > sum(map(len, values.values()))
+        for value, nodes in values.items():
+            text = f"{key} is {value} on {_listed(nodes)}, but {usual} on {_listed(most)}"
+            for node in nodes if value != usual else ():
+                yield Finding(text, node if is_majority else "")
+    for (node, _), ranks in ranks_of.items():
+        if len(ranks) > 1:
+            yield Finding(f"ranks {_listed(ranks)} share a GPU", node)
 
 
 # ------------------------------------------------------------------------------- whole check
@@ -130,11 +195,10 @@ def main(
         sys.stderr.flush()
         os._exit(code)  # a normal exit could wait for a backend that waits for other ranks
     _, _, layout = _read(path, overrides, site, num_ranks)
-    if (note := choose_before_fork(layout.world_size)) is not None:
+    if (note := device.choose_before_fork(layout.world_size)) is not None:
         print(note)
-    module = "mimo.slurm.preflight"
     arguments = (path, tuple(overrides), site)
-    return launch(f"{module}:be_a_rank", arguments, layout.world_size, (module,))
+    return launch(f"{__name__}:be_a_rank", arguments, layout.world_size, (__name__,))
 
 
 def be_a_rank(
@@ -143,9 +207,9 @@ def be_a_rank(
     """Check this rank's node together with all other ranks; return the same code on all of them."""
     environment = environment or rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    problem, recipes = None, None
+    checked, problem = None, None
     try:
-        recipes = _read(path, overrides, site, environment.world_size)
+        checked = _read(path, overrides, site, environment.world_size)
     except InputError as error:
         problem = error
     try:
@@ -154,11 +218,33 @@ def be_a_rank(
         if environment.local_rank == 0:
             print(f"BROKEN: {error}", file=sys.stderr)
         return 1
+    run_dir = None if checked is None else checked[0].run_dir
+    facts, links = Facts(environment.rank, node_name()), list[Link]()
+    if problem is not None:
+        facts.problems.append(str(problem))
+
+    def gather() -> Report:
+        """Return the report on rank 0, an empty one elsewhere."""
+        texts = meeting.gather(json.dumps(asdict(facts)))
+        return Report([text and Facts(**json.loads(text)) for text in texts], texts and links)
+
+    def is_sound() -> bool:
+        if probe:
+            probe.unlink()
+        if problem is not None and all(f.problems == facts.problems for f in report.facts):
+            raise problem
+        return not report.findings
+
     try:
-        report = _join(meeting, problem)
-        if recipes is not None and not report.findings:
-            _check_nodes(meeting, environment, report, *recipes)
-        return meeting.from_rank_0(lambda: _conclude(report, recipes and recipes[0].run_dir))
+        probe = meeting.from_rank_0(lambda: run_dir and _write_probe(run_dir / "launch"))
+        if checked is not None and probe is not None:
+            _check_node(facts, *checked, environment, probe)
+        report = gather()
+        if meeting.from_rank_0(is_sound) and checked is not None:
+            links += links_of(checked[2])
+            _measure_in_time(facts, links, environment, meeting)
+            report = gather()
+        return meeting.from_rank_0(lambda: report.conclude(run_dir))
     except Refused as refused:
         return refused.exit_code
     finally:
@@ -174,141 +260,141 @@ def _read(
     return phased, *max(phases, key=lambda phase: phase[1].world_size)
 
 
-def _join(meeting: Rendezvous, problem: InputError | None) -> Report:
-    """Collect the nodes of all ranks. Raises Refused where all ranks have the same problem."""
-    message = "" if problem is None else str(problem)
-    texts = meeting.gather(json.dumps([node_name(), message]))
-
-    def report() -> Report:
-        present = {rank: json.loads(text) for rank, text in enumerate(texts) if text is not None}
-        if problem is not None and all(other == message for _, other in present.values()):
-            raise problem
-        nodes = [present[rank][0] if rank in present else "" for rank in range(len(texts))]
-        findings = [Finding(text, node) for node, text in present.values() if text]
-        return Report(nodes, [*absent(nodes, _hosts()), *findings])
-
-    return meeting.from_rank_0(report)
+def _write_probe(folder: Path) -> Path:
+    """Write a file that all nodes must see. Raises StartError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".preflight-", dir=folder, delete=False) as file:
+            return Path(file.name)
+    except OSError as error:
+        raise StartError(f"{folder}: cannot write there: {error}") from error
 
 
-def _hosts() -> list[str]:
-    """Return the hosts of the job; a heterogeneous job has a list for each component."""
-    lists = [os.environ[name] for name in sorted(os.environ) if name.startswith(_HETJOB_NODES)]
-    lists.append(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
-    return [*dict.fromkeys(host for nodes in lists for host in hosts_of(nodes))]
-
-
-def _conclude(report: Report, run_dir: Path | None) -> int:
-    if run_dir is not None:
-        try:
-            report.write(run_dir)
-        except OSError as error:
-            text = f"{run_dir / PREFLIGHT} cannot be written: {error}"
-            report.findings.append(Finding(text))
-    print("\n".join(report.lines()), flush=True)
-    return int(bool(report.findings))
-
-
-def _check_nodes(
-    meeting: Rendezvous,
-    environment: RankEnv,
-    report: Report,
+def _check_node(
+    facts: Facts,
     phased: PhasedRecipe,
     recipe: Recipe,
     layout: Layout,
+    environment: RankEnv,
+    probe: Path,
 ) -> None:
-    """Check each node, then the bandwidth of links; fill rank 0's report. All ranks call it."""
-    folder = (phased.run_dir / PREFLIGHT).parent
+    """Check this rank's node; the first rank of a node also checks what its ranks share.
 
-    def write_probe() -> Path:
+    recipe: that of the phase with the layout. probe: a file that rank 0 has just written.
+    """
+    gpu, problems = None, facts.problems
+    try:
+        gpu = device.gpu_of(environment.local_rank)
+    except Exception as error:  # a broken driver may raise anything
+        problems.append(f"its GPU does not work: {error}".splitlines()[0])
+    needs_gpus = recipe.cluster.gpus_per_node > 0 and (
+        "gpus_per_node" in recipe.cluster.model_fields_set or "SLURM_STEP_ID" in os.environ
+    )
+    if gpu is not None:
+        states = kernel_states()
+        facts.gpu, facts.free["GPU"] = gpu.identity, gpu.free
+        facts.same[f"GPU of {' and '.join(layout.modules_of(facts.rank))}"] = gpu.name
+        facts.kernels = ", ".join(f"{name} {state}" for name, state in states.items())
+        problems += {*states.values()} - {LOADS, NOT_INSTALLED}
+    elif needs_gpus and not problems:
+        problems.append("it sees no GPU, but cluster.gpus_per_node asks for them")
+    facts.same["device"] = "CPU" if gpu is None else "GPU"
+    if environment.local_rank == 0:
+        libraries = {"python": platform.python_version(), **device.library_versions()}
+        facts.same |= libraries | versions()
+        problems += _unreadable([phase.recipe for phase in phased.phases])
+        facts.free["run folder"] = shutil.disk_usage(probe.parent).free
+        facts.free["memory"] = device.machine_memory().available
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not probe.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if not probe.exists():
+        problems.append(
+            f"{probe.parent}: it does not see a file of rank 0 within {_VISIBLE_SECONDS:g} s; put "
+            f"the run folder on a file system of all nodes"
+        )
+
+
+def _unreadable(recipes: Sequence[Recipe]) -> Iterator[str]:
+    """Name the folders and shards of recipes that this node cannot read."""
+    for recipe in recipes:
+        folders = {"init_from": recipe.init_from, "data.tokenizer": recipe.data.tokenizer}
+        for key, path in folders.items():
+            try:
+                if path is not None and not os.listdir(path):
+                    yield f"{key}: {path} is empty"
+            except OSError as error:
+                yield f"{key}: {path} cannot be read: {error}"
+        for split in SPLITS:
+            for source in sources_of(recipe, split):
+                # Of shards at URLs only the first: many nodes would ask for all of them at once.
+                remote = is_remote(source.path)
+                try:
+                    find_shards(next(without_braces(source.path)) if remote else source.path)
+                except ValueError as error:
+                    yield f"data.{split}: {error}"
+
+
+# -------------------------------------------------------------------------------- bandwidth
+
+
+def links_of(layout: Layout) -> Iterator[Link]:
+    """Yield a ring for each tensor-parallel group, and pairs for each edge of a bridge."""
+    for name, grid in layout.grids.items():
+        for first in grid.ranks[:: grid.tp] if grid.tp > 1 else ():
+            group = range(first, first + grid.tp)
+            yield Link(f"tp of {name}", [*zip(group, [*group[1:], first], strict=True)])
+    for edge in (edge for name in layout.encoders for edge in layout.links_of(name)):
+        for senders, receivers in bridge_ends(layout, edge):
+            count, m, n = max(len(senders), len(receivers)), len(senders), len(receivers)
+            pairs = [(senders[k % m], receivers[k % n]) for k in range(count)]
+            if crossing := [(a, b) for a, b in pairs if a != b]:
+                yield Link(f"bridge of {edge.name}", crossing)
+
+
+def _measure_in_time(
+    facts: Facts, links: Sequence[Link], environment: RankEnv, meeting: Rendezvous
+) -> None:
+    """Measure clock and bandwidths; add a problem if that fails or takes too long."""
+    rank, size, local_rank = environment.rank, environment.world_size, environment.local_rank
+    device.initialize_distributed(rank, size, meeting.store, 2 * _MEASURE_SECONDS, local_rank)
+    errors = list[str]()
+
+    def measure() -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=".preflight-", dir=folder)
-        except OSError as error:
-            raise StartError(f"{folder}: cannot write there: {error}") from error
-        os.close(descriptor)
-        return Path(name)
+            _measure(facts, links, local_rank)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
-    probe = meeting.from_rank_0(write_probe)
-    facts = facts_of(phased, recipe, layout, environment, probe)
-    texts = meeting.gather(json.dumps(asdict(facts)))
-
-    def add_facts() -> bool:
-        probe.unlink(missing_ok=True)
-        report.facts = [Facts(**json.loads(text)) for text in texts if text is not None]
-        for found in report.facts:
-            report.findings += [Finding(text, found.node) for text in found.problems]
-        report.findings += [*differences(report.facts), *_silent(report.nodes, texts)]
-        devices = {found.same["device"] for found in report.facts}
-        return None not in texts and len(devices) == 1
-
-    if not meeting.from_rank_0(add_facts):
-        return
-    rank, measured, links = environment.rank, Measured(), links_of(layout)
-    size, local_rank = environment.world_size, environment.local_rank
-    initialize_distributed(rank, size, meeting.store, 2 * _MEASURE_SECONDS, local_rank)
-    arguments = (measured, links, rank, local_rank)
-    thread = threading.Thread(target=measure, args=arguments, daemon=True)
+    thread = threading.Thread(target=measure, daemon=True)
     thread.start()
     thread.join(_MEASURE_SECONDS)
-    texts = meeting.gather(json.dumps(asdict(measured)))
-    if rank == 0:
-        report.findings += _silent(report.nodes, texts)
-        _add_measurements(report, links, texts)
+    if thread.is_alive():
+        errors.append(f"no answer within {_MEASURE_SECONDS:g} s")
+    facts.problems += [f"rank {rank} cannot talk: {error}" for error in errors]
 
 
-# ------------------------------------------------------------------------------------- rules
-
-
-def absent(nodes: Sequence[str], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Name the ranks that did not join, and the hosts of the job without any rank."""
-    missing = [rank for rank, node in enumerate(nodes) if not node]
-    if missing:
-        yield Finding(f"rank{'s' * (len(missing) > 1)} {_listed(missing)} did not join")
-        yield from (Finding("no rank joined", host) for host in hosts if host not in nodes)
-
-
-def _silent(nodes: Sequence[str], texts: Sequence[str | None]) -> Iterator[Finding]:
-    for rank, text in enumerate(texts):
-        if text is None:
-            yield Finding(f"rank {rank} did not answer", nodes[rank])
-
-
-def differences(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Name the nodes that differ from most others, and GPUs that two ranks share."""
-    nodes_of = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
-    ranks_of = defaultdict[tuple[str, str], list[int]](list)
-    for facts in all_facts:
-        for key, value in facts.same.items():
-            if facts.node not in nodes_of[key][value]:
-                nodes_of[key][value].append(facts.node)
-        if facts.gpu:
-            ranks_of[facts.node, facts.gpu].append(facts.rank)
-    for key, values in nodes_of.items():
-        usual, nodes = max(values.items(), key=lambda pair: len(pair[1]))
-        if len(values) > 1 and 2 * len(nodes) <= sum(map(len, values.values())):
-            text = "; ".join(f"{value} on {', '.join(on)}" for value, on in values.items())
-            yield Finding(f"{key} differs: {text}")
-        else:
-            for value in values.keys() - {usual}:
-                text = f"{key} is {value}, but {usual} on {len(nodes)} other nodes"
-                yield from (Finding(text, node) for node in values[value])
-    for (node, _), ranks in ranks_of.items():
-        if len(ranks) > 1:
-            yield Finding(f"ranks {', '.join(map(str, ranks))} share a GPU", node)
-
-
-def _add_measurements(report: Report, links: Sequence[Link], texts: Iterable[str | None]) -> None:
-    """Add bandwidths and clocks, and name the ranks that could not measure them."""
-    results = {rank: json.loads(text) for rank, text in enumerate(texts) if text is not None}
-    stuck = defaultdict[str, list[int]](list)
-    for rank, result in results.items():
-        if not result["is_done"]:
-            stuck[f"cannot talk ({result['doing']}): {result['error']}"].append(rank)
-    report.findings += [Finding(f"ranks {_listed(ranks)} {text}") for text, ranks in stuck.items()]
-    for number, link in enumerate(links):
-        speeds = [result["speeds"].get(str(number), math.inf) for result in results.values()]
-        if (least := min(speeds)) < math.inf:
-            report.speeds.append((link[0], ranks_of(link), least))
-    median = statistics.median(result["clock"] for result in results.values())
-    for rank, result in results.items() if not stuck else ():
-        report.clocks.setdefault(report.nodes[rank], result["clock"] - median)
+def _measure(facts: Facts, links: Sequence[Link], local_rank: int) -> None:
+    """Measure links, those of one name at a time. Every rank of the world calls it."""
+    place = device.local_device(local_rank)  # a thread has its own current device
+    device.barrier()
+    facts.clock = time.time()
+    for name in dict.fromkeys(link.name for link in links):
+        pairs = [pair for link in links if link.name == name for pair in link.pairs]
+        sends = [(dist.isend, b) for a, b in pairs if a == facts.rank]
+        receives = [(dist.irecv, a) for a, b in pairs if b == facts.rank]
+        num_bytes, best = max(len(sends), len(receives)) * _MESSAGE_BYTES, math.inf
+        for _ in range(_NUM_TRIES):
+            buffers = torch.zeros(
+                len(sends) + len(receives), _MESSAGE_BYTES, dtype=torch.uint8, device=place
+            )
+            calls = zip(sends + receives, buffers, strict=True)
+            operations = [dist.P2POp(call, buffer, peer) for (call, peer), buffer in calls]
+            device.barrier()
+            start = time.perf_counter()
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+            device.synchronize()
+            best = min(best, time.perf_counter() - start)
+        if num_bytes:
+            facts.speeds[name] = num_bytes / best
