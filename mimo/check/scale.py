@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from mimo.check.workload import Items, Workload
 from mimo.checkpoint.hf.architectures import ARCHITECTURES, Architecture
 from mimo.checkpoint.hf.recipes import architecture_of_folder, tower_settings
-from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.checkpoint.hf.tiny_configs import FAMILIES
+from mimo.checkpoint.hf.tiny import FAMILIES, TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 from mimo.config.source import dotted
 from mimo.errors import RecipeError

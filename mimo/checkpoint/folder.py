@@ -33,6 +33,7 @@ from mimo.checkpoint.manifest import (
     write_synced,
 )
 from mimo.config.phases import PHASE_FOLDER
+from mimo.config.schema import Recipe
 from mimo.errors import InputError
 
 _LATEST = "latest"
@@ -260,9 +261,9 @@ def phase_folders(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(folders.items()))
 
 
-def final_checkpoint(run_dir: Path, steps: int) -> Path:
+def final_checkpoint(recipe: Recipe) -> Path:
     """Return the path of a run's last checkpoint, whether or not it exists yet."""
-    return run_dir / "checkpoints" / f"step_{steps}"
+    return recipe.run_dir / "checkpoints" / f"step_{recipe.train.steps}"
 
 
 def latest_checkpoint(path: Path) -> Path | None:

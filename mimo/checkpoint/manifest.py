@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,33 +19,22 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 from zlib import crc32
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from mimo.config.bounds import STRICT
 from mimo.errors import InputError, StartError
 
 MANIFEST = "manifest.json"
-FORMAT = "mimo checkpoint 1"
 BLOCK_BYTES = 1 << 18
 """Bytes of a block: few beside what a rank reads at a time, and 8 digits in the manifest."""
 _CHECKSUM_BYTES = 4
 _CHUNK_BYTES = 1 << 22
-# A missing file, or a link or folder in its place, is damage; any other OSError is not.
+# A missing file, or a folder in its place, is damage; any other OSError is not.
 _DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 class Unreadable(StartError):
     """A file cannot be read because of the disk, the network or its permissions."""
-
-
-# -------------------------------------------------------------------------- single files
 
 
 @dataclass(frozen=True)
@@ -120,8 +108,6 @@ def read_document(path: Path, checksum: int | None = None) -> Any:
     checksum: its CRC-32, if known.
     """
     with reading(path):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise ValueError("it is a link or not a regular file")
         content = path.read_bytes()
     if checksum is not None and (actual := crc32(content)) != checksum:
         raise ValueError(f"it has checksum {actual:08x}, not {checksum:08x}")
@@ -167,13 +153,11 @@ class Summing:
 
 def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
     """Write the manifest of files by name; it is on disk on return."""
+    blocks = {name: sum.blocks for name, sum in files.items() if sum.blocks}
     document = {
-        "format": FORMAT,
+        "format": "mimo checkpoint 1",
         "files": {name: {"bytes": sum.bytes, "crc32": sum.crc32} for name, sum in files.items()},
-        "blocks": {
-            "bytes": BLOCK_BYTES,
-            "files": {name: sum.blocks for name, sum in files.items() if sum.blocks},
-        },
+        "blocks": {"bytes": BLOCK_BYTES, "files": blocks},
     }
     document["crc32"] = _manifest_sum(document)
     write_synced(folder / MANIFEST, json.dumps(document, indent=1))
@@ -268,15 +252,13 @@ def wrong_checksums(
     advance: called with the number of bytes of each piece read. Raises Unreadable.
     """
     problems: list[str] = []
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
     for listed in files:
-        crc = 0
+        crc, path = 0, checkpoint / listed.name
         try:
-            path = checkpoint / listed.name
-            with reading(path), path.open("rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    crc = crc32(buffer[:count], crc)
-                    advance(count)
+            with reading(path), path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    crc = crc32(chunk, crc)
+                    advance(len(chunk))
         except OSError as error:
             problems.append(f"{listed.name} cannot be read: {error}")
             continue

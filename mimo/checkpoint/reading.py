@@ -101,14 +101,11 @@ class CheckedFile:
 
 @contextmanager
 def _open(folder: Path, listed: Listed) -> Iterator[CheckedFile]:
-    """Open a file of the folder, following no link.
-
-    Raises Unreadable if the file system fails, else InputError.
-    """
+    """Open a file of the folder. Raises Unreadable if the file system fails, else InputError."""
     path = folder / listed.name
     try:
         with reading(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise InputError(f"checkpoint {folder}: {listed.name} cannot be read: {error}") from error
     try:

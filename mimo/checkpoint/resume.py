@@ -7,7 +7,6 @@ may have no manifest; of them only the sizes that the index needs are checked.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -100,10 +99,7 @@ class Run:
 
 
 def wrong_sizes(checkpoint: Path) -> list[str]:
-    """Return the problems that names, sizes and small files show, without reading large files.
-
-    Raises Unreadable if the file system fails.
-    """
+    """Return the problems that sizes and small files show. Raises Unreadable."""
     with reading(checkpoint):
         if not checkpoint.is_dir():
             return ["the folder is missing"]
@@ -123,38 +119,23 @@ def _wrong_files(checkpoint: Path, files: Iterable[Listed]) -> list[str]:
     """Return a problem for each listed file that is missing or has another size."""
     problems: list[str] = []
     for listed in files:
-        size = _size_without_links(checkpoint, listed.name)
-        if size is None:
-            problems.append(f"{listed.name} is missing, or is a link")
-        elif size != listed.num_bytes:
-            problems.append(f"{listed.name} has {size} bytes, not {listed.num_bytes}")
-    return problems
-
-
-def _size_without_links(checkpoint: Path, name: str) -> int | None:
-    """Return the size of a regular file; None for anything else, or a path through a link."""
-    path, mode, size = checkpoint, 0, 0
-    for part in name.split("/"):
-        path /= part
+        path = checkpoint / listed.name
         try:
             with reading(path):
-                status = path.lstat()
+                size = path.stat().st_size
         except OSError:
-            return None
-        mode, size = status.st_mode, status.st_size
-        if stat.S_ISLNK(mode):
-            return None
-    return size if stat.S_ISREG(mode) else None
+            problems.append(f"{listed.name} is missing")
+            continue
+        if size != listed.num_bytes:
+            problems.append(f"{listed.name} has {size} bytes, not {listed.num_bytes}")
+    return problems
 
 
 def split_by_bytes(files: Sequence[Listed], count: int) -> list[list[Listed]]:
     """Split the files among ``count`` readers, with about equally many bytes each."""
     shares: list[list[Listed]] = [[] for _ in range(count)]
-    loads = [0] * count
     for listed in sorted(files, key=lambda file: (-file.num_bytes, file.name)):
-        least = loads.index(min(loads))
-        shares[least].append(listed)
-        loads[least] += listed.num_bytes
+        min(shares, key=lambda share: sum(file.num_bytes for file in share)).append(listed)
     return shares
 
 
@@ -173,7 +154,7 @@ def problems_of(checkpoint: Path, progress: Callable[[int, int], None] = _no_pro
 def _compare(
     checkpoint: Path, files: Sequence[Listed], progress: Callable[[int, int], None]
 ) -> list[str]:
-    """Return `wrong_checksums` of these files, computed by all cores of this machine."""
+    """Return `wrong_checksums` of these files, which all cores of this machine compute."""
     done, total = 0, sum(listed.num_bytes for listed in files)
 
     def advance(count: int) -> None:
@@ -181,12 +162,10 @@ def _compare(
         done += count
         progress(done, total)
 
-    def check(listed: Listed) -> list[str]:
-        return wrong_checksums(checkpoint, [listed], advance)
-
-    largest_first = sorted(files, key=lambda file: -file.num_bytes)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        return [line for problems in threads.map(check, largest_first) for line in problems]
+    shares = split_by_bytes(files, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(len(shares)) as threads:
+        results = threads.map(lambda share: wrong_checksums(checkpoint, share, advance), shares)
+        return [line for problems in results for line in problems]
 
 
 def open_checkpoint(
@@ -226,11 +205,9 @@ def choose(
             return Choice(checkpoint, damaged)
         damaged[checkpoint] = reasons
     if damaged:
-        lines = (f"{path} is damaged: {'; '.join(reasons)}" for path, reasons in damaged.items())
-        raise InputError(
-            "\n".join(lines)
-            + "\nno checkpoint is left to resume from: copy one again, or start another run"
-        )
+        lines = [f"{path} is damaged: {'; '.join(reasons)}" for path, reasons in damaged.items()]
+        lines.append("no checkpoint is left to resume from: copy one again, or start another run")
+        raise InputError("\n".join(lines))
     return Choice()
 
 
@@ -242,7 +219,13 @@ def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> 
     """
     if not resume and resume_from is None:
         return []
-    _check_phase_names(phased)
+    names = {phase.recipe.run_dir.name for phase in phased.phases}
+    for number, folder in phase_folders(phased.run_dir).items() if phased.has_phases else ():
+        if folder.name not in names:
+            raise InputError(
+                f"{folder}: phase {number} of the run to resume has this name, but the recipe's "
+                f"phases are {', '.join(sorted(names))}; name them as before, or start another run"
+            )
     if resume_from is not None:
         checkpoint = find_checkpoint(resume_from)
         folders = (phased.run_dir, *(phase.recipe.run_dir for phase in phased.phases))
@@ -270,7 +253,7 @@ def runs_to_do(
     runs: list[Run] = []
     for phase, layout in list(zip(phased.phases, layouts, strict=True))[first:]:
         runs.append(Run(phase, layout, start))
-        start = FromWeights(final_checkpoint(phase.recipe.run_dir, phase.recipe.train.steps))
+        start = FromWeights(final_checkpoint(phase.recipe))
     return runs
 
 
@@ -293,14 +276,3 @@ def _first_phase(phased: PhasedRecipe, checkpoint: Path | None) -> tuple[int, St
     if is_done and index + 1 < len(phased.phases):
         return index + 1, FromWeights(checkpoint)
     return index, Resume(checkpoint)
-
-
-def _check_phase_names(phased: PhasedRecipe) -> None:
-    """Raise InputError if the folder of a phase has another name than the phase in the recipe."""
-    names = {phase.recipe.run_dir.name for phase in phased.phases}
-    for number, folder in phase_folders(phased.run_dir).items() if phased.has_phases else ():
-        if folder.name not in names:
-            raise InputError(
-                f"{folder}: phase {number} of the run to resume has this name, but the recipe's "
-                f"phases are {', '.join(sorted(names))}; name them as before, or start another run"
-            )

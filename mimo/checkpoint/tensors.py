@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +42,13 @@ from mimo.errors import InputError
 
 _INDEX = "tensors.json"
 _FORMAT = "mimo tensors 1"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _FILE = re.compile(r"tensors_[0-9]+\.safetensors")
 _CHUNK_BYTES = 1 << 22
 """Bytes that are copied between a tensor and a file at a time."""
@@ -172,7 +176,7 @@ def _index_of(folder: Path, num_ranks: int) -> str:
         for name, entry in header.items():
             key, _, place = name.rpartition("[")
             row, column = map(int, place.removesuffix("]").split(","))
-            shape, dtype = tuple(json.loads(shapes[key])), _DTYPES[entry["dtype"]]
+            shape, dtype = tuple(json.loads(shapes[key])), TORCH_DTYPES[entry["dtype"]]
             tensor = tensors.setdefault(key, StoredTensor(shape, dtype))
             assert (tensor.shape, tensor.dtype) == (shape, dtype), f"{key} differs between ranks"
             position = (8 + length + entry["data_offsets"][0], row, column, *entry["shape"])
@@ -264,7 +268,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
         index = {
             key: StoredTensor(
                 tuple(entry.shape),
-                _DTYPES[entry.dtype],
+                TORCH_DTYPES[entry.dtype],
                 [Stored(files[name], *place) for name, *place in entry.pieces],
             )
             for key, entry in entries.items()
@@ -292,10 +296,7 @@ def _size_of(folder: Path, name: str) -> int:
     if not _FILE.fullmatch(name):
         raise ValueError(f"{name!r} is no file of tensors")
     with reading(folder / name):
-        status = (folder / name).lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{name} is a link or not a regular file")
-    return status.st_size
+        return (folder / name).stat().st_size
 
 
 def averages(stored: Collection[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mimo.checkpoint.hf.tiny_configs import FAMILIES
+from mimo.checkpoint.hf.tiny import FAMILIES
 from mimo.cli.options import (
     EmaOption,
     JsonOption,

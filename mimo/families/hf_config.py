@@ -7,7 +7,10 @@ processor apply where its file is silent; those in the class of the whole proces
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,32 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object as people read it."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_folder(target: Path, marker: str = "", writer: str = "") -> Iterator[Path]:
+    """Yield a folder to write to, which becomes ``target`` at the end, or is removed on an error.
+
+    marker: a file that marks a folder which may be replaced. writer: the command that wrote it.
+    Raises InputError, before anything is written, if ``target`` holds something else already.
+    """
+    target = target.absolute()
+    is_free = target.is_dir() and (
+        not any(target.iterdir()) or (marker and (target / marker).is_file())
+    )
+    if not is_free and (target.exists() or target.is_symlink()):
+        state = f"exists and was not written by `{writer}`" if writer else "exists already"
+        raise InputError(f"{target} {state}; give an empty or a new folder")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if marker:
+            shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

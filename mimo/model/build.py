@@ -21,8 +21,7 @@ from bridge import (
     TransferWatch,
     WaitClock,
 )
-from mimo.checkpoint.hf.folder import HFCheckpoint
-from mimo.checkpoint.hf.initial import InitialWeights
+from mimo.checkpoint.hf.initial import HFCheckpoint, InitialWeights
 from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, local_device
 from mimo.engines.contract import Module

@@ -84,7 +84,7 @@ def _launch(job: Job, runs: Sequence[Run], start: float, failures: list[RankErro
         code = launch(target, args, run.layout.world_size, PRELOAD, run_dir, on_failure)
         if code > 128:
             record_signal(run_dir, signal.Signals(code - 128).name)
-        last = final_checkpoint(run_dir, run.recipe.train.steps)
+        last = final_checkpoint(run.recipe)
         if code == EXIT_CONTINUE and run is runs[-1] and latest_checkpoint(run_dir) == last:
             return 0  # it was asked to stop when it had nothing left to do
         if code != 0:

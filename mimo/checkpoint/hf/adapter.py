@@ -17,12 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mimo.checkpoint.hf.export import TrainedModel, open_trained
-from mimo.checkpoint.hf.folder import new_folder
 from mimo.checkpoint.hf.initial import initial_weights, whole_tensor
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE
 from mimo.errors import InputError, RecipeError
-from mimo.families.hf_config import write_json
+from mimo.families.hf_config import new_folder, write_json
 from mimo.families.registry import encoder_family
 from mimo.runtime.progress import counter_of
 

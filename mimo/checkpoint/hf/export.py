@@ -21,8 +21,7 @@ from torch import Tensor
 from mimo.checkpoint.assets import ASSETS, copy_assets, recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.architectures import Architecture
-from mimo.checkpoint.hf.folder import INDEX, SINGLE, new_folder
-from mimo.checkpoint.hf.initial import original_tower
+from mimo.checkpoint.hf.initial import INDEX, SINGLE, original_tower
 from mimo.checkpoint.hf.recipes import architecture_of_folder
 from mimo.checkpoint.reading import describe, read, shards_of
 from mimo.checkpoint.resume import open_checkpoint
@@ -36,6 +35,7 @@ from mimo.families.hf_config import (
     TOKENIZER,
     WHOLE,
     image_defaults_of_processor,
+    new_folder,
     read_config,
     read_json,
     read_processors,

@@ -10,25 +10,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
+
 from data.text.digits import DIGITS, SPECIAL_TOKENS, chat_template, words
-from mimo.checkpoint.hf.folder import new_folder
-from mimo.checkpoint.hf.tiny_configs import FAMILIES, tiny_config, widened
 from mimo.errors import InputError, suggestion
+from mimo.families.hf_config import new_folder
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-
-# Text that Gemma's processor writes around the crops of a wide image.
-_GEMMA_WORDS = "model Here is the original image and here are some crops to help you see better"
-_QWEN_WORDS = "< seconds >"  # that Qwen3-VL's processor writes before each frame of a video
+Dtype = Literal["float32", "bfloat16"]
+FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
+    (files("mimo.checkpoint.hf") / "tiny_families.yaml").read_text(encoding="utf-8")
+)
+_MARKER = "mimo_tiny.json"
 _MAX_VOCABULARY = 4096
+_VOCAB_MULTIPLE = 64  # as in published models, the embedding has more rows than there are tokens
+_MATRIX_STD, _NORM_NOISE, _BIAS_NOISE = 0.08, 0.1, 0.05
+# Keys that grow with the width, and those of numbers of layers.
+_WIDTHS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    "out_hidden_size",
+)
+_DEPTHS = ("num_hidden_layers", "depth")
+_TEXT: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 3e-4,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.03,
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ _QWEN = _Form(
         "<|endoftext|>": "pad_token",
         "<|im_end|>": "eos_token",
     },
-    extra_words=_QWEN_WORDS,
+    extra_words="< seconds >",  # before each frame of a video, by Qwen3-VL's processor
     template=chat_template(),
     end_of_turn="<|im_end|>",
 )
@@ -71,7 +91,8 @@ _GEMMA = _Form(
         "<end_of_image>": "eoi_token",
         "<image_soft_token>": "image_token",
     },
-    extra_words=_GEMMA_WORDS,
+    # Around the crops of a wide image, by Gemma's processor.
+    extra_words="model Here is the original image and here are some crops to help you see better",
     template=(files("mimo.checkpoint.hf") / "tiny_gemma.jinja").read_text(encoding="utf-8"),
     end_of_turn="<end_of_turn>",
 )
@@ -120,18 +141,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def end_token_ids(family: str, ids: Mapping[str, int]) -> list[int]:
-    """Return the ids at which an answer ends. ids: by token."""
-    form = _form(family)
-    return [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]
-
-
-Dtype = Literal["float32", "bfloat16"]
-
-_MARKER = "mimo_tiny.json"
-_VOCAB_MULTIPLE = 64  # as in published models, the embedding has more rows than there are tokens
-_MATRIX_STD = 0.08
-_NORM_NOISE, _BIAS_NOISE = 0.1, 0.05
+# ------------------------------------------------------------------------------ checkpoint
 
 
 @dataclass(frozen=True)
@@ -168,29 +178,33 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
 
 
 def _write(settings: TinyCheckpoint, directory: Path) -> int:
-    from transformers import GenerationConfig
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    family = FAMILIES[settings.family]
+    family, form = FAMILIES[settings.family], _form(settings.family)
     tokenizer = build_tokenizer(settings.family)
     ids = tokenizer.get_vocab()
     vocab_size = (len(ids) // _VOCAB_MULTIPLE + 1) * _VOCAB_MULTIPLE
     tied = family["tied"] if settings.tied is None else settings.tied
     config = tiny_config(settings.family, vocab_size, ids, tied)
     if settings.width > 1 or settings.num_layers is not None:
-        config = widened(config, settings.width, settings.num_layers)
-    model = _build_model(config, settings)
+        config = _widened(config, settings.width, settings.num_layers)
+    auto_class = AutoModelForImageTextToText if "files" in family else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
+        model = auto_class.from_config(config, dtype=torch.float32)
+    _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
+    model = model.to(getattr(torch, settings.dtype))
+    ends = dict.fromkeys((form.named["eos_token"], form.end_of_turn))
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=end_token_ids(settings.family, ids),
+        eos_token_id=[ids[token] for token in ends],
         pad_token_id=tokenizer.pad_token_id,
     )
-    options: dict[str, Any] = {}
-    if settings.shard_size is not None:
-        options["max_shard_size"] = settings.shard_size
+    size = settings.shard_size
     try:
-        model.save_pretrained(str(directory), **options)
+        model.save_pretrained(str(directory), **({} if size is None else {"max_shard_size": size}))
     except ValueError as error:
-        raise InputError(f"shard size {settings.shard_size!r}: {error}") from error
+        raise InputError(f"shard size {size!r}: {error}") from error
     tokenizer.save_pretrained(str(directory))
     for name, content in {**family.get("files", {}), _MARKER: asdict(settings)}.items():
         text = json.dumps(content, indent=2, sort_keys=True)
@@ -198,19 +212,47 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _build_model(config, settings: TinyCheckpoint) -> PreTrainedModel:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def tiny_config(
+    family: str, vocab_size: int, token_ids: Mapping[str, int], tied: bool
+) -> PreTrainedConfig:
+    """Return the configuration of transformers. token_ids: ids by token."""
+    from transformers import AutoConfig
 
-    is_text_only = "files" not in FAMILIES[settings.family]
-    auto_class = AutoModelForCausalLM if is_text_only else AutoModelForImageTextToText
-    with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
-        model = auto_class.from_config(config, dtype=torch.float32)
-    _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
-    return model.to(getattr(torch, settings.dtype))
+    sizes = deepcopy(FAMILIES[family])  # transformers may change it
+    text = {**_TEXT, "vocab_size": vocab_size, **sizes["text"]}
+    if "vision" not in sizes or family == "gemma3":  # the others have the key in the whole alone
+        text["tie_word_embeddings"] = tied
+    text |= {key: token_ids[token] for key, token in sizes["text_ids"].items()}
+    if "vision" not in sizes:
+        return AutoConfig.for_model(family, **text)
+    ids = {key: token_ids[token] for key, token in sizes.get("ids", {}).items()}
+    parts = {"text_config": text, "vision_config": sizes["vision"]}
+    return AutoConfig.for_model(
+        family, **parts, **sizes.get("whole", {}), **ids, tie_word_embeddings=tied
+    )
 
 
-def _draw_weights(model: nn.Module, seed: int, matrix_std: float) -> None:
+def _widened(config: PreTrainedConfig, width: int, num_layers: int | None) -> PreTrainedConfig:
+    """Return the same architecture with hidden sizes times ``width``.
+
+    The language model gets more heads, a Qwen tower wider ones. num_layers: of the language model
+    and of the tower; None keeps their numbers.
+    """
+    sizes = config.to_dict()
+    for part in (sizes.get("text_config", sizes), sizes.get("vision_config", {})):
+        for key in _WIDTHS:
+            if key in part:
+                part[key] *= width
+        for key in _DEPTHS:
+            if key in part and num_layers is not None:
+                part[key] = num_layers
+        if num_layers is not None and part.get("layer_types"):
+            kinds = part["layer_types"]
+            part["layer_types"] = [kinds[layer % len(kinds)] for layer in range(num_layers)]
+    return type(config).from_dict(sizes)
+
+
+def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
     """Draw all weights, in the order of their names in the model.
 
     Matrices are drawn around 0; a norm's weights around the class's initial value, which is 1, or 0

@@ -61,30 +61,16 @@ def grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def link(path: Path) -> None:
-    path.rename(path.with_suffix(".elsewhere"))
-    path.symlink_to(path.with_suffix(".elsewhere").name)
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a bit of a tensor": ("tensors_1.safetensors", flip_bit, "has checksum"),
     "tensors cut off": ("tensors_1.safetensors", truncate, r"has \d+ bytes, not"),
     "tensors grown": ("tensors_0.safetensors", grow, r"has \d+ bytes, not"),
     "tensors missing": ("tensors_0.safetensors", Path.unlink, "is missing"),
-    "tensors elsewhere": ("tensors_0.safetensors", link, "is missing, or is a link"),
-    "a pipe for tensors": ("tensors_0.safetensors", pipe, "is missing, or is a link"),
     "a bit of the index": ("tensors.json", flip_bit, "has checksum|is damaged"),
     "no index": ("tensors.json", Path.unlink, "tensors.json is missing"),
     "no progress": ("progress.json", Path.unlink, "progress.json is missing"),
     "a bit of the recipe": ("recipe.yaml", flip_bit, "has checksum"),
     "a bit of the tokenizer": ("assets/tokenizer.json", flip_bit, "has checksum"),
-    "assets elsewhere": ("assets", link, "tokenizer.json is missing, or is a link"),
     "manifest cut off": ("manifest.json", truncate, "manifest.json is damaged"),
-    "manifest elsewhere": ("manifest.json", link, "manifest.json is damaged: it is a link"),
 }
 """A file of a checkpoint, what happens to it, and what is said of it."""

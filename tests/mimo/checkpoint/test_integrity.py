@@ -67,7 +67,7 @@ UNREADABLE = {
     f"{name}, {call}": (name, call)
     for name, call in [
         *((name, "open") for name in ("manifest.json", "progress.json", "tensors.json")),
-        *(("tensors_1.safetensors", call) for call in ("open", "lstat")),
+        *(("tensors_1.safetensors", call) for call in ("open", "stat")),
         ("../latest", "open"),
     ]
 }

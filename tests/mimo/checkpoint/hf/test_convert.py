@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mimo.checkpoint.hf.export import convert_to_hf
-from mimo.checkpoint.hf.folder import HFCheckpoint
-from mimo.checkpoint.hf.initial import convert_from_hf, minimal_recipe
+from mimo.checkpoint.hf.initial import HFCheckpoint, convert_from_hf, minimal_recipe
 from mimo.errors import InputError, RecipeError
 from tests.cases import quick
 from tests.conftest import RunRanks

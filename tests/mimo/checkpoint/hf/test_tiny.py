@@ -28,8 +28,7 @@ from typer.testing import CliRunner
 from data.text.digits import DIGITS, image_conversation, words
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.checkpoint.hf.recipes import load_processor
-from mimo.checkpoint.hf.tiny import TinyCheckpoint, build_tokenizer, write_tiny
-from mimo.checkpoint.hf.tiny_configs import FAMILIES
+from mimo.checkpoint.hf.tiny import FAMILIES, TinyCheckpoint, build_tokenizer, write_tiny
 from mimo.cli.main import app
 from mimo.errors import InputError
 from mimo.families.hf_config import read_config, read_processors
