@@ -16,8 +16,8 @@ import pytest
 
 from mimo.checkpoint.hf.recipes import architecture_of_folder, load_phases
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.model.memory import memory_by_role
 from mimo.model.recipe_checks import check_recipe
-from mimo.model.roles import memory_by_role
 from mimo.parallel.grids import Layout, num_microbatches
 from tests.mimo.checkpoint.hf import folders
 

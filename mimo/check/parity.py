@@ -48,8 +48,7 @@ from mimo.config.schema import Recipe
 from mimo.device import machine_memory
 from mimo.errors import InputError
 from mimo.families.keymap import Weight, num_elements
-from mimo.model.memory import check_memory
-from mimo.model.recipe_checks import check_recipe
+from mimo.model.recipe_checks import check_memory, check_recipe
 from mimo.parallel.grids import Layout
 from mimo.runtime.processes import RanksFailed, RanksHung
 from mimo.runtime.ranks import run_on_cpu, warm_up_on_cpu

@@ -34,7 +34,7 @@ from mimo.errors import InputError
 from mimo.generate.one_rank import join_world_of_one, one_rank_recipe
 from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
 from mimo.model.decoding import open_decoding
-from mimo.model.memory import check_memory
+from mimo.model.recipe_checks import check_memory
 from mimo.model.step_plan import StepPlan, step_planner
 from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology

@@ -38,6 +38,7 @@ from mimo.engines.contract import Module, Piece
 from mimo.engines.fsdp.context import Wrapper
 from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.sharding import Rectangle
+from mimo.families.registry import trainable_names
 from mimo.generate.one_rank import LocalModel
 from mimo.model.dataset import (
     Dataset,
@@ -46,7 +47,6 @@ from mimo.model.dataset import (
     open_tokenizer,
     token_budget,
 )
-from mimo.model.flops import trainable_names
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer

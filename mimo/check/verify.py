@@ -39,7 +39,7 @@ from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.phases import Phase
 from mimo.device import machine_memory
 from mimo.errors import InputError
-from mimo.model.memory import check_processes
+from mimo.model.recipe_checks import check_processes
 from mimo.runtime.processes import RanksFailed, RanksHung
 from mimo.runtime.ranks import run_on_cpu, warm_up_on_cpu
 

@@ -72,8 +72,7 @@ def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
 
 def _print_memory(recipe: Recipe, layout: Layout) -> None:
     """Print the memory of a rank of each role."""
-    from mimo.model.memory import format_bytes
-    from mimo.model.roles import memory_by_role
+    from mimo.model.memory import format_bytes, memory_by_role
 
     table = Table("role", title="memory of a rank", padding=(0, 0, 0, 1))
     columns = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")

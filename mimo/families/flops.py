@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mimo.config.modules import LoRA
 from mimo.families.keymap import adapter_names, adapter_shapes
 
 
@@ -34,19 +35,11 @@ class Product:
         return 2.0 * self.shape[0] * self.shape[1]
 
 
-@dataclass(frozen=True)
-class Adapters:
-    """Low-rank adapters: their rank, and the linears that have one, such as "qkv"."""
-
-    rank: int
-    targets: frozenset[str]
-
-
 def flops_per_unit(
     products: Sequence[Product],
     is_trained: Callable[[str], bool],
     input_needs_gradient: bool = False,
-    adapters: Adapters | None = None,
+    adapters: LoRA | None = None,
 ) -> dict[str, float]:
     """FLOPs of forward and backward for one of each unit.
 
@@ -69,7 +62,7 @@ def flops_per_unit(
     return flops
 
 
-def _with_adapters(products: Sequence[Product], adapters: Adapters | None) -> Iterator[Product]:
+def _with_adapters(products: Sequence[Product], adapters: LoRA | None) -> Iterator[Product]:
     for product in products:
         yield product
         name = product.parameter

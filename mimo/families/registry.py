@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mimo.config.schema import Recipe, descriptions
+from mimo.config.schema import LANGUAGE, Recipe, descriptions
 from mimo.config.source import Location
 from mimo.errors import RecipeError, suggestion
 from mimo.families.contracts import (
@@ -20,6 +21,7 @@ from mimo.families.contracts import (
     LanguageFamily,
     LanguageSettings,
 )
+from mimo.families.keymap import is_adapter
 
 _LANGUAGES, _ENCODERS = "mimo.families.languages", "encoders"
 
@@ -92,3 +94,17 @@ def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
         ("encoders", encoder, "model"),
         recipe,
     )
+
+
+def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:
+    """Return whether a parameter of the module trains, by its name in the whole module.
+
+    A module with adapters trains only these; an encoder also trains its projector.
+    """
+    part = recipe.module(module)
+    if part.freeze is False and part.lora is None:
+        return lambda name: True
+    kept = ()
+    if part.trains and module != LANGUAGE:
+        kept = encoder_family(recipe, module).PROJECTOR
+    return lambda name: name.startswith(kept) or (part.trains and is_adapter(name))

@@ -25,8 +25,8 @@ from mimo.config.schema import Recipe
 from mimo.device import gpu_memory, initialize_distributed, machine_memory
 from mimo.model.build import build_model
 from mimo.model.inputs import ReceivedRows, join_levels, place_embeddings
-from mimo.model.memory import check_memory
 from mimo.model.modules import MimoModel
+from mimo.model.recipe_checks import check_memory
 from mimo.ops.segments import PackedSegments
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.parallel.groups import build_topology

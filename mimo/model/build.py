@@ -43,9 +43,9 @@ from mimo.families.registry import (
     encoder_settings,
     language_family,
     language_settings,
+    trainable_names,
 )
 from mimo.families.wire import DTYPES
-from mimo.model.flops import trainable_names
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_device
 from mimo.parallel.grids import LANGUAGE, encode_group, overlap_of, posted_ahead, run_ahead

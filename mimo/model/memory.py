@@ -1,76 +1,374 @@
-"""Checks that the ranks of a machine can hold a model, before anything is built.
+"""Estimates of the memory that a rank needs, by its role.
 
-Weights, gradients and optimizer state are counted exactly, by `mimo.model.roles`. The sum is a
-lower bound, so a refused model cannot fit: activations, buffers of communication and kernels, and
-the tokenizer's vocabulary if the recipe gives no `vocab_size`, come on top.
+A role is an encoder's rank, or a rank of one stage of the language model.
+
+Weights, gradients and optimizer state are counted exactly, from the family's list of weights and
+the way the engine cuts them. A distributed optimizer's state is the mean over the ranks that share
+it; so are all parts under FSDP2, which adds the weights that stay gathered.
+
+Activations and buffers are upper estimates, for full microbatches whose tokens all stand for items.
+Between forward and backward a layer keeps, of each token, the inputs of both norms and of all
+linears, and the outputs of the first linears; attention keeps no scores. With ``recompute: full``
+it keeps the layer's input alone, and one layer at a time all of this. Modules of transformers also
+keep gathered inputs of their linears, fp32 copies of norm inputs, rotated queries and keys, and
+the activated half of the MLP. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+
+Buffers are temporary: gradients of what a layer keeps, a weight's gradient, and FSDP2's messages.
+The device's context, memory of libraries such as NCCL, and fragmentation come on top.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from mimo.config.schema import Recipe, key_of
-from mimo.device import Memory
-from mimo.errors import RecipeError
-from mimo.model.roles import parameters_by_role
-from mimo.parallel.grids import LANGUAGE, Layout
+import numpy as np
 
-RANK_BYTES = 2**25
-"""The least memory of a rank's process besides its model: pages that no other process shares."""
+from data.modalities.processor import Part
+from mimo.config.schema import Recipe, Train
+from mimo.families.keymap import num_elements
+from mimo.families.registry import (
+    encoder_family,
+    encoder_settings,
+    language_family,
+    language_settings,
+    trainable_names,
+)
+from mimo.families.wire import DTYPES
+from mimo.ops.cross_entropy import rows_at_once
+from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
+
+_CUT_BY_ROWS = (
+    *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
+    *("word_embeddings.weight", "output_layer.weight"),
+)
+CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+"""Endings of the weights of which each tensor-parallel rank has the columns of its inputs."""
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def check_processes(recipe: Recipe, num_ranks: int, memory: Memory) -> None:
-    """Raise RecipeError unless ``num_ranks`` processes fit into the memory, without any model."""
-    if num_ranks * RANK_BYTES > memory.available:
-        message = (
-            f"{num_ranks} ranks on this machine need {format_bytes(num_ranks * RANK_BYTES)} at "
-            f"least, but it has {format_bytes(memory.available)} left; use fewer, or more machines"
-        )
-        raise RecipeError(recipe.problem((LANGUAGE, "grid"), message))
-
-
-def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -> None:
-    """Raise RecipeError unless ``ranks``, which share ``memory``, can hold their modules."""
-    if memory.is_of_processes:
-        check_processes(recipe, len(ranks), memory)
-    shared = [
-        (role, len(range(max(role.ranks.start, ranks.start), min(role.ranks.stop, ranks.stop))))
-        for role in parameters_by_role(recipe, layout)
-    ]
-    processes = len(ranks) * RANK_BYTES if memory.is_of_processes else 0
-    needed = sum(role.total * count for role, count in shared) + processes
-    if needed <= memory.available:
-        return
-    available = f"but {memory.name} has {format_bytes(memory.available)} left"
-    largest, _ = max(shared, key=lambda pair: pair[0].total * pair[1])
-    sizes = "; ".join(
-        f"{role.role}: {count} x {format_bytes(role.total)}" for role, count in shared if count
-    )
-    shares = "tp or pp, set train.distributed_optimizer or train.precision: bf16"
-    if layout.grids[largest.module].engine == "fsdp":
-        # Between the microbatches of a step gradients are whole on every lane.
-        shares = "dp / dp_replicate or tp, have fewer microbatches in a step"
-    raise RecipeError(
-        recipe.problem(
-            (*key_of(largest.module), "model"),
-            f"weights, gradients and optimizer state need {format_bytes(needed)} at least "
-            f"({sizes}) on {len(ranks)} rank{'s' * (len(ranks) > 1)} that share a memory, "
-            f"{available}; make the model smaller, raise {shares}, or use more machines",
-        )
-    )
+def format_bytes(num_bytes: float) -> str:
+    """Format a size for people, such as `1.5 GiB`."""
+    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
+    name, size = next((unit for unit in units if num_bytes >= unit[1]), units[-1])
+    return f"{num_bytes / size:,.1f} {name}"
 
 
 def format_memory(memory: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the result of `mimo.model.modules.MimoModel.memory` as text."""
+    """Format the result of `mimo.model.modules.MimoModel.memory` for people."""
     parts = [
-        f"{owner}: {', '.join(f'{format_bytes(size)} of {what}' for what, size in sizes.items())}"
+        f"{owner}: {', '.join(f'{format_bytes(size)} of {kind}' for kind, size in sizes.items())}"
         for owner, sizes in memory.items()
     ]
     return "; ".join(parts)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Return a size as text, such as `1.5 GiB`."""
-    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
-    unit, size = next((u for u in units if num_bytes >= u[1]), units[-1])
-    return f"{num_bytes / size:,.1f} {unit}"
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes that each rank of a role needs. role: the module, and its stage if it has several."""
+
+    role: str
+    module: str
+    ranks: range
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float = 0
+    logits: float = 0
+    buffers: float = 0
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.buffers
+
+
+def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
+    """Return the memory of every encoder, then of the language model's different stages."""
+    roles = []
+    for role in parameters_by_role(recipe, layout):
+        module = _Module(recipe, layout, role.module)
+        stage = module.grid.coords(role.ranks[0]).pp
+        has_logits = role.module == LANGUAGE and role.ranks.stop == module.grid.ranks.stop
+        roles.append(
+            replace(
+                role,
+                activations=module.activations(stage),
+                buffers=module.buffers(),
+                logits=module.logits() if has_logits else 0,
+            )
+        )
+    return roles
+
+
+def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
+    """Like `memory_by_role`, but without activations, logits and buffers."""
+    roles: list[RoleMemory] = []
+    for name, grid in layout.grids.items():
+        module = _Module(recipe, layout, name)
+        if grid.engine == "fsdp":
+            roles.append(module.sharded_parameters())
+            continue
+        starts = sorted({0, min(1, grid.pp - 1), grid.pp - 1})
+        roles += (module.stage_parameters(range(*ends)) for ends in pairwise([*starts, grid.pp]))
+    return roles
+
+
+def gradient_bytes(train: Train) -> int:
+    """Return the bytes of the gradient of a trainable parameter."""
+    return max(4, DTYPES[train.precision].itemsize)
+
+
+def optimizer_bytes(train: Train, replicas: int) -> float:
+    """Return the bytes of state of a trainable parameter. replicas: ranks that can share it."""
+    state = 2 * gradient_bytes(train) * (train.optimizer == "adam")
+    state += 4 * (train.precision == "bf16")
+    state += gradient_bytes(train) * (train.ema_decay is not None)
+    return state / (replicas if train.distributed_optimizer else 1)
+
+
+def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
+    """Return the inputs of a tower, such as patches, per embedding of an item of noise."""
+    settings = encoder_settings(recipe, encoder)
+    modality = settings.processor(recipe.encoders[encoder].media)
+    file = modality.random_file(np.random.default_rng(0))
+    plan = modality.plan(Part(modality.size_of(modality.decode(file))))
+    return math.prod(plan.grid) / plan.num_rows
+
+
+class _Module:
+    """Sizes of a module that its memory depends on.
+
+    layers: of a stage. size: bytes of a number in computations; wide: of a gradient.
+    shapes: of the parameters by name, of one layer only.
+    held, trained: elements on a tensor-parallel rank, of all and of trainable parameters: of the
+    "first" stage, of a "layer", of the "last" stage.
+    """
+
+    def __init__(self, recipe: Recipe, layout: Layout, name: str) -> None:
+        self.recipe, self.layout, self.name = recipe, layout, name
+        self.grid, self.part, self.train = layout.grids[name], recipe.module(name), recipe.train
+        self.size, self.wide = DTYPES[self.train.precision].itemsize, gradient_bytes(self.train)
+        language = language_settings(recipe)
+        self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
+        last: tuple[str, ...] = (_OUTPUT,)
+        if name == LANGUAGE:
+            self.layers = language.num_layers // self.grid.pp
+            known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
+            small = language.model_copy(update={"vocab_size": known, "num_layers": 1})
+            weights = language_family(recipe).weights_in_hf(small)
+        else:
+            family, settings = encoder_family(recipe, name), encoder_settings(recipe, name)
+            self.layers, last = settings.num_layers // self.grid.pp, family.PROJECTOR
+            tower = settings.model_copy(update={"num_layers": 1})
+            weights = family.weights_in_hf(tower, self.hidden)
+        self.shapes = {
+            weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
+            for weight in weights
+        }
+        self.held, self.trained = Counter[str](), Counter[str]()
+        is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
+        adapted = tuple(f".linear_{target}.weight" for target in lora.targets) if lora else ()
+        for weight, (rows, columns) in self.shapes.items():
+            is_last = weight.startswith(last) or "final_layernorm" in weight
+            place = "layer" if ".layers." in weight else "last" if is_last else "first"
+            cut = tp if weight.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
+            self._count(place, rows * columns // cut, is_trainable(weight))
+            if weight == _EMBEDDING and _OUTPUT not in self.shapes and self.grid.pp > 1:
+                # The head's copy.
+                self._count("last", rows * columns // cut, is_trainable(weight))
+            if lora is not None and place == "layer" and weight.endswith(adapted):
+                by_columns = weight.endswith(CUT_BY_COLUMNS)
+                sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
+                self._count(place, lora.rank * sum(sizes), self.part.trains)
+
+    def _count(self, place: str, elements: int, is_trainable: bool) -> None:
+        self.held[place] += elements
+        self.trained[place] += elements * is_trainable
+
+    def stage_parameters(self, stages: range) -> RoleMemory:
+        """Return what each rank of these stages keeps of the parameters under Megatron."""
+        grid = self.grid
+        first, last = stages[0] == 0, stages[-1] == grid.pp - 1
+        count = {"first": int(first), "layer": self.layers, "last": int(last)}
+        held = sum(count[place] * elements for place, elements in self.held.items())
+        trained = sum(count[place] * elements for place, elements in self.trained.items())
+        title = self.name
+        if grid.pp > 1:
+            title += ", " + ("first" if first else "last" if last else "middle") + " stage"
+        return RoleMemory(
+            role=title,
+            module=self.name,
+            ranks=range(grid.rank(pp=stages[0]), grid.rank(pp=stages[-1]) + grid.size // grid.pp),
+            weights=held * self.size,
+            gradients=trained * self.wide,
+            optimizer=trained * optimizer_bytes(self.train, grid.dp * grid.cp),
+        )
+
+    def sharded_parameters(self) -> RoleMemory:
+        """Return what each rank keeps under FSDP2: a share of weights in at least fp32.
+
+        To compute, it gathers what is outside of layers, except for a separate embedding, and a
+        layer, or everything if it frees nothing after its forward. Unless every backward reduces
+        gradients, a backward that others follow in the same step leaves all layers gathered and
+        gradients whole: see `mimo.engines.fsdp.sharding.reduce_gradients`.
+        """
+        inside, outside = self.held["layer"], self.held["first"] + self.held["last"]
+        trained, shares = self._all(self.trained), self._shares
+        state = 2 * (self.train.optimizer == "adam") + (self.train.ema_decay is not None)
+        gathered = outside + (self.layers if self._keeps_layers else 1) * inside
+        if self.part.reshard_after_forward:
+            gathered -= self._embedding
+        is_gathered = shares > 1 or self.size < self.wide
+        return RoleMemory(
+            role=self.name,
+            module=self.name,
+            ranks=self.grid.ranks,
+            weights=self._all(self.held) * self.wide / shares
+            + (gathered * self.size if is_gathered else 0),
+            gradients=trained * self.wide / (1 if self._keeps_gradients else shares),
+            optimizer=trained * self.wide * state / shares,
+        )
+
+    @property
+    def _shares(self) -> int:
+        """Parts into which FSDP2 cuts each parameter."""
+        return self.grid.dp // self.grid.dp_replicate
+
+    def _all(self, elements: Counter[str]) -> int:
+        return elements["first"] + self.layers * elements["layer"] + elements["last"]
+
+    @property
+    def _embedding(self) -> int:
+        """Elements of an embedding that FSDP2 gathers separately, because it is not the head."""
+        return self.held["first"] if self.name == LANGUAGE and _OUTPUT in self.shapes else 0
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether FSDP2 leaves gradients whole between the microbatches of a step."""
+        reduces = self.part.reduce_gradients == "microbatch"
+        return not reduces and self._num_backwards() > 1 and self._all(self.trained) > 0
+
+    @property
+    def _keeps_layers(self) -> bool:
+        return self._keeps_gradients or not self.part.reshard_after_forward
+
+    def buffers(self) -> float:
+        """Return the bytes of temporary buffers at the peak.
+
+        That is the backward of a layer or, under FSDP2, also the forward or backward of what is
+        outside of layers, while recomputed activations do not exist.
+        """
+        width, kept = self._widths()
+        inside = self._tokens * self.size * kept
+        layer_gradients = 0.0 if self._is_frozen else inside
+        if self.grid.engine == "fsdp":
+            forward, layer, end = self._messages()
+            absent = inside if self.part.recompute == "full" else 0
+            return max(layer_gradients + layer, max(forward, end) - absent)
+        if self.grid.sp:  # the gathered input of a linear, and its gradient
+            layer_gradients += 2 * self._tokens * self.size * width * self.grid.tp
+        largest = max(rows * columns for rows, columns in self.shapes.values()) // self.grid.tp
+        return layer_gradients + largest * self.size * (self._all(self.trained) > 0)
+
+    def _messages(self) -> tuple[float, float, float]:
+        """Bytes of FSDP2's messages: in a forward, in the backward of a layer and of an end.
+
+        The next unit is gathered, where nothing stays gathered, and exists twice, as received and
+        as used. Gradients are reduced while those of the next unit are computed, in the dtype of
+        the computation; the message is in fp32, and so is the share that results.
+        """
+        layer, embedding = self.held["layer"], self._embedding
+        outside = self.held["first"] + self.held["last"] - embedding
+        following = 0 if self._keeps_layers else layer
+        received = self._shares > 1  # without other lanes there are no messages
+        gathered = (following + 2 * layer * received) * self.size
+        ends = (self.trained["first"], self.trained["last"])
+        end = max(ends) if embedding else sum(ends)
+        per_element = 2 * self.size + self.wide + 2 * self.wide / self._shares
+        forward = (embedding + max(embedding, outside) * received + layer * received) * self.size
+        in_layer = gathered + self.trained["layer"] * per_element
+        return max(forward, gathered), in_layer, gathered + end * per_element
+
+    def _num_backwards(self) -> int:
+        """Backward passes of a step, whose gradients are reduced together."""
+        count = num_microbatches(self.recipe, self.layout)
+        if self.name not in self.layout.colocated:
+            return count
+        group = self.recipe.encoders[self.name].encode_group
+        return 1 if group == "all" else -(-count // group)
+
+    def logits(self) -> float:
+        """Return the bytes of logits at the peak, on the last stage, if all tokens have a loss.
+
+        A block of them, in at least fp32, and in 16 bits once more in the dtype of the model.
+        """
+        tokens, columns = self.recipe.longest_microbatch / self.grid.cp, self.vocabulary
+        block = tokens * min(columns / self.grid.tp, rows_at_once(int(tokens)))
+        return block * (self.wide + (self.size if self.size < self.wide else 0))
+
+    def activations(self, stage: int) -> float:
+        """Return the bytes of activations on a rank of a stage at the peak."""
+        size, (width, kept) = self._tokens * self.size, self._widths()
+        if self._is_frozen:  # nothing is kept for a backward
+            return size * kept
+        waiting = min(self._in_flight(stage), num_microbatches(self.recipe, self.layout))
+        if self.part.recompute == "full":
+            return size * (waiting * self.layers * width + kept)
+        return size * waiting * self.layers * kept
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens of a full microbatch on a context-parallel rank; for a tower, its inputs."""
+        tokens = self.recipe.longest_microbatch / self.grid.cp
+        if self.name == LANGUAGE:
+            return tokens
+        lanes = self.layout.language.dp / self.grid.dp
+        return tokens * lanes * inputs_per_embedding(self.recipe, self.name)
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether an encoder runs no backward."""
+        freeze = self.part.freeze
+        is_frozen = freeze is True or (freeze == "tower" and not self.part.lora)
+        return self.name != LANGUAGE and is_frozen
+
+    def _widths(self) -> tuple[float, float]:
+        """Elements of a token on a rank: between layers, and kept in a layer for backward."""
+        part = self.grid.tp if self.grid.sp else 1
+        layer = {name: shape for name, shape in self.shapes.items() if ".layers." in name}
+        linears = {n.split(".")[-2]: shape for n, shape in layer.items() if n.endswith(".weight")}
+        is_fsdp, in_fp32 = self.grid.engine == "fsdp", self.wide // self.size
+        # Norms of transformers keep their input, its fp32 copy, and the normalized copy.
+        norm = 2 + in_fp32 if is_fsdp else 1
+        if "linear_qkv" not in linears:  # named as in transformers
+            width = self.hidden / part
+            outputs = sum(rows for rows, columns in layer.values() if columns > 1)
+            return width, 2 * norm * width + 2 * self.hidden + norm * outputs / self.grid.tp
+        qkv, proj, fc1, fc2 = (linears[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2"))
+        width = qkv[1] / part
+        # The inputs of two norms, and of the linears that follow them.
+        inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / self.grid.tp
+        if not is_fsdp:
+            return width, 4 * width + inside
+        # Queries and keys have norms as well, and are rotated; the gate is activated first.
+        inside += (norm * qkv[0] + fc2[1]) / self.grid.tp
+        return width, 2 * norm * width + 2 * qkv[1] + inside
+
+    def _in_flight(self, stage: int) -> float:
+        """Largest number of microbatches between forward and backward on a stage."""
+        grid = self.grid
+        if self.name in self.layout.colocated:
+            group = self.recipe.encoders[self.name].encode_group
+            return math.inf if group == "all" else group
+        if self.name != LANGUAGE:
+            return run_ahead(self.recipe, self.layout, self.name) + grid.pp - stage
+        if grid.vpp == 1:
+            return grid.pp - stage
+        # Forward passes of chunks before the first backward; see Megatron's interleaved schedule.
+        return (2 * (grid.pp - 1 - stage) + (grid.vpp - 1) * grid.pp + 1) / grid.vpp

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from data.index.store import Build
 from mimo.config.phases import PhasedRecipe
-from mimo.config.schema import Recipe
+from mimo.config.schema import Recipe, key_of
 from mimo.config.training import Source
-from mimo.device import has_gpu, machine_memory
+from mimo.device import Memory, has_gpu, machine_memory
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
@@ -29,15 +29,14 @@ from mimo.model.dataset import (
     unknown_text,
 )
 from mimo.model.indexing import build_in_processes, survey_source
-from mimo.model.memory import check_memory
-from mimo.model.roles import CUT_BY_COLUMNS
+from mimo.model.memory import CUT_BY_COLUMNS, format_bytes, parameters_by_role
 from mimo.ops.acceleration import (
     fp8_multiple,
     fp8_problem,
     this_machine,
 )
 from mimo.parallel.build import build_layout
-from mimo.parallel.grids import Layout
+from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.runtime.ranks import RankEnv
 
 
@@ -90,7 +89,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         except RecipeError as error:
             problems += error.problems
     if not problems and any(grid.engine == "fsdp" for grid in layout.grids.values()):
-        from mimo.model.fsdp_checks import fsdp_problems  # late: transformers takes seconds
+        from mimo.model.fsdp import fsdp_problems  # late: transformers takes seconds
 
         problems += fsdp_problems(recipe, layout)
     if problems:
@@ -207,6 +206,51 @@ def _too_few_samples(recipe: Recipe, num_samples: float) -> Iterator[str]:
             f"got {size}, but data.sources have {num_samples} samples together; a microbatch "
             f"holds each once at most, so set it to {num_samples} or less",
         )
+
+
+RANK_BYTES = 2**25
+"""The least that a rank's process takes besides its model: pages that no other process shares."""
+
+
+def check_processes(recipe: Recipe, num_ranks: int, memory: Memory) -> None:
+    """Raise RecipeError unless ``num_ranks`` processes fit into the memory, without any model."""
+    if num_ranks * RANK_BYTES > memory.available:
+        message = (
+            f"{num_ranks} ranks on this machine need {format_bytes(num_ranks * RANK_BYTES)} at "
+            f"least, but it has {format_bytes(memory.available)} left; use fewer, or more machines"
+        )
+        raise RecipeError(recipe.problem((LANGUAGE, "grid"), message))
+
+
+def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -> None:
+    """Raise RecipeError unless ``ranks``, which share ``memory``, can hold their modules."""
+    if memory.is_of_processes:
+        check_processes(recipe, len(ranks), memory)
+    counts = [
+        (role, len(range(max(role.ranks.start, ranks.start), min(role.ranks.stop, ranks.stop))))
+        for role in parameters_by_role(recipe, layout)
+    ]
+    processes = len(ranks) * RANK_BYTES if memory.is_of_processes else 0
+    needed = sum(role.total * count for role, count in counts) + processes
+    if needed <= memory.available:
+        return
+    largest, _ = max(counts, key=lambda pair: pair[0].total * pair[1])
+    sizes = "; ".join(
+        f"{role.role}: {count} x {format_bytes(role.total)}" for role, count in counts if count
+    )
+    shares = "tp or pp, set train.distributed_optimizer or train.precision: bf16"
+    if layout.grids[largest.module].engine == "fsdp":
+        # Between the microbatches of a step gradients are whole on every lane.
+        shares = "dp / dp_replicate or tp, have fewer microbatches in a step"
+    raise RecipeError(
+        recipe.problem(
+            (*key_of(largest.module), "model"),
+            f"weights, gradients and optimizer state need {format_bytes(needed)} at least "
+            f"({sizes}) on {len(ranks)} rank{'s' * (len(ranks) > 1)} that share a memory, but "
+            f"{memory.name} has {format_bytes(memory.available)} left; make the model smaller, "
+            f"raise {shares}, or use more machines",
+        )
+    )
 
 
 def check_room(

@@ -13,10 +13,13 @@ import numpy as np
 
 from bridge import BridgePlan, ItemRuns, assign_items, imbalance
 from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_order
+from data.index.reader import plans_of_items
 from data.index.samples import Index, column
 from data.order import SampleOrder
 from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
-from mimo.config.schema import Recipe
+from mimo.config.schema import LANGUAGE, Recipe
+from mimo.families.flops import flops_per_unit, step_flops
+from mimo.families.registry import encoder_settings, language_settings, trainable_names
 from mimo.model.dataset import Dataset, linear_tokens, token_budget
 from mimo.model.step_bridges import StepRows
 from mimo.ops.acceleration import fp8_multiple
@@ -276,3 +279,47 @@ def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **options: An
         linear_tokens=linear_tokens(recipe),
         **options,
     )
+
+
+class StepFlops:
+    """Counts the FLOPs of planned steps. tokenizer_size: number of its tokens."""
+
+    def __init__(self, recipe: Recipe, tokenizer_size: int, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._language = language_settings(recipe)
+        vocab_size = self._language.padded_vocab_size(tokenizer_size)
+        self._encoders = {name: encoder_settings(recipe, name) for name in recipe.encoders}
+        products = {LANGUAGE: self._language.products(vocab_size)}
+        for name, settings in self._encoders.items():
+            products[name] = settings.products(self._language.hidden_size)
+        encoders_train = any(encoder.trains for encoder in recipe.encoders.values())
+        self._per_unit = {
+            name: flops_per_unit(
+                products_of_module,
+                trainable_names(recipe, name),
+                # Gradients pass through the language model to the embeddings of encoders.
+                input_needs_gradient=name == LANGUAGE and encoders_train,
+                adapters=recipe.module(name).lora,
+            )
+            for name, products_of_module in products.items()
+        }
+
+    def of(self, plan: StepPlan) -> dict[str, float]:
+        """Return the FLOPs of forward and backward by module, over all its ranks."""
+        flops = dict.fromkeys(self._per_unit, 0.0)
+        for planned in plan.microbatches:
+            samples = planned.samples
+            counts = {
+                LANGUAGE: self._language.counts(
+                    samples.length, samples.item_rows, int(samples.loss_tokens.sum())
+                )
+            }
+            for name, settings in self._encoders.items():
+                items = planned.encoders[name].item
+                source = samples.source[samples.item_sample[items]]
+                plans = plans_of_items(self._dataset.readers, source, samples.item[items])
+                if plans:
+                    counts[name] = settings.counts(np.array([plan.grid for plan in plans]))
+            for name, units in counts.items():
+                flops[name] += step_flops(self._per_unit[name], units)
+        return flops

@@ -36,10 +36,9 @@ from mimo.config.schema import Recipe
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.model.dataset import Dataset
 from mimo.model.decoding import gather_items, pack_language
-from mimo.model.flops import StepFlops
 from mimo.model.inputs import EncoderBatch, LanguageBatch
 from mimo.model.modules import MimoModel
-from mimo.model.step_plan import StepPlan, step_planner
+from mimo.model.step_plan import StepFlops, StepPlan, step_planner
 from mimo.parallel.grids import LANGUAGE
 from mimo.parallel.groups import Topology
 from mimo.runtime.signals import EarlyStop

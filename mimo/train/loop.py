@@ -21,7 +21,7 @@ from mimo.device import has_gpu, traced_activities
 from mimo.model.build import build_model
 from mimo.model.dataset import Dataset, item_processors, open_tokenizer, split_by_source
 from mimo.model.decoding import open_decoding
-from mimo.model.flops import StepFlops
+from mimo.model.step_plan import StepFlops
 from mimo.parallel.groups import Topology
 from mimo.runtime.signals import SAVE_FAILED, EarlyStop
 from mimo.spans import SPANS

@@ -36,8 +36,9 @@ from mimo.device import (
 from mimo.engines.contract import Module
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
-from mimo.model.memory import check_memory, format_memory
+from mimo.model.memory import format_memory
 from mimo.model.modules import MimoModel
+from mimo.model.recipe_checks import check_memory
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import Topology, build_topology
 from mimo.runtime.hang_monitor import COLLECTIVE_FACTOR, HangMonitor

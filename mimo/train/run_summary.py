@@ -19,10 +19,10 @@ from mimo.families.registry import (
     encoder_settings,
     language_family,
     language_settings,
+    trainable_names,
 )
 from mimo.families.wire import precision_of
 from mimo.model.dataset import Dataset, sources_of
-from mimo.model.flops import trainable_names
 from mimo.parallel.grids import LANGUAGE, Layout
 
 _MEASURED = 256  # samples of a source, from which its mean length is estimated

@@ -18,8 +18,8 @@ from mimo.checkpoint.hf.recipes import load_phases, load_recipe
 from mimo.config.bounds import MAX_RANKS
 from mimo.config.schema import Encoder, Recipe
 from mimo.errors import InputError, RecipeError
+from mimo.model.memory import parameters_by_role
 from mimo.model.recipe_checks import check_recipe
-from mimo.model.roles import parameters_by_role
 from mimo.parallel.build import build_layout
 
 # How long something may take before it counts as hanging.

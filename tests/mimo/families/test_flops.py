@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.modalities.processor import Part
-from mimo.families.flops import Adapters, causal_pairs, flops_per_unit, step_flops
+from mimo.config.modules import LoRA
+from mimo.families.flops import causal_pairs, flops_per_unit, step_flops
 from mimo.families.keymap import is_adapter
 from mimo.families.registry import encoder_families, language_families
 from tests.cases import quick_values
@@ -23,7 +24,7 @@ from tests.mimo.families.test_contracts import settings_of
 
 H, NUM_TOKENS = 32, 16
 LENGTHS = (12, 12, 12)  # alike, so that no kernel computes on padding
-RANK, TARGETS = 3, frozenset({"qkv", "proj", "fc1", "fc2"})
+RANK, TARGETS = 3, ("qkv", "proj", "fc1", "fc2")
 # PyTorch counts five products of a causal square in the backward of attention, of which one is
 # computed again: the model needs four halves of a square.
 COUNTED_BACKWARD = 5 / 4
@@ -47,7 +48,7 @@ LEARNS = {
 
 def _ours(settings: Any, counts: dict[str, float], case: str, size: int, projector: Any) -> Any:
     learns, input_learns = LEARNS[case]
-    adapters = Adapters(RANK, TARGETS) if case.startswith("adapters") else None
+    adapters = LoRA(rank=RANK, targets=TARGETS) if case.startswith("adapters") else None
     found = []
     for kind in (True, False):
         pairs = {name: n for name, n in counts.items() if name.endswith("pair") != kind}
@@ -85,10 +86,10 @@ def _freeze(model: nn.Module, case: str, projector: Any) -> None:
 def _with_adapters(case: str) -> Any:
     from dataclasses import replace
 
-    from mimo.engines.megatron.config import LoRA
+    from mimo.engines.megatron import config
 
-    ctx = _context(1, False)
-    return replace(ctx, lora=LoRA(RANK, 1.0, TARGETS)) if case.startswith("adapters") else ctx
+    adapters = config.LoRA(RANK, 1.0, frozenset(TARGETS)) if case.startswith("adapters") else None
+    return replace(_context(1, False), lora=adapters)
 
 
 def count_tower(rank: int, name: str, case: str) -> Counted:

@@ -16,8 +16,8 @@ from mimo.cli.main import app
 from mimo.engines.fsdp.models import model_problems
 from mimo.engines.fsdp.plans import tp_problems
 from mimo.errors import RecipeError
+from mimo.model.memory import parameters_by_role
 from mimo.model.recipe_checks import check_recipe
-from mimo.model.roles import parameters_by_role
 from mimo.parallel.build import build_layout
 from tests.cases import quick_values
 from tests.conftest import RunRanks

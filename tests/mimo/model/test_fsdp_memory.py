@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.model.roles import RoleMemory, memory_by_role
+from mimo.model.memory import RoleMemory, memory_by_role
 from mimo.parallel.build import build_layout
 from tests.conftest import RunRanks
 from tests.test_recipes import CONFIGS, PROCESSORS

@@ -1,4 +1,4 @@
-"""What is staged for the language model: this rank's part alone, and shared tensors once."""
+"""Inputs of a rank: only its part is staged, and rows of encoders are placed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from data.modalities.processor import WireForm
 from mimo.device import Staging
 from mimo.families.contracts import ItemRules
 from mimo.model.decoding import EncoderItems
-from mimo.model.inputs import stage_items, stage_lane
+from mimo.model.inputs import (
+    ReceivedRows,
+    join_levels,
+    place_embeddings,
+    stage_items,
+    stage_lane,
+)
 from mimo.parallel.partition import PartitionAdapter
 
 TOKENS = 24
@@ -111,3 +117,37 @@ def test_items_of_several_microbatches_become_one_batch_in_order() -> None:
     assert batch.items.tolist() == grids.tolist()
     later_stage = stage_items([EncoderItems(None, grids)], GridsOnly(), Staging(None))
     assert later_stage.patches is None
+
+
+# ------------------------------------------------------------ rows of several encoders
+
+S, B, H = 5, 2, 3
+
+
+def received(first: float, places: list[int], num_levels: int) -> ReceivedRows:
+    """Rows whose elements are ``first``, ``first`` + 1, ...; those of levels are negative."""
+    numbers = first + torch.arange(float(len(places)))
+    rows = numbers[:, None].expand(-1, H)
+    return ReceivedRows(rows, -rows.expand(num_levels, -1, -1), torch.tensor(places))
+
+
+# As many rows of each; place b·S + s is token s of sequence b.
+IMAGES, VIDEOS = received(10.0, [7, 0], 2), received(20.0, [3, 8], 1)
+
+
+def test_rows_of_encoders_with_equal_counts_stand_at_the_places_of_each() -> None:
+    text = torch.zeros(S, B, H)
+    expected = torch.zeros(S, B)
+    expected[2, 1], expected[0, 0] = 10.0, 11.0
+    expected[3, 0], expected[3, 1] = 20.0, 21.0
+    assert torch.equal(
+        place_embeddings(text, [IMAGES, VIDEOS]), expected[..., None].expand(text.shape)
+    )
+
+
+def test_levels_of_encoders_keep_the_places_of_each() -> None:
+    joined = join_levels([IMAGES, VIDEOS])
+    assert joined is not None
+    levels: Tensor = joined[0]
+    assert joined[1].tolist() == [7, 0, 3, 8]
+    assert levels[..., 0].tolist() == [[-10.0, -11.0, -20.0, -21.0], [-10.0, -11.0, 0.0, 0.0]]

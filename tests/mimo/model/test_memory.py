@@ -12,15 +12,14 @@ from mimo.config.schema import Recipe
 from mimo.device import Memory
 from mimo.errors import RecipeError
 from mimo.model import recipe_checks
-from mimo.model.memory import RANK_BYTES, check_memory
-from mimo.model.recipe_checks import check_data
-from mimo.model.roles import (
+from mimo.model.memory import (
     RoleMemory,
     gradient_bytes,
     memory_by_role,
     optimizer_bytes,
     parameters_by_role,
 )
+from mimo.model.recipe_checks import RANK_BYTES, check_data, check_memory
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Layout
 from mimo.train import main as job

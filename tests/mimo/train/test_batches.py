@@ -37,7 +37,7 @@ PREPARING = (
     ("mimo.train.batches", "gather_items"),
     ("mimo.model.modules", "stage_lane"),
     ("mimo.model.modules", "stage_items"),
-    ("mimo.model.flops.StepFlops", "of"),
+    ("mimo.model.step_plan.StepFlops", "of"),
     ("data.index.reader.SampleReader", "sample"),
     ("data.index.reader.SampleReader", "patches"),
 )

@@ -12,8 +12,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.model.flops import StepFlops
-from mimo.model.step_plan import StepPlan, StepPlanner
+from mimo.model.step_plan import StepFlops, StepPlan, StepPlanner
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import num_microbatches
 from mimo.train import metrics
