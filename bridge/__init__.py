@@ -1,20 +1,26 @@
 """From flat embeddings in any encoder layout to rows in any language-model layout."""
 
 from bridge.balance import assign_items, imbalance
-from bridge.check import SampleKeys, check_plans
 from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
-from bridge.flat import FlatEmbeddings, ItemRows, split_sizes_of
+from bridge.flat import (
+    FlatEmbeddings,
+    ItemRows,
+    SampleKeys,
+    check_plans,
+    split_sizes_of,
+)
 from bridge.levels import LevelReceiver, split_levels, take_chunk
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import ItemRuns
 from bridge.shard_map import (
     LaneSegments,
+    ReplicatedSource,
+    SequenceShardedSource,
     ShardMap,
+    Source,
     replicated_destination,
     sharded_destination,
 )
-from bridge.source import ReplicatedSource, SequenceShardedSource, Source
 from bridge.transfer import BridgeEnd, Kind, WaitClock
-from bridge.waiting import BridgeError, UnexpectedRows
-from bridge.watch import TransferWatch
+from bridge.waiting import BridgeError, TransferWatch, UnexpectedRows

@@ -1,9 +1,9 @@
 """Which encoder lane encodes which item.
 
-Items are assigned largest first to the least loaded lane (longest processing time first; R. L.
+Each item goes to the least loaded lane, largest item first (longest processing time first; R. L.
 Graham, Bounds on multiprocessing timing anomalies, 1969: at most 4/3 of the best possible maximum).
-The rule is sequential, but as long as no lane that has got an item is the least loaded again, the
-next items go to the next lanes, whatever they cost: these are assigned at once, round after round.
+The rule is sequential. But until a lane that got an item is the least loaded again, the next items
+go to the next lanes, whatever they cost. Such rounds of items are assigned at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def assign_items(
 ) -> NDArray[np.int64]:
     """(I,) costs -> (I,) lane of each item.
 
-    loads: (lanes,) work that the lanes already have in the same go. earlier: (lanes,) work that
-    they had before; it decides between lanes that are equally loaded, so that a single item does
-    not always go to the same lane. Further ties go to the earlier item and the lower lane.
+    loads: (lanes,) work that the lanes have already in this microbatch. earlier: (lanes,) work of
+    earlier ones; it decides between equally loaded lanes, so that single items do not all go to the
+    same lane. Further ties go to the earlier item and the lower lane.
     """
     costs = np.asarray(costs, dtype=np.int64)
     assigned = np.zeros(costs.size, np.int64)
@@ -58,9 +58,9 @@ def assign_items(
 
 
 def imbalance(loads: NDArray) -> float:
-    """(..., lanes) loads -> largest over mean, averaged over what else there is; 1.0 is perfect.
+    """(..., lanes) loads -> the mean over "..." of largest over mean load; 1.0 is perfect.
 
-    Lanes without any load are perfect, too.
+    Lanes without any load count as perfect.
     """
     largest, mean = loads.max(axis=-1), loads.mean(axis=-1)
     return float(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0).mean())

@@ -1,7 +1,7 @@
 """The bridge where encoder and language model share their ranks.
 
-The rows of a whole group of microbatches are exchanged at once, before the language model's
-schedule runs on them, and their gradients at once after it.
+The rows of a group of microbatches are exchanged together before the language model's schedule runs
+on them, and their gradients together after it.
 
 Letters: n rows of this rank's messages, N rows of this rank's encoder lane over a whole group, H
 hidden.
@@ -28,23 +28,23 @@ def _merged(exchanges: Sequence[Exchange], index: Sequence[Ints]) -> Exchange:
 
     index: replaces the indices of ``exchanges``; unique over all microbatches.
     """
-    peer = np.concatenate([np.repeat(ints(one.peers), ints(one.counts)) for one in exchanges])
+    peer = np.concatenate([np.repeat(ints(e.peers), ints(e.counts)) for e in exchanges])
     order = np.argsort(peer, kind="stable")
     peers, counts = np.unique(peer, return_counts=True)
     return Exchange(tuple(peers.tolist()), tuple(counts.tolist()), np.concatenate(index)[order])
 
 
 def _shifted(exchanges: Sequence[Exchange], starts: Ints) -> list[Ints]:
-    """Their indices where each microbatch's rows begin at its start."""
-    return [one.index + start for one, start in zip(exchanges, starts, strict=True)]
+    """The indices of ``exchanges``, each counted from its microbatch's start."""
+    return [e.index + start for e, start in zip(exchanges, starts, strict=True)]
 
 
 class ColocatedBridge:
     """Both ends of a bridge on one rank; every rank of the two modules has one.
 
     end.gather: the language model's tensor-parallel group if all of its ranks need a lane's rows.
-    encoder_gather: the encoder's if several ranks hold the same rows. receives: whether this rank
-    is on the language model's stage of its link.
+    encoder_gather: the encoder's, if several ranks hold the same rows. receives: whether this rank
+    is on the link's stage of the language model.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class ColocatedBridge:
     def deliver(self, microbatches: range, rows: FlatEmbeddings) -> None:
         """Exchange the rows (N, H) of this lane's items of ``microbatches``; all ranks call it.
 
-        Under sequence parallelism each rank of the encoder gives its part of them. The rows become
-        leaves: their way back is `collect`, not autograd. Raises UnexpectedRows when the rows are
-        not those that the plans expect.
+        Under sequence parallelism each rank of the encoder gives its part. The received rows are
+        leaves: `collect` takes their gradients, not autograd. Raises UnexpectedRows when the rows
+        are not those of the plans.
         """
         if not self._expects_gradients:
-            self._leaves.clear()  # no `collect` takes those of the group before
+            self._leaves.clear()  # no `collect` takes the previous group's
         plans = [self._plans[m] for m in microbatches]
         starts, _ = self._held(plans)
         check_rows(self.end, microbatches, plans, self.lane, rows)
         end = self.end
         sends = [plan.sends(end.rank) for plan in plans]
-        # The rows of all sharers, microbatch by microbatch; this rank's own arrive among them.
+        # The rows of all sharers, microbatch by microbatch; this rank receives its share of them.
         sizes = ints([end.bounds(plan)[-1] for plan in plans])
         firsts = offsets(sizes)[:-1]
         incoming = [end.incoming(plan) for plan in plans]
@@ -100,40 +100,38 @@ class ColocatedBridge:
             return
         for m, plan, part in zip(microbatches, plans, arrived.split(sizes.tolist()), strict=True):
             if end.gather is not None:
-                shares = end.row_shares(plan)
-                share_out(end, end.gather, m, "rows", part, shares)
+                share_out(end, end.gather, m, "rows", part, end.row_shares(plan))
             leaf = part.to(end.dtype)
             self._leaves[m] = leaf.requires_grad_(True) if self._expects_gradients else leaf
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
-        """Rows (n, H) in the model's dtype and their local positions (n,) int64.
+        """Return rows (n, H) in the model's dtype and their local positions (n,) int64.
 
-        On the language model's stage of its link, after `deliver`.
+        Only on the link's stage of the language model, after `deliver`.
         """
         return self._leaves[microbatch], self.end.positions(self._plans[microbatch])
 
     def collect(self, microbatches: range) -> Tensor:
-        """Exchange the gradients of ``microbatches`` back: (N, H) of this lane's rows.
+        """Exchange gradients back and return those of this lane's rows (N, H).
 
         All ranks call it, after the language model's backward. Every tensor-parallel replica of
         the encoder gets the complete gradient.
         """
         plans, end = [self._plans[m] for m in microbatches], self.end
         starts, num_rows = self._held(plans)
-
         collects = [plan.collects(end.rank) for plan in plans]
         returns = [plan.returns(end.rank) for plan in plans]
         firsts = offsets(ints([plan.receives(end.rank).num_rows for plan in plans]))[:-1]
-        own = torch.zeros(0, end.hidden_size, device=end.device)
+        received = torch.zeros(0, end.hidden_size, device=end.device)
         if self.receives:
-            own = torch.cat([self._own_gradient(m) for m in microbatches])
+            received = torch.cat([self._received_gradient(m) for m in microbatches])
         gradient = self._empty(num_rows)
         start_exchanging(
             end,
             microbatches,
             "gradients",
             _merged(returns, _shifted(returns, firsts)),
-            own,
+            received,
             _merged(collects, _shifted(collects, starts)),
             gradient,
         ).wait()
@@ -141,11 +139,11 @@ class ColocatedBridge:
         if replicas is None:  # all other rows are padding
             gradient[sum(exchange.num_rows for exchange in collects) :].zero_()
         else:
-            held = [
+            by_rank = [
                 [plan.collects(rank) for plan in plans]
                 for rank in dist.get_process_group_ranks(replicas)
             ]
-            shares = [_merged(own, _shifted(own, starts)).merged_places for own in held]
+            shares = [_merged(held, _shifted(held, starts)).merged_places for held in by_rank]
             share_out(end, replicas, microbatches.start, "gradients", gradient, shares)
         return gradient.to(end.dtype)
 
@@ -160,12 +158,12 @@ class ColocatedBridge:
     def _held(self, plans: Sequence[BridgePlan]) -> tuple[Ints, int]:
         """Where each microbatch's rows begin among this rank's encoded rows, and their number."""
         held = ints([plan.held_rows[self.lane] for plan in plans])
-        if plans[0].source_parts > 1:  # cut as one sequence: the plans count from its start
+        if plans[0].source_parts > 1:  # cut together: each plan counts from the group's start
             return np.zeros_like(held), int(held[0])
         return offsets(held)[:-1], int(held.sum())
 
-    def _own_gradient(self, microbatch: int) -> Tensor:
-        """The gradient of the rows that this rank itself received, never of a gathered copy."""
+    def _received_gradient(self, microbatch: int) -> Tensor:
+        """The gradient of the rows that this rank received itself, not of gathered copies."""
         gradient = self._leaves.pop(microbatch).grad
         if gradient is None:
             raise BridgeError(

@@ -1,9 +1,9 @@
 """Moves rows forward and their gradients back, as two autograd operations.
 
 On the encoder, `BridgeSender.send` turns rows into a scalar token whose backward waits for the
-rows' gradients. On the language model's stage of its link, `BridgeReceiver.receive` yields rows
+rows' gradients. On the language model's stage of the link, `BridgeReceiver.receive` returns rows
 whose backward sends their gradients. Both ends know all counts from the plan: no shapes are
-exchanged, a peer without rows gets no message, others one per direction.
+exchanged, and a peer gets one message per direction, or none if it has no rows.
 
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
@@ -26,13 +26,13 @@ from bridge.transfer import BridgeEnd, Transfer, share_out, start_receiving, sta
 from bridge.waiting import BridgeError
 
 _LEAST_BYTES = 1 << 20  # smaller buffers come from the heap, whose pages stay mapped
-_MOST_FREE = 4  # blocks that are kept, unused, when another one is taken
+_MOST_FREE = 4  # unused blocks that are kept
 
 
 def _check_gradient_path(
     end: BridgeEnd, microbatch: int, tensor: Tensor, expects_gradients: bool
 ) -> None:
-    """Schedules silently skip a backward when its output requires no gradient."""
+    """Raise BridgeError for a backward that schedules would skip silently, or could not run."""
     if tensor.requires_grad == expects_gradients:
         return
     plan, graph = ("gradients", "none") if expects_gradients else ("no gradients", "them")
@@ -47,7 +47,7 @@ class BridgeSender:
     """The encoder's end, on every rank of the encoder's last pipeline stage.
 
     run_ahead: microbatches that are sent before the gradients of the first one are waited for.
-    Gradients are asked for when they are wanted and never before: whatever waits for the whole
+    Receives of gradients are posted by the backward, never earlier: whatever waits for the whole
     device would also wait for gradients that the language model cannot have yet.
     """
 
@@ -72,18 +72,18 @@ class BridgeSender:
         return [self._plans[m].runs for m in microbatches]
 
     def send(self, microbatch: int, rows: FlatEmbeddings) -> Tensor:
-        """Send this lane's rows (N, H); returns a scalar token.
+        """Send this lane's rows (N, H) and return a scalar token.
 
-        Called by every tensor-parallel rank of the lane with equal rows; each sends its share. The
-        token's backward waits for the gradients of that share and gathers the others, so that every
-        replica gets the complete gradient (N, H). Under sequence parallelism each rank calls it
-        with its own part, and gets the gradient of that part.
+        Every tensor-parallel rank of the lane calls it with equal rows and sends its share. The
+        token's backward receives the gradients of that share and gathers the others, so every rank
+        gets the complete gradient (N, H). Under sequence parallelism each rank calls it with its
+        part of the rows and gets the gradient of that part.
 
-        Raises UnexpectedRows when the rows are not those that the plan expects, BridgeError when
-        they require a gradient that will not come, or none although one will.
+        Raises UnexpectedRows when the rows are not those of the plan, BridgeError when they require
+        a gradient that will not come, or none although one will.
         """
-        end, here = self.end, range(microbatch, microbatch + 1)
-        check_rows(end, here, [self._plans[microbatch]], self.lane, rows)
+        end, microbatches = self.end, range(microbatch, microbatch + 1)
+        check_rows(end, microbatches, [self._plans[microbatch]], self.lane, rows)
         token = _Crossing.apply(rows.values, self, microbatch)
         _check_gradient_path(end, microbatch, token, self._expects_gradients)
         return token
@@ -91,7 +91,7 @@ class BridgeSender:
     def _forward(self, microbatch: int, values: Tensor) -> Tensor:
         plan, end = self._plans[microbatch], self.end
         exchange = plan.sends(end.rank)
-        # Without a backward that waits for the receiver, finished sends are retired here.
+        # Without a backward that waits for the receiver, nothing else retires finished sends.
         while not self._expects_gradients and len(self._sent) >= max(1, self.run_ahead):
             self._sent.popleft().wait()
         self._sent.append(start_sending(end, microbatch, "rows", exchange, values.detach()))
@@ -116,18 +116,18 @@ class BridgeSender:
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
-        """Wait until everything sent has left; call after the module's schedule."""
+        """Wait until all rows have left; call after the module's schedule."""
         while self._sent:
             self._sent.popleft().wait()
-        assert not self._without_gradient, "a backward pass was skipped: gradients never asked for"
+        assert not self._without_gradient, "a microbatch's backward was skipped"
 
 
 class BridgeReceiver:
-    """The language model's end, on every rank of the pipeline stage of its link.
+    """The language model's end, on every rank of the link's pipeline stage.
 
-    run_ahead: the encoder's. posted_ahead: microbatches whose rows are asked for before they are
-    needed, so that transfer overlaps compute. If it is at most what the encoder's run-ahead has
-    beyond the least that cannot deadlock, these rows arrive whatever this rank does later.
+    run_ahead: the encoder's. posted_ahead: microbatches whose receives are posted before their rows
+    are needed, so that transfer overlaps compute. The encoder sends these rows without waiting for
+    this rank if its run-ahead exceeds the least that cannot deadlock by that many.
     """
 
     def __init__(self, end: BridgeEnd, run_ahead: int, posted_ahead: int) -> None:
@@ -140,7 +140,7 @@ class BridgeReceiver:
         self._num_posted = 0
         self._rows: dict[int, Transfer] = {}
         self._gradients: deque[Transfer] = deque()
-        # Puts the rows into the graph although nothing that precedes them is on this rank.
+        # Puts the rows into the graph: autograd needs an input that requires a gradient.
         self._anchor = torch.zeros((), device=end.device, requires_grad=True)
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
@@ -152,10 +152,7 @@ class BridgeReceiver:
         self._post(self.posted_ahead)
 
     def _post(self, stop: int) -> None:
-        """Ask for the rows of all microbatches before ``stop``.
-
-        This rank's share arrives straight in its place among all rows of the lane.
-        """
+        """Post receives of this rank's share of the rows of all microbatches before ``stop``."""
         end = self.end
         for microbatch in range(self._num_posted, min(stop, len(self._plans))):
             plan = self._plans[microbatch]
@@ -165,11 +162,11 @@ class BridgeReceiver:
             self._num_posted += 1
 
     def receive(self, microbatch: int) -> tuple[Tensor, Tensor]:
-        """Rows (n, H) in the model's dtype and their local positions (n,) int64.
+        """Return rows (n, H) in the model's dtype and their local positions (n,) int64.
 
-        With ``gather`` set, every rank of that group calls it and gets all rows of the lane.
-        The backward sends back the gradient of just those rows that this rank received over the
-        bridge: copies of a row on other ranks hold equal gradients and must not add up.
+        With ``gather`` set, every rank of that group calls it and gets all rows of the lane. The
+        backward sends back the gradients of only those rows that this rank received over the
+        bridge: copies of a row on other ranks have equal gradients, which must not be summed.
         """
         if self._expects_gradients:
             rows = _Crossing.apply(self._anchor, self, microbatch)
@@ -186,7 +183,7 @@ class BridgeReceiver:
         rows = transfer.into
         assert rows is not None
         self._post(microbatch + 1 + self.posted_ahead)
-        # Before an encoder sends these rows, it has taken all gradients but those of its run-ahead.
+        # The encoder sent these rows after it had received all gradients before its run-ahead.
         while self._gradients and self._gradients[0].microbatch < microbatch - self.run_ahead:
             self._gradients.popleft().wait()
         if end.gather is not None:
@@ -204,11 +201,11 @@ class BridgeReceiver:
         """Wait until all gradients have left; call after the module's schedule."""
         while self._gradients:
             self._gradients.popleft().wait()
-        assert not self._rows, "rows were announced but never received"
+        assert not self._rows, "a microbatch's rows were never received"
 
 
 class _Crossing(torch.autograd.Function):
-    """Forward and backward are those of an end of the bridge."""
+    """Calls `_forward` and `_backward` of an end of the bridge."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, end: BridgeSender | BridgeReceiver, microbatch: int) -> Tensor:
@@ -221,10 +218,10 @@ class _Crossing(torch.autograd.Function):
 
 
 class RowMemory:
-    """Hands out uninitialised buffers of rows, used again as soon as nobody holds them.
+    """Hands out uninitialised buffers of rows and reuses them as soon as nobody holds them.
 
-    A fresh buffer of some tens of megabytes on a CPU is mapped page by page while it fills, which
-    takes as long as the transfer itself. A device's own allocator keeps its memory.
+    On a CPU, a fresh buffer of tens of megabytes is mapped page by page while it fills, which takes
+    as long as the transfer itself. A device's allocator reuses memory by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -232,11 +229,7 @@ class RowMemory:
         self._free: list[np.ndarray] = []
 
     def empty(self, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        """(n, H) on the device, not initialised.
-
-        Its memory is free again when the last tensor that shares it is gone, views and what
-        autograd has saved included.
-        """
+        """Return (n, H) on the device; its memory is reused once no tensor or view shares it."""
         num_bytes = num_rows * hidden_size * dtype.itemsize
         if self.device.type != "cpu" or num_bytes < _LEAST_BYTES:
             return torch.empty(num_rows, hidden_size, dtype=dtype, device=self.device)
@@ -247,7 +240,7 @@ class RowMemory:
 
     def _take(self, num_bytes: int) -> np.ndarray:
         # A lease may end at any moment, on any thread that collects garbage: blocks that come back
-        # meanwhile go to a list of their own.
+        # meanwhile go to a new list.
         free, self._free = self._free, []
         fitting = [block for block in free if block.nbytes >= num_bytes]
         if fitting:

@@ -1,33 +1,36 @@
-"""What a tower produces, and what of it a bridge moves.
+"""What a tower produces, and the checks before a bridge moves it.
 
-A tower counts rows per item (`ItemRows`); a bridge moves rows of samples (`FlatEmbeddings`). Where
-one becomes the other, what was produced is compared with what was planned.
+A tower counts rows per item (`ItemRows`); a bridge moves rows of samples (`FlatEmbeddings`). The
+rows that a tower produced are compared with the plan, and in checked mode all ranks' plans with
+each other.
 
 Letters: N rows of one lane, H language hidden size, L feature levels beside the embeddings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan
 from bridge.runs import ItemRuns, ints, offsets, totals
 from bridge.transfer import BridgeEnd
-from bridge.waiting import UnexpectedRows
+from bridge.waiting import BridgeError, UnexpectedRows
 
 
 @dataclass(frozen=True)
 class ItemRows:
-    """What a tower made of its items, or one rank's part of it.
+    """The rows that a tower made of its items, or one rank's part of them.
 
-    values: (N, (1 + L)·H), rows of the items one after the other; under sequence parallelism this
-    rank's part, (ceil(N / parts), (1 + L)·H), padding at the end included. rows_per_item: of all
-    items of the lane, in that order, counted on what the tower computed; their sum is N. parts:
-    over how many ranks the rows are cut.
+    values: (N, (1 + L)·H), item after item; under sequence parallelism this rank's part,
+    (ceil(N / parts), (1 + L)·H), padded at the end. rows_per_item: of all items of the lane, as the
+    tower computed them; their sum is N. parts: the number of ranks that the rows are cut over.
     """
 
     values: Tensor
@@ -40,9 +43,9 @@ class FlatEmbeddings:
     """Rows of one encoder lane for one global microbatch, or for several that follow each other.
 
     values: (N, H), in plan order; under sequence parallelism this rank's part, (ceil(N / parts),
-    H), padding at the end included. split_sizes: rows per sample of the global microbatch, zero for
-    a sample without items on this lane; their sum is N. parts: over how many ranks the rows are
-    cut. Raises ValueError when they disagree.
+    H), padded at the end. split_sizes: rows per sample of the global microbatch, zero for a sample
+    without items on this lane; their sum is N. parts: the number of ranks that the rows are cut
+    over. Raises ValueError when they disagree.
     """
 
     values: Tensor
@@ -70,13 +73,13 @@ def split_sizes_of(
 ) -> tuple[int, ...]:
     """Rows per item of an encoder lane -> rows per sample, zeros included.
 
-    runs: what was planned for each of the microbatches from ``first_microbatch`` on that the lane
-    encoded in one go. Raises UnexpectedRows naming encoder, microbatch, item, sample and both
-    numbers of rows when the items are others than planned, or in another order.
+    runs: the planned items of the microbatches from ``first_microbatch`` on that were encoded
+    together. Raises UnexpectedRows naming encoder, microbatch, item, sample and both numbers of
+    rows if the items are not those planned, in their order.
     """
-    mine = [np.flatnonzero(own.source_lane == lane) for own in runs]
+    mine = [np.flatnonzero(planned.source_lane == lane) for planned in runs]
     ends = np.cumsum([len(items) for items in mine])
-    planned = np.concatenate([own.rows[items] for own, items in zip(runs, mine, strict=True)])
+    planned = np.concatenate([runs[m].rows[items] for m, items in enumerate(mine)])
     produced = ints(rows_per_item)
     if produced.size != planned.size:
         raise UnexpectedRows(
@@ -96,10 +99,8 @@ def split_sizes_of(
             first_microbatch + which,
             sample=int(runs[which].sample[mine[which][item]]),
         )
-    starts = offsets(ints([own.num_samples for own in runs]))
-    sample = np.concatenate(
-        [own.sample[items] + start for own, items, start in zip(runs, mine, starts, strict=False)]
-    )
+    starts = offsets(ints([microbatch.num_samples for microbatch in runs]))
+    sample = np.concatenate([runs[m].sample[items] + starts[m] for m, items in enumerate(mine)])
     return tuple(totals(sample, produced, int(starts[-1])).tolist())
 
 
@@ -123,3 +124,49 @@ def check_rows(
         problem = f"rows of size {rows.values.shape[1]}, the language model needs {end.hidden_size}"
     if problem:
         raise UnexpectedRows(f"{where}: the encoder produced {problem}", microbatches.start)
+
+
+# ---------------------------------------------------------------------------- checked mode
+
+SampleKeys = Callable[[int], Sequence[str]]
+"""microbatch -> the keys of its samples, as this rank reads them."""
+
+
+def check_plans(
+    end: BridgeEnd, plans: Sequence[BridgePlan], sample_keys: SampleKeys | None = None
+) -> None:
+    """Compare all ranks' plans and samples; every rank of the bridge calls it.
+
+    sample_keys: on all ranks or on none. Raises BridgeError naming the ranks and the first
+    microbatch that differ: rows would be mispaired silently.
+    """
+    fingerprints = [
+        (plan.digest, _fingerprint(sample_keys(m)) if sample_keys else 0)
+        for m, plan in enumerate(plans)
+    ]
+    mine = torch.tensor(fingerprints, dtype=torch.int64, device=end.device).view(-1, 2)
+    ranks = dist.get_process_group_ranks(end.forward)
+    everyone = mine.new_empty(len(ranks) * mine.numel())
+    try:
+        dist.all_gather_into_tensor(everyone, mine.view(-1), group=end.forward)
+        table = everyone.view(len(ranks), -1, 2).cpu()
+    except RuntimeError as error:
+        raise BridgeError(
+            f"bridge {end.name}: not all of ranks {ranks} compared their plans: {error}"
+        ) from error
+    for microbatch in range(table.shape[1]):
+        for column, what in enumerate(("transfers", "samples")):
+            parties: dict[int, list[int]] = {}
+            for rank, value in zip(ranks, table[:, microbatch, column].tolist(), strict=True):
+                parties.setdefault(value, []).append(rank)
+            if len(parties) > 1:
+                names = " and ".join(f"ranks {party}" for party in parties.values())
+                raise BridgeError(
+                    f"bridge {end.name}, microbatch {microbatch}: {names} planned different "
+                    f"{what}; they read different data indexes or recipes",
+                    microbatch,
+                )
+
+
+def _fingerprint(keys: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(list(keys)).encode()).digest()[:8], "big") >> 1

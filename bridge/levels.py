@@ -1,7 +1,7 @@
-"""Several feature levels over one bridge: their rows stand side by side in every message.
+"""Several feature levels over one bridge: the levels of a row stand side by side in a message.
 
-A level is one more vector per row, for a deeper layer of the language model. A message carries (n,
-k·H) for the k levels that its receiver needs.
+A level is one more vector per row, for a deeper layer of the language model. A message is (n, k·H)
+for the k levels that its receiver needs.
 
 Letters: n rows of a message, N of a whole lane, H hidden, k levels of a message, L levels of an
 encoder, the embeddings among them, j levels of one chunk.
@@ -21,9 +21,9 @@ from bridge.transfer import BridgeEnd
 
 
 def split_levels(rows: Tensor, links: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Rows of all levels (N, L·H) -> for each link those of its levels, (N, k·H); differentiable.
+    """Rows of all levels (N, L·H) -> for each link its levels, (N, k·H); differentiable.
 
-    links: the levels of each; every level from 0 on is on one of them.
+    links: the levels of each link; each level is on one link.
     Raises ValueError when the width is not a multiple of the number of levels.
     """
     if len(links) == 1:
@@ -48,7 +48,7 @@ def take_chunk(rows: Tensor, chunks: Sequence[int], chunk: int) -> Tensor:
 
 @dataclass
 class _Held:
-    """The rows of a microbatch, and the gradients of them that are there."""
+    """The rows of a microbatch, the chunks that have yet to take theirs, and gradients by chunk."""
 
     rows: Tensor
     positions: Tensor
@@ -57,19 +57,19 @@ class _Held:
 
 
 class LevelReceiver:
-    """Gives the rows of a receiver to the chunks of its rank that need them.
+    """Hands a receiver's rows to the chunks of its rank that need them.
 
-    chunks: ascending, the chunk that needs each of a message's levels. Chunks run forward and
-    backward at different times, but one message brings the rows of all and one takes their
-    gradients. So rows are kept until the last chunk has taken its own, the graph is cut before each
-    chunk, and the gradients leave when those of the last chunk to run backward are there.
+    chunks: ascending, the chunk that needs each of a message's levels. Chunks run at different
+    times, but one message brings the rows of all chunks and one returns their gradients. So rows
+    are kept until every chunk has taken its levels, the graph is cut before each chunk, and the
+    gradients leave after the last chunk's backward.
     """
 
     def __init__(self, receiver: BridgeReceiver, chunks: Sequence[int]) -> None:
         self.receiver = receiver
         self.chunks = tuple(chunks)
         self._held: dict[int, _Held] = {}
-        # Puts each chunk's rows into its graph, apart from those of the others.
+        # Puts each chunk's rows into a graph of their own.
         self._anchor = torch.zeros((), device=receiver.end.device, requires_grad=True)
 
     @property
@@ -82,9 +82,9 @@ class LevelReceiver:
         self.receiver.begin(plans, forward_only)
 
     def receive(self, microbatch: int, chunk: int) -> tuple[Tensor, Tensor]:
-        """The levels of one chunk (n, j·H) and the rows' local positions (n,) int64.
+        """Return the levels of one chunk (n, j·H) and the rows' local positions (n,) int64.
 
-        Every chunk in ``chunks`` calls it once per microbatch. Collective where the receiver is.
+        Every chunk in ``chunks`` calls it once per microbatch. A collective if the receiver's is.
         """
         if microbatch not in self._held:
             rows, positions = self.receiver.receive(microbatch)

@@ -1,9 +1,22 @@
-"""Who sends which rows to whom: a row permutation between two layouts, in pure integers.
+"""The plan of a bridge: which rank sends which rows to which rank, for one microbatch.
 
-Both sides compute the same plan from the data index alone, so they know all counts and need no
-handshake. It works on runs of consecutive rows (an item, cut where a slice ends), vectorised with
-numpy. There is one implementation for every layout: a destination is a `ShardMap` (`shard_map.py`),
-a source says which ranks hold a row (`source.py`). A rank may be on both sides.
+A row is the vector of one placeholder token. One encoder lane makes it, and one position of a
+language lane needs it. A plan is therefore a permutation of rows between two layouts. It is a table
+of pieces, which are runs of consecutive rows with one sender and one receiver. Every rank computes
+the same table from the data index, with integers and without communication. So both ends of a
+message know its length, and no handshake is needed.
+
+Example: an image has 6 rows at positions 10 to 15. Encoder rank 0 makes them. Language rank 1 holds
+positions 0 to 11, rank 2 holds 12 to 23. The item is one run; the border at 12 cuts it into two
+pieces, which are two messages:
+
+| source_rank | source_local | destination_rank | destination_local | length |
+|---|---|---|---|---|
+| 0 | 0 | 1 | 10 | 2 |
+| 0 | 2 | 2 | 0 | 4 |
+
+`BridgePlan.build` makes the table: `ShardMap.cut` finds the receivers, `Source.split` the senders
+(both in `shard_map.py`). One implementation serves every layout. A rank may be on both sides.
 """
 
 from __future__ import annotations
@@ -18,17 +31,16 @@ from typing import Any
 import numpy as np
 
 from bridge.runs import Ints, ItemRuns, Places, count_up, ints, offsets, places_of
-from bridge.shard_map import ShardMap
-from bridge.source import Source
+from bridge.shard_map import ShardMap, Source
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's end of a plan: its peers and, in message order, the rows it exchanges.
+    """One rank's end of a plan, in one direction: its peers and the rows that it exchanges.
 
-    peers: global ranks, ascending; counts: rows exchanged with each, all above zero. On a rank of
-        both grids a peer may be the rank itself: those rows are copied, there is no message.
-    index: (sum of counts,) int64, local index of each row, grouped by peer.
+    peers: global ranks, ascending. counts: rows exchanged with each, above zero. On a rank of both
+        grids a peer may be the rank itself: those rows are copied, without a message.
+    index: (sum of counts,) int64, the local index of each row, message after message.
     """
 
     peers: tuple[int, ...]
@@ -37,65 +49,53 @@ class Exchange:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all messages together."""
+        """The number of rows in all messages."""
         return int(self.index.size)
 
     @functools.cached_property
     def places(self) -> tuple[Places, ...]:
-        """Where the rows of each peer's message are."""
+        """The local rows of each message."""
         bounds = offsets(ints(self.counts)).tolist()
         return tuple(places_of(self.index[slice(*ends)]) for ends in itertools.pairwise(bounds))
 
     @functools.cached_property
     def merged_places(self) -> tuple[Places, ...]:
-        """The rows of all messages in ascending order; in several slices if that saves a copy."""
+        """The local rows of all messages; as slices, even several, where that saves a copy."""
         merged = places_of(np.sort(self.index))
-        if isinstance(merged, slice) or not all(isinstance(own, slice) for own in self.places):
+        if isinstance(merged, slice) or not all(isinstance(place, slice) for place in self.places):
             return (merged,)
         return self.places
 
 
-def _once(method: Callable[[BridgePlan, int], Exchange]) -> Callable[[BridgePlan, int], Exchange]:
-    """Remember a rank's exchange: each is asked for several times in a microbatch."""
-    name = method.__name__
-
-    @functools.wraps(method)
-    def remembered(plan: BridgePlan, rank: int) -> Exchange:
-        return plan.cached(name, rank, lambda: method(plan, rank))
-
-    return remembered
-
-
-_PIECES = (
-    *("source_rank", "source_local", "destination_rank", "destination_local", "length"),
-    "returned",
-)
+_COLUMNS = ("source_rank", "source_local", "destination_rank", "destination_local", "length")
 
 
 @dataclass(frozen=True, eq=False)
 class BridgePlan:
-    """All transfers of one global microbatch from one encoder, as pieces of consecutive rows.
+    """All transfers of one microbatch from one encoder, as a table of Q pieces.
 
-    Arrays (Q,) int64: the rank that sends a piece and its first local row there, the rank that
-    receives it and its first local position there, and its length. Pieces are in order of the
-    destination line, which both ends of every message follow.
+    Columns (Q,) int64: the rank that sends a piece and its first local row there, the rank that
+    receives it and its first local position there, its length. Pieces are in order of the
+    destination line (see `ShardMap`), which both ends of every message follow.
 
-    returned: (Q,) bool, whether the piece's gradient comes back, by the same way. All do when
-        each row has one destination; of a row with several copies exactly one does.
-    item: (Q,) the number of the run that a piece is part of, of those that it was built from.
-    source_parts: over how many of its ranks an encoder lane's rows are cut; 1 when each rank holds
-    all. held_rows: per encoder lane, rows on each of its ranks, with padding.
-    whole: makes the plan for all ranks, where this one has the transfers of some lanes only.
+    returned: (Q,) bool, whether the receiver sends the piece's gradient back. A row with one
+        destination is always returned; of a row with several copies exactly one copy is.
+    item: (Q,) the item of ``runs`` that a piece belongs to.
+    source_parts: over how many of its ranks an encoder lane's rows are cut; 1 if each has all.
+    held_rows: per encoder lane, the rows on each of its ranks, padding included.
+    whole: makes the plan of all ranks, if this one has the transfers of some lanes only.
     cache: results of `cached`, by name and rank.
+
+    A rank gets its messages from four methods:
 
     | on an encoder rank | on a language rank | index |
     |---|---|---|
     | `sends` rows | `receives` rows | rows of the rank; positions on the rank |
     | `collects` gradients | `returns` gradients | rows of the rank; rows that it received |
 
-    So a sender takes ``rows[sends.index]`` and adds up gradients by
-    ``gradient[collects.index] = arrived``; a receiver puts ``arrived`` at ``receives.index`` and
-    answers with ``gradient_of_arrived[returns.index]``.
+    A sender takes ``rows[sends.index]`` and adds up gradients by ``gradient[collects.index] =
+    arrived``. A receiver puts ``arrived`` at ``receives.index`` and answers with
+    ``gradient_of_arrived[returns.index]``.
     """
 
     source_rank: Ints
@@ -119,29 +119,33 @@ class BridgePlan:
         destination: ShardMap,
         returning: ShardMap | None = None,
     ) -> BridgePlan:
-        """Cut every item's run at the borders of the destination, then share out the sending.
+        """Cut every item's run where the receiver changes, then where the sender changes.
 
-        returning: needed when ``destination`` has copies (`delivery: replicated`): the map of one
-        copy, whose rank at a position sends back the gradient of the row there, to the replica that
-        sent that copy. With `sharded_destination(..., sequence_parallel=False, ...)` that is one TP
-        rank of its CP rank (each has the complete gradient), in even shares.
+        returning: needed when ``destination`` has copies (`delivery: replicated`). It maps each
+            position to the one rank that returns the gradient of the row there, to the sender of
+            its copy. `sharded_destination(..., sequence_parallel=False, ...)` gives even shares to
+            the TP ranks of the position's CP rank, which all have the complete gradient.
         """
         assert destination.copies == 1 or returning is not None, "copies need a returning map"
         copies = destination.copies
-        filled = np.flatnonzero(runs.rows)
-        item = np.repeat(filled, copies)
-        copy = np.tile(np.arange(copies), filled.size)
+        # Every copy of every item is a run on the destination line.
+        with_rows = np.flatnonzero(runs.rows)
+        item = np.repeat(with_rows, copies)
+        copy = np.tile(np.arange(copies), with_rows.size)
         lane = runs.destination_lane[item] * copies + copy
         line = destination.lane_start[lane] + runs.position[item]
+        # Cut where the receiver changes; ``offset`` is the piece's first row in its item.
         run, offset, length, rank, local = destination.cut(line, runs.rows[item])
         item, copy, line = item[run], copy[run], line[run] + offset
         returned = np.ones(item.size, np.bool_)
         if returning is not None:
-            there = returning.lane_start[runs.destination_lane[item]] + runs.position[item]
-            piece, cut, length, owner, _ = returning.cut(there + offset, length)
-            item, copy, line, offset = item[piece], copy[piece], line[piece] + cut, offset[piece]
-            offset, rank, local = offset + cut, rank[piece], local[piece] + cut
+            # Cut where the rank that returns gradients changes.
+            start = returning.lane_start[runs.destination_lane[item]] + runs.position[item]
+            piece, cut, length, owner, _ = returning.cut(start + offset, length)
+            item, copy, line = item[piece], copy[piece], line[piece] + cut
+            offset, rank, local = offset[piece] + cut, rank[piece], local[piece] + cut
             returned = owner == rank
+        # Cut where the sender changes.
         row = runs.source_offsets()[item] + offset
         piece, cut, length, source_rank, source_local = source.split(
             runs.source_lane[item], row, length, copy, rank
@@ -164,69 +168,81 @@ class BridgePlan:
     def part(
         self, pieces: slice, runs: ItemRuns, held: Ints, whole: Callable[[], BridgePlan] | None
     ) -> BridgePlan:
-        """The plan of one microbatch, of several that were planned as one of more lanes.
+        """Return one microbatch's plan, if this is that of several, planned side by side as lanes.
 
-        pieces: its pieces. runs, held: all its items, and `held_rows`. whole: as of the class.
+        pieces: the microbatch's. runs, held: all its items, and their `held_rows`.
         """
-        own = {name: getattr(self, name)[pieces] for name in (*_PIECES, "item")}
+        columns = {name: getattr(self, name)[pieces] for name in (*_COLUMNS, "returned", "item")}
         return BridgePlan(
-            **own, source_parts=self.source_parts, held_rows=held, runs=runs, whole=whole
+            **columns, source_parts=self.source_parts, held_rows=held, runs=runs, whole=whole
         )
 
     def cached[T](self, name: str, rank: int, make: Callable[[], T]) -> T:
-        """Return what ``make`` does, which is called once for each name and rank."""
+        """Return ``make()``, called once per name and rank: a microbatch asks several times."""
         if (name, rank) not in self.cache:
             self.cache[name, rank] = make()
         return self.cache[name, rank]
 
-    @_once
     def sends(self, rank: int) -> Exchange:
-        """What ``rank`` of the encoder sends forward."""
-        mine = np.flatnonzero(self.source_rank == rank)
-        return _exchange(self.destination_rank[mine], self.source_local[mine], self.length[mine])
+        """Return the rows that ``rank`` of the encoder sends."""
+        return self.cached("sends", rank, lambda: self._of_sender(self.source_rank == rank))
 
-    @_once
     def receives(self, rank: int) -> Exchange:
-        """What ``rank`` of the language model receives."""
-        mine = np.flatnonzero(self.destination_rank == rank)
-        return _exchange(self.source_rank[mine], self.destination_local[mine], self.length[mine])
+        """Return the rows that ``rank`` of the language model receives."""
 
-    @_once
+        def receives() -> Exchange:
+            mine = self.destination_rank == rank
+            local = self.destination_local[mine]
+            return _exchange(self.source_rank[mine], local, self.length[mine])
+
+        return self.cached("receives", rank, receives)
+
     def returns(self, rank: int) -> Exchange:
-        """Which of the rows that ``rank`` received it sends the gradients of, and to whom."""
-        mine = np.flatnonzero(self.destination_rank == rank)
-        mine = mine[np.argsort(self.source_rank[mine], kind="stable")]
-        received = offsets(self.length[mine])[:-1]  # where each piece begins among them
-        kept = self.returned[mine]
-        mine = mine[kept]
-        return _exchange(self.source_rank[mine], received[kept], self.length[mine])
+        """Return the received rows of ``rank`` whose gradients it sends back."""
 
-    @_once
+        def returns() -> Exchange:
+            mine = np.flatnonzero(self.destination_rank == rank)
+            mine = mine[np.argsort(self.source_rank[mine], kind="stable")]
+            received = offsets(self.length[mine])[:-1]  # where each piece begins among them
+            kept = self.returned[mine]
+            mine = mine[kept]
+            return _exchange(self.source_rank[mine], received[kept], self.length[mine])
+
+        return self.cached("returns", rank, returns)
+
     def collects(self, rank: int) -> Exchange:
-        """Which rows of ``rank`` of the encoder get their gradients, and from whom.
+        """Return the rows of ``rank`` of the encoder whose gradients come back to it.
 
-        The rows that it does not list get theirs on another TP rank of the lane, if rows are
-        replicated there; the lane's gradient is then the sum over its TP ranks.
+        If TP ranks hold the same rows, the other rows' gradients come back to the other ranks: the
+        lane's gradient is the sum over its TP ranks.
         """
         if self.returned.all():
             return self.sends(rank)
-        mine = np.flatnonzero((self.source_rank == rank) & self.returned)
-        return _exchange(self.destination_rank[mine], self.source_local[mine], self.length[mine])
+        sender = self.source_rank
+        return self.cached(
+            "collects", rank, lambda: self._of_sender((sender == rank) & self.returned)
+        )
+
+    def _of_sender(self, mine: np.ndarray) -> Exchange:
+        local = self.source_local[mine]
+        return _exchange(self.destination_rank[mine], local, self.length[mine])
 
     @functools.cached_property
     def digest(self) -> int:
         """A 63-bit fingerprint; equal on all ranks unless their metadata differ."""
         if self.whole is not None:
             return self.whole().digest
-        hasher = hashlib.sha256(repr((len(self.held_rows), self.runs.num_samples)).encode())
         runs = self.runs
+        hasher = hashlib.sha256(repr((len(self.held_rows), runs.num_samples)).encode())
         items = (runs.sample, runs.source_lane, runs.destination_lane, runs.position, runs.rows)
-        for array in (self.held_rows, *(getattr(self, name) for name in _PIECES), *items):
+        columns = (getattr(self, name) for name in (*_COLUMNS, "returned"))
+        for array in (self.held_rows, *columns, *items):
             hasher.update(np.ascontiguousarray(array).tobytes())
         return int.from_bytes(hasher.digest()[:8], "big") >> 1
 
 
 def _exchange(peer: Ints, local: Ints, length: Ints) -> Exchange:
+    """Group pieces by peer, in their order: each has a peer, a first local row and a length."""
     order = np.argsort(peer, kind="stable")
     peer, local, length = peer[order], local[order], length[order]
     first = np.flatnonzero(np.diff(peer, prepend=-1))

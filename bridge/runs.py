@@ -1,8 +1,4 @@
-"""The items of a microbatch as runs of rows, in pure integers.
-
-A lane's coordinates are its row numbers (source) or its token positions (destination). All lanes
-of one side lie one after the other on a line, so that one sorted array describes them all.
-"""
+"""The items of a microbatch as runs of rows, and arithmetic on arrays of integers."""
 
 from __future__ import annotations
 
@@ -35,14 +31,14 @@ def totals(group: Ints, sizes: Ints, num_groups: int) -> Ints:
 
 
 def places_of(index: Ints) -> Places:
-    """(n,) indices of rows -> a slice if they are contiguous, ascending and at least one."""
+    """(n,) indices of rows -> a slice if they ascend without gaps and there is one at least."""
     if not index.size or index[-1] - index[0] != index.size - 1 or (index[1:] <= index[:-1]).any():
         return index
     return slice(int(index[0]), int(index[-1]) + 1)
 
 
 def count_up(counts: Ints) -> Ints:
-    """(n,) counts -> 0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
+    """(n,) counts -> 0, ..., counts[0] - 1, 0, ..., counts[1] - 1, and so on."""
     before = offsets(counts)
     return np.arange(before[-1]) - np.repeat(before[:-1], counts)
 
@@ -51,13 +47,11 @@ def count_up(counts: Ints) -> Ints:
 class ItemRuns:
     """The items of one global microbatch, one run of rows each, arrays (I,) int64.
 
-    sample: ascending, which of the microbatch's ``num_samples`` samples the item belongs to.
-    source_lane: the encoder lane that owns the item.
-    destination_lane: the language lane that its sample belongs to.
+    sample: ascending, the item's sample in the microbatch, of ``num_samples``.
+    source_lane: the encoder lane that encodes the item; a lane encodes its items in this order.
+    destination_lane: the language lane of its sample.
     position: of its first placeholder in that lane's packed sequence; the others follow.
-    rows: how many rows it encodes to.
-
-    Inside a source lane, items stand in the order given here.
+    rows: the number of rows that it encodes to.
     """
 
     sample: Ints
@@ -69,8 +63,8 @@ class ItemRuns:
 
     def split_sizes(self, lane: int) -> tuple[int, ...]:
         """(num_samples,) rows that one encoder lane produces per sample, zeros included."""
-        mine = self.source_lane == lane
-        return tuple(totals(self.sample[mine], self.rows[mine], self.num_samples).tolist())
+        is_here = self.source_lane == lane
+        return tuple(totals(self.sample[is_here], self.rows[is_here], self.num_samples).tolist())
 
     def source_offsets(self) -> Ints:
         """(I,) the number of each item's first row inside its source lane."""

@@ -1,10 +1,15 @@
-"""Which rank holds which position: the destinations of a bridge, in pure integers.
+"""Which rank needs which position, and which rank holds and sends which row, in pure integers.
 
-A `ShardMap` says which rank holds which stretch of the line of all language lanes. Any sharding
-(contiguous shards of a DTensor, a later pipeline stage) is just another builder here. Ranks come as
-an array `ranks[lane, cp, tp]`, so builders never loop over ranks or lanes.
+All lanes of one side lie one after the other on a line. A `ShardMap` says which rank holds which
+stretch of that line: the destination of a bridge is one. Any sharding (contiguous shards of a
+DTensor, a later pipeline stage) is another builder in this file. Ranks come as an array
+`ranks[lane, cp, tp]`, so builders never loop over ranks or lanes.
 
-Letters: L language lanes, G packed segments, K stretches.
+A source says which ranks hold a row, and which of them sends it. Its ``parts`` is the number of
+ranks that a lane's rows are cut over (1 when each holds all), its ``held`` (L,) the rows on each
+rank of a lane, padding included. Encoder context parallelism is not planned.
+
+Letters: L lanes, G packed segments, K stretches, R runs, Q pieces of consecutive rows.
 """
 
 from __future__ import annotations
@@ -20,14 +25,14 @@ from bridge.runs import Ints, ItemRuns, count_up, ints, offsets, totals
 
 @dataclass(frozen=True, eq=False)
 class ShardMap:
-    """Which rank holds which stretch of the line of all lanes.
+    """The rank that holds each stretch of the line of all lanes.
 
     lane_start: (L·copies + 1,) where each lane begins on the line; copy j of lane l is entry
         l·copies + j.
     start: (K,) ascending, where each stretch begins; it ends where the next one begins.
-    rank: (K,) global rank that holds the stretch.
-    local: (K,) the index of the stretch's first coordinate on that rank.
-    copies: how many times each lane is on the line, each copy held by different ranks.
+    rank: (K,) the global rank that holds the stretch.
+    local: (K,) the index of the stretch's first position on that rank.
+    copies: how many times each lane is on the line; different ranks hold each copy.
     """
 
     lane_start: Ints
@@ -39,7 +44,7 @@ class ShardMap:
     def cut(self, line: Ints, length: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Cut runs at the borders of stretches.
 
-        line, length: (R,) runs on the line, each at least one long.
+        line, length: (R,) start and length of runs on the line, each at least one long.
         Returns (Q,) arrays: the run each piece comes from, its offset in that run, its length,
         the rank that holds it and its first index there.
         """
@@ -64,7 +69,7 @@ class LaneSegments:
 
     lane: (G,) ascending, the lane of each segment. length: (G,) its padded tokens.
     packed: whether a lane's segments are one sequence, which sequence parallelism cuts as a whole.
-        Else each is a separate sequence and is cut separately; on a rank they follow each other.
+        Else each is a sequence and is cut by itself; on a rank they follow each other.
     """
 
     lane: Ints
@@ -74,7 +79,7 @@ class LaneSegments:
 
     @classmethod
     def whole(cls, tokens: Sequence[int] | NDArray) -> LaneSegments:
-        """One segment per lane: all that a map without context parallelism needs to know."""
+        """One segment per lane, which is enough for a map without context parallelism."""
         return cls(np.arange(len(tokens)), ints(tokens), len(tokens))
 
     @property
@@ -86,14 +91,13 @@ class LaneSegments:
 def sharded_destination(
     segments: LaneSegments, ranks: Ints, sequence_parallel: bool, runs: ItemRuns
 ) -> ShardMap:
-    """`delivery: sharded`: each position on the one rank that needs its row from the bridge.
+    """Map each position to the one rank that receives its row (`delivery: sharded`).
 
-    ranks: (L, cp, tp). Context parallelism first: rank c of cp holds chunks c and 2·cp-1-c of the
-    2·cp chunks of every segment, one segment after the other.
-    sequence_parallel: TP rank t then holds the t-th of tp equal parts of each sequence. Without
-    it, every TP rank needs all rows of the sequence: each receives an even share of the rows in
-    ``runs``, for the TP group to all-gather, and local indices count from the sequence's start.
-
+    ranks: (L, cp, tp). Context parallelism cuts first: rank c of cp holds chunks c and 2·cp-1-c of
+    the 2·cp chunks of every segment, segment after segment.
+    sequence_parallel: TP rank t then holds the t-th of tp equal parts of each sequence. Without it,
+    every TP rank needs all rows of the sequence: each receives an even share of the rows in
+    ``runs``, the TP group all-gathers them, and local indices count from the sequence's start.
     Raises ValueError for lengths that do not divide.
     """
     _, cp, tp = ranks.shape
@@ -113,7 +117,7 @@ def sharded_destination(
 
 
 def replicated_destination(tokens: Sequence[int] | NDArray, ranks: Ints) -> ShardMap:
-    """`delivery: replicated`: all cp·tp ranks of a lane hold all its positions, unsliced.
+    """Map every position to all cp·tp ranks of its lane (`delivery: replicated`).
 
     tokens: T per language lane. ranks: (L, cp, tp).
     """
@@ -125,10 +129,10 @@ def replicated_destination(tokens: Sequence[int] | NDArray, ranks: Ints) -> Shar
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """What each context-parallel rank holds: (K,) arrays, ascending on the line, none empty.
+    """The chunks of context-parallel ranks: (K,) arrays, ascending on the line, none empty.
 
-    local: index of the chunk's first token among those of the context-parallel rank.
-    sequence_local, sequence_length: the same of its sequence, and how much of that the rank holds.
+    local: index of the chunk's first token among the tokens of the context-parallel rank.
+    sequence_local: the same of the chunk's sequence. sequence_length: the rank's tokens of it.
     """
 
     start: Ints
@@ -226,3 +230,100 @@ def _share(chunks: _Chunks, lane_start: Ints, ranks: Ints, runs: ItemRuns) -> Sh
         rank=ranks.reshape(lanes * cp, tp)[shard[chunk], t],
         local=chunks.local[chunk] + start - chunks.start[chunk],
     )
+
+
+# ---------------------------------------------------------------------------- sources
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicatedSource:
+    """Every TP rank of an encoder lane holds all of its rows; a row's number is its index there.
+
+    A rank that needs a row which it holds copies it. The lane's ranks send all other rows in even
+    shares, of the second copy after all of the first.
+    rows: (L,) rows per lane. ranks: (L, tp).
+    """
+
+    rows: Ints
+    ranks: Ints
+
+    parts = 1
+
+    @property
+    def held(self) -> Ints:
+        """Rows on each rank of a lane."""
+        return self.rows
+
+    def split(
+        self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
+    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Cut pieces so that each has one sender.
+
+        lane, row, length, copy, destination: (Q,) pieces of rows [row, row + length) of a lane,
+        which copy of those rows each is, and the rank that it goes to.
+        Returns arrays: the piece each part comes from, its offset in that piece, its length, the
+        rank that sends it and its first index there.
+        """
+        lanes, tp = self.ranks.shape
+        is_copied = (self.ranks[lane] == destination[:, None]).any(axis=1)
+        copied, sent = np.flatnonzero(is_copied), np.flatnonzero(~is_copied)
+        copies = int(copy.max(initial=0)) + 1
+        line = offsets(self.rows)[lane] * copies + copy * self.rows[lane] + row
+        sent = sent[np.argsort(line[sent], kind="stable")]
+        lengths = length[sent]
+        num_sent = totals(lane[sent], lengths, lanes)
+        lane_start = offsets(num_sent)
+        shares = lane_start[:-1, None] + np.arange(tp) * num_sent[:, None] // tp
+        senders = ShardMap(lane_start, shares.reshape(-1), self.ranks.reshape(-1), ints(shares))
+        run, cut, length_sent, rank, _ = senders.cut(offsets(lengths)[:-1], lengths)
+        piece = np.concatenate((sent[run], copied))
+        cut = np.concatenate((cut, np.zeros_like(copied)))
+        length_sent = np.concatenate((length_sent, length[copied]))
+        rank = np.concatenate((rank, destination[copied]))
+        return piece, cut, length_sent, rank, row[piece] + cut
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceShardedSource:
+    """TP rank t of an encoder lane holds the t-th of tp > 1 equal parts of its rows.
+
+    Rows are padded to a multiple of tp, so the last ranks hold padding. A row is on one rank, which
+    sends it. Microbatches that are encoded together are cut together, but each has its own source.
+
+    rows: (L,) rows per lane, without padding. ranks: (L, tp). before: (L,) rows of earlier
+    microbatches that are encoded together with this one. total: (L,) rows of all of them.
+    """
+
+    rows: Ints
+    ranks: Ints
+    before: Ints
+    total: Ints
+
+    def __post_init__(self) -> None:
+        assert self.parts > 1, "rows of a lane with one rank are not cut: use ReplicatedSource"
+
+    @property
+    def parts(self) -> int:
+        """The number of ranks of a lane."""
+        return self.ranks.shape[1]
+
+    @property
+    def held(self) -> Ints:
+        """Rows of all microbatches on each rank."""
+        return -(-self.total // self.parts)
+
+    def split(
+        self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
+    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Cut pieces so that each has one sender; see `ReplicatedSource.split`."""
+        lanes, tp = self.ranks.shape
+        lane_start = offsets(self.total)
+        starts = np.minimum(np.arange(tp) * self.held[:, None], self.total[:, None])
+        starts = (lane_start[:-1, None] + starts).reshape(-1)
+        local = np.zeros(lanes * tp, np.int64)
+        held = ShardMap(lane_start, starts, self.ranks.reshape(-1), local)
+        return held.cut(lane_start[lane] + self.before[lane] + row, length)
+
+
+Source = ReplicatedSource | SequenceShardedSource
+"""Where the rows of all encoder lanes are."""

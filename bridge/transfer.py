@@ -1,6 +1,6 @@
-"""Messages between the two ends of a bridge: what they carry, how they start and end.
+"""Transfers between the two ends of a bridge: their messages, how they start and end.
 
-A run of consecutive rows, as most messages are, is sent and received in place, without a copy.
+Most messages are runs of consecutive rows, which are sent and received in place, without a copy.
 
 Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 """
@@ -22,46 +22,40 @@ from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import Ints, Places, ints, offsets
-from bridge.waiting import Message, wait_for
-from bridge.watch import TransferWatch, Watched
+from bridge.waiting import Message, TransferWatch, Watched, wait_for
 
 Kind = Literal["rows", "gradients"]
 
 
-def _unseen(kind: Kind, microbatch: int) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass
 class WaitClock:
-    """Adds up the seconds that this process waited for transfers, and the bytes that it sent.
+    """Sums up the seconds that this process waited for transfers, and the bytes that it sent.
 
     sent_bytes: of rows and of gradients since the step began, to other ranks of either end.
-    around: entered for each wait, of what and of which microbatch, by whoever wants to see it.
+    around: makes a context that is entered for each wait, of a kind and a microbatch.
     """
 
     seconds: float = 0.0
     sent_bytes: Counter[Kind] = field(default_factory=Counter)
-    around: Callable[[Kind, int], AbstractContextManager[None]] = _unseen
+    around: Callable[[Kind, int], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def take_seconds(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 @dataclass(frozen=True)
 class BridgeEnd:
-    """What both ends of a bridge agree on.
+    """One rank's settings of a bridge.
 
     name: the encoder's, with its levels if they are several.
     forward, backward: groups for rows and for gradients, over both ends.
-    wire_dtype: dtype of both messages. trainable: whether gradients travel back at all.
-    gather: this rank's tensor-parallel group if the rows of a lane are shared out over it and
-        each rank needs all of them (forward on the receiver, backward on the sender).
-    timeout_seconds: how long a transfer may take once it is waited for; None asks the backend.
-    watch: enforces the timeout where waiting does not block the host, from the start of a
-        transfer on; None where it does. clock: of waiting for transfers.
+    wire_dtype: dtype of all messages. trainable: whether gradients travel back at all.
+    gather: this rank's tensor-parallel group, if each rank gets a share of the lane's rows but
+        needs all of them (forward on the receiver, backward on the sender).
+    timeout_seconds: for a transfer once it is waited for; None leaves that to the backend.
+    watch: enforces the timeout where waiting does not block the host; None where it does.
     """
 
     name: str
@@ -79,22 +73,22 @@ class BridgeEnd:
     clock: WaitClock = field(default_factory=WaitClock)
 
     def begin_step(self) -> None:
-        """Count the bytes of another step."""
+        """Count sent bytes from 0."""
         self.clock.sent_bytes.clear()
 
     def least_bytes(self, plans: Sequence[BridgePlan]) -> int:
-        """Of the rows on this rank: each is sent once, by one of the ranks that have it."""
+        """Return the bytes to send if each row on this rank is sent once, by one of its ranks."""
         num_rows = sum(plan.collects(self.rank).num_rows for plan in plans)
         return num_rows * self.hidden_size * self.wire_dtype.itemsize
 
     def sharers(self) -> list[int]:
-        """Ranks whose received rows make up this rank's rows, in order."""
+        """Return the ranks whose received rows make up this rank's rows, in order."""
         if self.gather is None:
             return [self.rank]
         return dist.get_process_group_ranks(self.gather)
 
     def bounds(self, plan: BridgePlan) -> list[int]:
-        """Where each sharer's rows begin among those of all sharers; the last is their number."""
+        """Return where each sharer's rows begin among those of all; the last is their number."""
 
         def bounds() -> list[int]:
             return offsets(ints([plan.receives(rank).num_rows for rank in self.sharers()])).tolist()
@@ -102,7 +96,7 @@ class BridgeEnd:
         return plan.cached("bounds", self.rank, bounds)
 
     def own_rows(self, plan: BridgePlan) -> slice:
-        """Which of the rows of all sharers this rank itself receives."""
+        """Return which of the rows of all sharers this rank receives itself."""
         share = self.sharers().index(self.rank)
         return slice(*self.bounds(plan)[share : share + 2])
 
@@ -126,13 +120,13 @@ class BridgeEnd:
         copy: Callable[[Tensor], Tensor],
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        """Work out what this rank's transfers of ``plan`` need, ahead of them; in the background.
+        """Compute what this rank's transfers of ``plan`` need, ahead of them, in any thread.
 
         copy: starts to copy a tensor to the device. replicas: encoder ranks that share out their
         gradients with this one, if they are not the `sharers`.
         """
-        also = [] if replicas is None else dist.get_process_group_ranks(replicas)
-        for rank in {self.rank, *self.sharers(), *also}:
+        others = [] if replicas is None else dist.get_process_group_ranks(replicas)
+        for rank in {self.rank, *self.sharers(), *others}:
             _ = plan.receives(rank), plan.collects(rank).merged_places
         mine = plan.sends(self.rank), plan.collects(self.rank), plan.returns(self.rank)
         for exchange in (*mine, self.incoming(plan)):
@@ -140,7 +134,7 @@ class BridgeEnd:
         self.positions(plan, copy)
 
     def positions(self, plan: BridgePlan, copy: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """(n,) int64 local positions of the rows of all sharers; copy: see `stage`."""
+        """Return the local positions (n,) int64 of the rows of all sharers; copy: see `stage`."""
 
         def positions() -> Tensor:
             index = np.concatenate([plan.receives(rank).index for rank in self.sharers()])
@@ -153,10 +147,9 @@ class BridgeEnd:
 class Transfer:
     """Messages under way.
 
-    parts: the memory of the messages, held here so that nobody frees what is being sent.
-    into: the buffer (N, H) that received rows belong in; None when sending. apart: messages that
-    arrive outside of it, each with the places (n,) of its rows. what: names the transfer, its edge
-    first.
+    parts: the memory of the messages, kept so that nobody frees what is being sent.
+    into: the buffer (N, H) for received rows; None when sending. copied_later: messages that arrive
+    outside of it, each with the places (n,) of its rows. what: the transfer's name, edge first.
     """
 
     end: BridgeEnd
@@ -166,7 +159,7 @@ class Transfer:
     what: str
     microbatch: int
     into: Tensor | None = None
-    apart: Sequence[tuple[Tensor, Tensor]] = ()
+    copied_later: Sequence[tuple[Tensor, Tensor]] = ()
 
     def __post_init__(self) -> None:
         watch, seconds = self.end.watch, self.end.timeout_seconds
@@ -175,9 +168,9 @@ class Transfer:
             self._watched = watch.add(self.messages, self.what, self.microbatch, seconds)
 
     def wait(self) -> None:
-        """Return once every message has left, or is where it belongs; raises BridgeError.
+        """Wait until every message has left or is in place; raises BridgeError.
 
-        With a watch that is so on the device: all later work there waits for it.
+        With a watch the host goes on, and all later work on the device waits.
         """
         started, seconds = time.perf_counter(), self.end.timeout_seconds
         if self._watched is not None:
@@ -187,14 +180,14 @@ class Transfer:
             wait_for(self.messages, self.what, self.microbatch, seconds)
         self.end.clock.seconds += time.perf_counter() - started
         if self.into is not None:
-            for index, part in self.apart:
+            for index, part in self.copied_later:
                 self.into[index] = part
 
 
 def start_sending(
     end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, values: Tensor
 ) -> Transfer:
-    """Start sending rows of ``values`` (N, H), those at ``exchange.index``; no waiting."""
+    """Start sending the rows of ``values`` (N, H) at ``exchange.index``."""
     parts = _send_buffers(end, exchange, values)
     group, what = _route(end, microbatch, kind)
     messages = _start(end, kind, group, sent=[*zip(exchange.peers, parts, strict=True)])
@@ -204,14 +197,11 @@ def start_sending(
 def start_receiving(
     end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, into: Tensor
 ) -> Transfer:
-    """Start receiving into ``into`` (N, H) of the wire's dtype; no waiting.
-
-    Rows belong at ``exchange.index``; other rows are left alone.
-    """
-    parts, apart = _recv_buffers(into, exchange.places)
+    """Start receiving into ``into`` (N, H), of the wire's dtype, at ``exchange.index`` alone."""
+    parts, copied_later = _recv_buffers(into, exchange.places)
     group, what = _route(end, microbatch, kind)
     messages = _start(end, kind, group, received=[*zip(exchange.peers, parts, strict=True)])
-    return Transfer(end, kind, messages, parts, what, microbatch, into, apart)
+    return Transfer(end, kind, messages, parts, what, microbatch, into, copied_later)
 
 
 def start_exchanging(
@@ -223,12 +213,12 @@ def start_exchanging(
     receives: Exchange,
     into: Tensor,
 ) -> Transfer:
-    """`start_sending` and `start_receiving` as one batch, between ranks that are both ends.
+    """Start sending and receiving in one batch, between ranks that are both ends.
 
-    What a rank sends to itself is copied. As separate batches, ordered transports could wait for
-    each other.
+    Rows for the rank itself are copied. In two batches, ordered transports could wait for each
+    other.
     """
-    parts, apart = _recv_buffers(into, receives.places)
+    parts, copied_later = _recv_buffers(into, receives.places)
     received = dict(zip(receives.peers, parts, strict=True))
     sent = dict(zip(sends.peers, _send_buffers(end, sends, values), strict=True))
     if end.rank in sent:
@@ -237,8 +227,8 @@ def start_exchanging(
     messages = _start(end, kind, group, list(sent.items()), list(received.items()))
     span = f"microbatches {microbatches.start} to {microbatches.stop - 1}"
     what = f"bridge {end.name} (colocated): {kind} of {span}"
-    own = list(sent.values())
-    return Transfer(end, kind, messages, own, what, microbatches.start, into, apart)
+    parts = list(sent.values())
+    return Transfer(end, kind, messages, parts, what, microbatches.start, into, copied_later)
 
 
 def share_out(
@@ -255,28 +245,25 @@ def share_out(
     ranks, no row twice. Not differentiable: the caller knows which gradient counts. Each share goes
     straight to its place; an all-gather of padded shares would cost twice as much.
     """
-    held = dict(zip(dist.get_process_group_ranks(group), shares, strict=True))
-    own = [buffer[_index(places, buffer.device)] for places in held.pop(end.rank)]
-    sent = [(rank, part) for rank in held for part in own]
-    theirs = [(rank, places) for rank, share in held.items() for places in share]
-    parts, apart = _recv_buffers(buffer, [places for _, places in theirs])
-    received = [(rank, part) for (rank, _), part in zip(theirs, parts, strict=True)]
+    of_others = dict(zip(dist.get_process_group_ranks(group), shares, strict=True))
+    mine = [buffer[_index(places, buffer.device)] for places in of_others.pop(end.rank)]
+    sent = [(rank, part) for rank in of_others for part in mine]
+    wanted = [(rank, places) for rank, share in of_others.items() for places in share]
+    parts, copied_later = _recv_buffers(buffer, [places for _, places in wanted])
+    received = [(rank, part) for (rank, _), part in zip(wanted, parts, strict=True)]
     messages = _start(end, kind, group, sent, received)
     what = f"bridge {end.name}: {kind} of microbatch {microbatch}, shared out over a lane's ranks"
-    Transfer(end, kind, messages, own, what, microbatch, buffer, apart).wait()
+    Transfer(end, kind, messages, mine, what, microbatch, buffer, copied_later).wait()
 
 
 def _send_buffers(end: BridgeEnd, exchange: Exchange, values: Tensor) -> list[Tensor]:
-    """What each peer gets of ``values`` (N, H): a view where its rows are contiguous, else a copy.
-
-    Fresh memory for a copy costs far more than the copy itself, and rows are mostly in order.
-    """
+    """The rows of ``values`` (N, H) for each peer: a view if they are contiguous, else a copy."""
     parts = [values[_index(places, values.device)] for places in exchange.places]
     return [part.to(end.wire_dtype).contiguous() for part in parts]
 
 
 def on_device(index: Ints, device: torch.device) -> Tensor:
-    """Places (n,) as a tensor on ``device``; the host does not wait for the copy."""
+    """Return places (n,) as a tensor on ``device``; the host does not wait for the copy."""
     tensor = torch.from_numpy(index)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -288,20 +275,20 @@ def _index(places: Places, device: torch.device) -> slice | Tensor:
 def _recv_buffers(
     into: Tensor, messages: Sequence[Places]
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Memory for each of ``messages``, and which of it must be put in place afterwards."""
-    parts, apart = [], []
+    """Memory for each of ``messages``, and what must be copied into place after arrival."""
+    parts, copied_later = [], []
     for places in messages:
         index = _index(places, into.device)
         if isinstance(index, slice):
             parts.append(into[index])
         else:
             parts.append(into.new_empty(index.shape[0], into.shape[1]))
-            apart.append((index, parts[-1]))
-    return parts, apart
+            copied_later.append((index, parts[-1]))
+    return parts, copied_later
 
 
 def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGroup, str]:
-    """The group of a transfer, and its name: the edge between two modules first."""
+    """The group of a transfer, and its name, edge first."""
     group, ends = end.forward, f"{end.name} -> language"
     if kind == "gradients":
         group, ends = end.backward, f"language -> {end.name}"

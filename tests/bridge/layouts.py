@@ -35,21 +35,19 @@ Delivery = Literal["sequence_parallel", "shared_out", "replicated"]
 
 def lanes_of(lengths: Sequence[Sequence[int]], packed: bool = True) -> LaneSegments:
     """From the segment lengths of each lane."""
-    lane = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
-    return LaneSegments(lane, ints([n for own in lengths for n in own]), len(lengths), packed)
+    lane = np.repeat(np.arange(len(lengths)), [len(segments) for segments in lengths])
+    length = ints([n for segments in lengths for n in segments])
+    return LaneSegments(lane, length, len(lengths), packed)
 
 
 def cut_together(rows: Sequence[Ints], ranks: Ints) -> list[SequenceShardedSource]:
-    """Of each of the microbatches with (L,) ``rows`` that are encoded in one go."""
+    """The sources of microbatches with (L,) ``rows`` that are encoded together."""
     total, ends = np.sum(rows, axis=0), np.cumsum(rows, axis=0)
-    return [
-        SequenceShardedSource(own, ranks, end - own, total)
-        for own, end in zip(rows, ends, strict=True)
-    ]
+    return [SequenceShardedSource(r, ranks, e - r, total) for r, e in zip(rows, ends, strict=True)]
 
 
 def cut_alone(rows: Ints, ranks: Ints) -> SequenceShardedSource:
-    """Of a microbatch that is encoded by itself."""
+    """The source of a microbatch that is encoded by itself."""
     return cut_together([rows], ranks)[0]
 
 
@@ -102,16 +100,16 @@ class Case:
 
     @functools.cached_property
     def runs(self) -> ItemRuns:
-        found: list[tuple[int, int, int, int, int]] = []
+        items_of_all: list[tuple[int, int, int, int, int]] = []
         number = 0
         for lane, samples in enumerate(self.samples):
             for s, items in enumerate(samples):
                 at = sum(self.segments[lane][:s])
                 for gap, rows, owner in items:
-                    found.append((number, owner, lane, at + gap, rows))
+                    items_of_all.append((number, owner, lane, at + gap, rows))
                     at += gap + rows
                 number += 1
-        columns = np.array(found, np.int64).reshape(-1, 5).T
+        columns = np.array(items_of_all, np.int64).reshape(-1, 5).T
         return ItemRuns(*columns, num_samples=number)
 
     def source(self) -> Source:

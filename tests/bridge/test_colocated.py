@@ -5,7 +5,7 @@ Letters: T tokens of a language lane, N rows of an encoder lane, H hidden.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from bridge import (
-    BridgeEnd,
     BridgePlan,
     BridgeReceiver,
     BridgeSender,
@@ -28,6 +27,7 @@ from bridge import (
     sharded_destination,
 )
 from tests.bridge.layouts import cut_together
+from tests.bridge.two_grids import make_end
 from tests.conftest import RunRanks
 
 HIDDEN = 3
@@ -79,8 +79,8 @@ def plan_of(runs: ItemRuns, source: Source, language: np.ndarray, delivery: str)
 
 def new_groups(rank: int, table: np.ndarray) -> Any:
     """The group of the row of ``table`` that this rank is in."""
-    made = [dist.new_group(ranks.tolist()) for ranks in table]
-    return next((g for g, ranks in zip(made, table, strict=True) if rank in ranks), None)
+    groups = [dist.new_group(ranks.tolist()) for ranks in table]
+    return next((g for g, ranks in zip(groups, table, strict=True) if rank in ranks), None)
 
 
 def there_and_back(
@@ -90,25 +90,14 @@ def there_and_back(
     language = np.arange(8).reshape(language_shape[0], 1, language_shape[1])
     encoder_tp, language_tp = new_groups(rank, encoder), new_groups(rank, language[:, 0])
     lane = int(np.flatnonzero((encoder == rank).any(1))[0])
-    end = BridgeEnd(
-        name="vision",
-        rank=rank,
-        forward=cast("Any", dist.new_group()),
-        backward=cast("Any", dist.new_group()),
-        hidden_size=HIDDEN,
-        dtype=torch.float32,
-        wire_dtype=torch.float32,
-        device=torch.device("cpu"),
-        trainable=True,
-        gather=language_tp if delivery == "gathered" else None,
-    )
+    gather = language_tp if delivery == "gathered" else None
+    end = make_end(rank, (dist.new_group(), dist.new_group()), HIDDEN, gather=gather)
     shares = encoder.shape[1] > 1 and not cut
     bridge = ColocatedBridge(end, lane, True, encoder_tp if shares else None)
     all_runs = [runs_of(m, *(len(encoder), len(language))) for m in range(3)]
     sources = sources_of(all_runs, encoder, cut)
-    bridge.begin(
-        [plan_of(*known, language, delivery) for known in zip(all_runs, sources, strict=True)]
-    )
+    pairs = zip(all_runs, sources, strict=True)
+    bridge.begin([plan_of(*pair, language, delivery) for pair in pairs])
     for group in GROUPS:
         # A row's content names its place: microbatch, language lane and position.
         values = torch.cat([places(runs, lane, m) for m, runs in enumerate(all_runs) if m in group])
@@ -164,12 +153,12 @@ def part_of(rows: torch.Tensor, t: int, parts: int) -> torch.Tensor:
 
 def wanted_rows(runs: ItemRuns, lane: int, t: int, tp: int, delivery: str) -> list[int]:
     """Positions that a language rank must hold, by looking at every one."""
-    found = []
-    for i in np.flatnonzero(runs.destination_lane == lane):
-        for position in range(int(runs.position[i]), int(runs.position[i] + runs.rows[i])):
-            if delivery != "sp" or position // (TOKENS // tp) == t:
-                found.append(position)
-    return sorted(found)
+    return sorted(
+        position
+        for i in np.flatnonzero(runs.destination_lane == lane)
+        for position in range(int(runs.position[i]), int(runs.position[i] + runs.rows[i]))
+        if delivery != "sp" or position // (TOKENS // tp) == t
+    )
 
 
 @pytest.mark.parametrize("delivery", ["sp", "gathered", "replicated"])
@@ -205,14 +194,13 @@ def test_rows_that_are_cut_over_the_encoders_ranks_go_there_and_back_bit_for_bit
 
 def lone_bridge(trainable: bool) -> tuple[ColocatedBridge, list[ItemRuns]]:
     """Encoder and language model on one rank, three microbatches under way."""
-    group = cast("Any", dist.group.WORLD)
-    float32, cpu = torch.float32, torch.device("cpu")
-    end = BridgeEnd("vision", 0, group, group, HIDDEN, float32, float32, cpu, trainable)
+    end = make_end(0, [dist.group.WORLD] * 2, HIDDEN, trainable=trainable)
     bridge = ColocatedBridge(end, 0, True, None)
     all_runs = [runs_of(m, 1, 2) for m in range(3)]
     sources = sources_of(all_runs, np.array([[0]]), False)
     language = np.zeros((2, 1, 1), np.int64)
-    bridge.begin([plan_of(*known, language, "sp") for known in zip(all_runs, sources, strict=True)])
+    pairs = zip(all_runs, sources, strict=True)
+    bridge.begin([plan_of(*pair, language, "sp") for pair in pairs])
     return bridge, all_runs
 
 
@@ -276,19 +264,7 @@ def levels_to_their_stages(rank: int) -> list[int]:
     for number, levels in enumerate([(0,), (1, 2)]):
         destination = sharded_destination(segments, stages[number], True, runs)
         plan = BridgePlan.build(runs, source, destination)
-        forward, backward = groups[number]
-        width = HIDDEN * len(levels)
-        end = BridgeEnd(
-            name="vision",
-            rank=rank,
-            forward=cast("Any", forward),
-            backward=cast("Any", backward),
-            hidden_size=width,
-            dtype=torch.float32,
-            wire_dtype=torch.float32,
-            device=torch.device("cpu"),
-            trainable=True,
-        )
+        end = make_end(rank, groups[number], HIDDEN * len(levels))
         rows = [level * 10_000 + places(runs, 0, 0) for level in levels]
         if rank == 0:
             values = torch.cat(rows, dim=-1).requires_grad_()

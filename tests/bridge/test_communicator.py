@@ -1,4 +1,7 @@
-"""Both ends of a bridge on real ranks, against the same rows moved in one process."""
+"""Both ends of a bridge on real ranks, against the same rows moved in one process.
+
+Letters: T tokens of a language lane, N rows of an encoder lane, H hidden.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,35 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bridge import BridgeError, BridgeReceiver, BridgeSender, FlatEmbeddings
+from bridge import BridgeError, BridgeReceiver, BridgeSender, FlatEmbeddings, check_plans
 from tests.bridge.two_grids import (
     CASES,
     HIDDEN,
+    SAMPLES,
     TEXT_ONLY,
     Case,
     build_end,
     encoder_part,
     local_slice,
-    make_end,
     receive_all,
     rows_of,
     send_all,
 )
+from tests.cases import quick
 from tests.conftest import RunRanks
+
+# Microbatches of one size, so that any two could share a buffer.
+SAME_SIZE = ((8, 8, 8, 8),) * 4
+LARGE = 1 << 15  # H: 8 rows are 1 MiB in fp32
+LARGE_CASES = {
+    # A message's rows do not stand together: context parallelism deals out both ends of a lane.
+    "1 lane to 1 lane cp2": Case(1, 1, 1, 1, language_cp=2, samples=SAME_SIZE, hidden=LARGE),
+    # Ranks of a lane share out what each of them received.
+    "1 lane tp2 to 1 lane tp2": Case(1, 2, 1, 2, samples=SAME_SIZE, hidden=LARGE),
+    # What a replica passes on is not contiguous.
+    "1 lane tp2 to 1 lane cp2": Case(1, 2, 1, 1, language_cp=2, samples=SAME_SIZE, hidden=LARGE),
+}
+
 
 # ------------------------------------------------------- functions that run inside ranks
 
@@ -70,22 +87,26 @@ def check_rows_and_gradients(rank: int, case: Case) -> None:
         end.finish()
 
 
+def run_microbatch(end: BridgeSender | BridgeReceiver, case: Case, m: int, plan: Any) -> None:
+    """One microbatch forward and backward, as a step."""
+    end.begin([plan])
+    if isinstance(end, BridgeSender):
+        token = end.send(0, rows_of(case, m, end.end.rank))
+    else:
+        token = end.receive(0)[0].sum()
+    token.backward()
+    end.finish()
+
+
 def messages_per_microbatch(rank: int, case: Case) -> list[list[tuple[str, int, bool]]]:
     """What this rank sends and receives for each microbatch; the flag: on the backward group."""
     end, plans = build_end(rank, case), case.plans()
-    found = []
+    by_microbatch = []
     for m, plan in enumerate(plans):
         with recorded() as messages:
-            end.begin([plan])
-            if isinstance(end, BridgeSender):
-                rows = rows_of(case, m, rank)
-                token = end.send(0, rows)
-            else:
-                token = end.receive(0)[0].sum()
-            token.backward()
-            end.finish()
-        found.append([(way, peer, group is end.end.backward) for way, peer, group in messages])
-    return found
+            run_microbatch(end, case, m, plan)
+        by_microbatch.append([(what, peer, g is end.end.backward) for what, peer, g in messages])
+    return by_microbatch
 
 
 def messages_of_frozen(rank: int, case: Case) -> list[tuple[str, int, bool]]:
@@ -99,7 +120,7 @@ def messages_of_frozen(rank: int, case: Case) -> list[tuple[str, int, bool]]:
             for m, hidden in enumerate(receive_all(end, case)):
                 assert torch.equal(hidden, case.only_rows(m, case.dense(m, seed=0))[lane])
         end.finish()
-    return [(way, peer, group is end.end.backward) for way, peer, group in messages]
+    return [(what, peer, group is end.end.backward) for what, peer, group in messages]
 
 
 def planning_left_to_a_step(rank: int, case: Case) -> set[tuple[str, int]]:
@@ -107,13 +128,7 @@ def planning_left_to_a_step(rank: int, case: Case) -> set[tuple[str, int]]:
     end, plan = build_end(rank, case), case.plan(0)
     end.end.stage(plan, torch.clone)
     staged = set(plan.cache)
-    end.begin([plan])
-    if isinstance(end, BridgeSender):
-        token = end.send(0, rows_of(case, 0, rank))
-    else:
-        token = end.receive(0)[0].sum()
-    token.backward()
-    end.finish()
+    run_microbatch(end, case, 0, plan)
     return set(plan.cache) - staged
 
 
@@ -155,6 +170,63 @@ def most_outstanding_sends(rank: int, case: Case, microbatches: int) -> int:
     end.finish()
     assert outstanding == [0]
     return most
+
+
+def compare_plans(rank: int, case: Case, other: str, odd_rank: int) -> str:
+    """Rank ``odd_rank`` has other "transfers" or other "samples" in microbatch 2."""
+    end, plans = build_end(rank, case).end, case.plans()
+    keys = [[f"sample{m}{i}" for i in range(4)] for m in range(len(plans))]
+    check_plans(end, plans, lambda m: keys[m])
+    check_plans(end, plans)
+    if rank == odd_rank:
+        changed: list[Any] = plans if other == "transfers" else keys
+        changed[2] = changed[3]
+    with pytest.raises(BridgeError) as caught:
+        check_plans(end, plans, lambda m: keys[m])
+    assert caught.value.microbatch == 2
+    return str(caught.value)
+
+
+def check_every_microbatch_keeps_its_memory(rank: int, case: Case) -> None:
+    """Ranks hold the rows of all microbatches, as in a pipeline, and then all their gradients."""
+    end, plans = build_end(rank, case), case.plans()
+    for plan in plans:
+        messages = plan.sends(rank) if rank < case.encoder_ranks else plan.receives(rank)
+        assert min(messages.counts) * case.hidden * case.wire_dtype.itemsize >= 1 << 20
+    for _ in range(2):  # the second step takes the memory of the first
+        end.begin(plans)
+        if isinstance(end, BridgeSender):
+            check_gradients(end, case)
+        else:
+            check_rows(end, case)
+        end.finish()
+
+
+def check_rows(receiver: BridgeReceiver, case: Case) -> None:
+    lane, number = case.place(receiver.end.rank)
+    dist.barrier()  # everything has been sent: rows that are posted ahead arrive unasked
+    received = [receiver.receive(m) for m in range(len(case.samples))]
+    hidden = []
+    for m, (rows, positions) in enumerate(received):
+        expected = case.only_rows(m, case.dense(m, seed=0))[lane].to(case.wire_dtype).float()
+        expected = local_slice(case, expected, number)
+        hidden.append(torch.zeros_like(expected).index_copy(0, positions, rows))
+        assert torch.equal(hidden[m], expected), f"rows of microbatch {m}"
+    for m in range(len(case.samples)):
+        weights = local_slice(case, case.dense(m, seed=100)[lane], number)
+        (hidden[m] * weights).sum().backward()
+
+
+def check_gradients(sender: BridgeSender, case: Case) -> None:
+    rows = [rows_of(case, m, sender.end.rank) for m in range(len(case.samples))]
+    tokens = [sender.send(m, embeddings) for m, embeddings in enumerate(rows)]
+    dist.barrier()
+    for token in tokens:
+        token.backward()
+    for m, embeddings in enumerate(rows):
+        expected = case.of_lane(m, sender.lane, case.dense(m, seed=100)).to(case.wire_dtype)
+        assert embeddings.values.grad is not None
+        assert torch.equal(embeddings.values.grad, expected.float()), f"gradient of microbatch {m}"
 
 
 # ------------------------------------------------------------------------- on ranks
@@ -214,36 +286,57 @@ def test_forward_only_pass_has_at_most_run_ahead_sends_outstanding(run_ranks: Ru
     assert sender == 2  # the run-ahead of `build_end`
 
 
+@pytest.mark.parametrize("other", quick(["transfers", "samples"], "samples"))
+def test_check_of_plans_names_the_ranks_that_differ_and_the_microbatch(
+    run_ranks: RunRanks, other: str
+) -> None:
+    messages = run_ranks(compare_plans, 3, Case(1, 1, 2, 1), other, 1)
+    assert set(messages) == {
+        "bridge vision, microbatch 2: ranks [0, 2] and ranks [1] planned different "
+        f"{other}; they read different data indexes or recipes"
+    }
+
+
+@pytest.mark.parametrize("name", LARGE_CASES)
+def test_no_microbatch_gets_the_rows_or_gradients_of_another_in_reused_memory(
+    run_ranks: RunRanks, name: str
+) -> None:
+    run_ranks(
+        check_every_microbatch_keeps_its_memory, LARGE_CASES[name].num_ranks, LARGE_CASES[name]
+    )
+
+
+def test_no_microbatch_gets_those_of_another_before_they_are_cast(run_ranks: RunRanks) -> None:
+    case = replace(LARGE_CASES["1 lane to 1 lane cp2"], wire_dtype=torch.bfloat16)
+    run_ranks(check_every_microbatch_keeps_its_memory, case.num_ranks, case)
+
+
 # ------------------------------------------------------------------- without any rank
 
 
 def sender_alone(**settings: Any) -> tuple[BridgeSender, Case]:
     """A sender that must refuse before it sends anything."""
     case = Case(1, 1, 1, 1, **settings)
-    sender = BridgeSender(make_end(case, 0, None, None), 0, run_ahead=0)
+    sender = BridgeSender(case.end(0), 0, run_ahead=0)
     sender.begin(case.plans())
     return sender, case
 
 
-def test_rows_that_do_not_fit_the_plan_are_refused_with_both_counts() -> None:
+@pytest.mark.parametrize(
+    ("shape", "sizes", "parts", "message"),
+    [
+        ((3, HIDDEN), (1, 0, 2, 0), 1, r"microbatch 0: .*\[1, 0, 2, 0\].*\[7, 0, 3, 13\]"),
+        ((23, HIDDEN + 1), SAMPLES[0], 1, "rows of size 6, the language model needs 5"),
+        ((12, HIDDEN), SAMPLES[0], 2, "cut over 2 ranks, the plan needs 1"),
+    ],
+    ids=["counts", "size", "cut"],
+)
+def test_rows_that_do_not_fit_the_plan_are_refused_with_both_numbers(
+    shape: tuple[int, int], sizes: tuple[int, ...], parts: int, message: str
+) -> None:
     sender, _ = sender_alone()
-    rows = FlatEmbeddings(torch.zeros(3, HIDDEN), (1, 0, 2, 0))
-    with pytest.raises(ValueError, match=r"microbatch 0: .*\[1, 0, 2, 0\].*\[7, 0, 3, 13\]"):
-        sender.send(0, rows)
-
-
-def test_rows_of_another_size_are_refused_with_both_sizes() -> None:
-    sender, case = sender_alone()
-    rows = FlatEmbeddings(torch.zeros(23, HIDDEN + 1), case.runs(0).split_sizes(0))
-    with pytest.raises(ValueError, match="rows of size 6, the language model needs 5"):
-        sender.send(0, rows)
-
-
-def test_rows_cut_over_other_ranks_than_planned_are_refused() -> None:
-    sender, case = sender_alone()
-    rows = FlatEmbeddings(torch.zeros(12, HIDDEN), case.runs(0).split_sizes(0), parts=2)
-    with pytest.raises(ValueError, match="cut over 2 ranks, the plan needs 1"):
-        sender.send(0, rows)
+    with pytest.raises(ValueError, match=message):
+        sender.send(0, FlatEmbeddings(torch.zeros(shape), sizes, parts))
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -258,7 +351,7 @@ def test_rows_that_disagree_with_the_plan_about_gradients_are_refused(trainable:
 
 def test_receiving_without_autograd_is_refused_when_the_plan_expects_gradients() -> None:
     case = Case(1, 1, 1, 1)
-    receiver = BridgeReceiver(make_end(case, 1, None, None), run_ahead=2, posted_ahead=1)
+    receiver = BridgeReceiver(case.end(1), run_ahead=2, posted_ahead=1)
     receiver.begin([case.plan(TEXT_ONLY)])
     with torch.no_grad(), pytest.raises(BridgeError, match="but the rows require none"):
         receiver.receive(0)

@@ -5,7 +5,7 @@ Letters: n rows, H hidden.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from bridge import (
-    BridgeEnd,
     BridgePlan,
     BridgeReceiver,
     BridgeSender,
@@ -26,6 +25,7 @@ from bridge import (
     split_levels,
     take_chunk,
 )
+from tests.bridge.two_grids import make_end
 from tests.conftest import RunRanks
 
 HIDDEN = 3
@@ -64,22 +64,9 @@ def plan_of(rows: int) -> BridgePlan:
 
 
 def run_chunks(rank: int, rows_of_microbatch: list[int], trainable: bool) -> list[str]:
-    """Rank 0 sends three levels; two chunks of rank 1 take them, forward and backward in turn.
-
-    Returns the order of what happened on rank 1.
-    """
-    groups = [cast("Any", dist.new_group([0, 1])) for _ in range(2)]
-    end = BridgeEnd(
-        name="vision",
-        rank=rank,
-        forward=groups[0],
-        backward=groups[1],
-        hidden_size=HIDDEN * len(CHUNKS),
-        dtype=torch.float32,
-        wire_dtype=torch.float32,
-        device=torch.device("cpu"),
-        trainable=trainable,
-    )
+    """Rank 0 sends three levels, two chunks of rank 1 take them -> the order of rank 1's events."""
+    groups = dist.new_group([0, 1]), dist.new_group([0, 1])
+    end = make_end(rank, groups, HIDDEN * len(CHUNKS), trainable=trainable)
     plans = [plan_of(rows) for rows in rows_of_microbatch]
     whole = [torch.arange(9.0 * n).view(n, 9) + 100 * m for m, n in enumerate(rows_of_microbatch)]
     factor = torch.tensor([1.0] * 6 + [7.0] * 3)  # the second chunk's gradients are larger

@@ -1,9 +1,10 @@
-"""What a rank says when messages do not come or are not taken."""
+"""The error of a rank whose messages do not come or are not taken."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,38 +16,24 @@ from tests.conftest import RunRanks
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def wait_for_stalled(rank: int, case: Case, stalled: list[int]) -> str:
-    """The error of this rank when ``stalled`` ranks never take part; they wait it out."""
+def wait_for_stalled(rank: int, case: Case, stalled: tuple[int, ...]) -> tuple[str, Any]:
+    """The error of this rank, and whom it waits for, when ``stalled`` ranks never take part."""
     end = build_end(rank, case)
     if rank in stalled:
         time.sleep(1.5)
-        return ""
+        return "", ()
     started = time.monotonic()
     with pytest.raises(BridgeError) as caught:
         take_part(end, case)
     assert time.monotonic() - started < 2
     time.sleep(0.5)  # leave the connections to the others while they wait
-    return str(caught.value)
+    return str(caught.value), caught.value.waits_for
 
 
 def take_part(end: BridgeSender | BridgeReceiver, case: Case) -> None:
     end.begin(case.plans())
-    if isinstance(end, BridgeSender):
-        send_all(end, case)
-    else:
-        receive_all(end, case)
+    send_all(end, case) if isinstance(end, BridgeSender) else receive_all(end, case)
     end.finish()
-
-
-def never_taken(rank: int, case: Case) -> str:
-    end = build_end(rank, case)
-    if not isinstance(end, BridgeSender):
-        time.sleep(1.5)
-        return ""
-    with pytest.raises(BridgeError) as caught:
-        take_part(end, case)
-    assert caught.value.waits_for == (1, 2)
-    return str(caught.value)
 
 
 def lost_peer(rank: int, case: Case) -> str:
@@ -67,32 +54,36 @@ def lost_peer(rank: int, case: Case) -> str:
 
 def test_receiver_names_every_stalled_peer_and_its_rows_and_no_other(run_ranks: RunRanks) -> None:
     case = Case(3, 1, 1, 1, timeout_seconds=0.5)
-    *_, message = run_ranks(wait_for_stalled, 4, case, [0, 2])
+    *_, (message, waits_for) = run_ranks(wait_for_stalled, 4, case, (0, 2))
     assert message == (
         "bridge vision -> language: rows of microbatch 0 did not arrive within "
         "bridge.timeout_seconds 0.5; still waiting for rank 0 to send 20 rows, "
         "rank 2 to send 3 rows"
     )
+    assert waits_for == (0, 2)
 
 
 def test_sender_names_the_peers_whose_gradients_do_not_come(run_ranks: RunRanks) -> None:
     case = Case(1, 1, 2, 1, timeout_seconds=0.5)
-    message, *_ = run_ranks(wait_for_stalled, 3, case, [1, 2])
+    (message, waits_for), *_ = run_ranks(wait_for_stalled, 3, case, (1, 2))
     assert message == (
         "bridge language -> vision: gradients of microbatch 0 did not arrive within "
         "bridge.timeout_seconds 0.5; still waiting for rank 1 to send 7 rows, "
         "rank 2 to send 16 rows"
     )
+    assert waits_for == (1, 2)
 
 
 def test_sender_names_the_peers_that_do_not_take_its_rows(run_ranks: RunRanks) -> None:
     case = Case(1, 1, 2, 1, timeout_seconds=0.5)
-    message, *_ = run_ranks(never_taken, 3, replace(case, trainable=False))
+    case = replace(case, trainable=False)
+    (message, waits_for), *_ = run_ranks(wait_for_stalled, 3, case, (1, 2))
     assert message == (
         "bridge vision -> language: rows of microbatch 0 were not taken within "
         "bridge.timeout_seconds 0.5; still waiting for rank 1 to take 7 rows, "
         "rank 2 to take 16 rows"
     )
+    assert waits_for == (1, 2)
 
 
 def test_lost_connection_names_the_peer_and_its_rows_at_once(run_ranks: RunRanks) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bridge import BridgeEnd, BridgeError, TransferWatch
+from bridge import BridgeError, TransferWatch
 from bridge.waiting import Message
 from mimo.runtime.processes import RanksFailed
 from mimo.runtime.ranks import launch
@@ -24,6 +24,7 @@ from tests.bridge.two_grids import (
     Case,
     build_end,
     local_slice,
+    make_end,
     receive_all,
     rows_of,
     send_all,
@@ -53,9 +54,9 @@ def message(work: Work, peer: int, rows: int = 4) -> Message:
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """What threads have raised meanwhile."""
-    found: list[BaseException] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: found.append(args.exc_value))
-    return found
+    raised: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
+    return raised
 
 
 def wait_until(happened: Any, seconds: float = 5.0) -> None:
@@ -131,19 +132,9 @@ def stuck_in_nccl() -> None:
     if env.rank == 0:
         time.sleep(60)
     case = Case(1, 1, 1, 1)
-    end = BridgeEnd(
-        name="vision",
-        rank=env.rank,
-        forward=cast("Any", dist.group.WORLD),
-        backward=cast("Any", dist.new_group()),
-        hidden_size=HIDDEN,
-        dtype=torch.float32,
-        wire_dtype=torch.float32,
-        device=local_device(),
-        trainable=False,
-        timeout_seconds=0.5,
-        watch=TransferWatch(),
-    )
+    groups, watch = (dist.group.WORLD, dist.new_group()), TransferWatch()
+    options = {"device": local_device(), "timeout_seconds": 0.5, "watch": watch}
+    end = make_end(env.rank, groups, HIDDEN, trainable=False, **options)
     exchange = case.plan(0).receives(1)
     into = torch.zeros(case.tokens, HIDDEN, device=end.device)
     start_receiving(end, 0, "rows", exchange, into).wait()

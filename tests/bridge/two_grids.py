@@ -1,14 +1,15 @@
-"""A workload for both ends of a bridge on real ranks, and what each rank must find.
+"""A workload for both ends of a bridge on real ranks, and what each rank must hold.
 
-Every rank knows the whole workload, so each checks what it holds against a dense computation:
-forward, a language lane's sequence with the rows in place; backward, a weight per position that
-is the gradient of the row there.
+Every rank knows the whole workload, so each checks its part against a dense computation: forward, a
+language lane's sequence with the rows in place; backward, a weight per position that is the
+gradient of the row there.
 
 Letters: T tokens of a language lane, N rows of an encoder lane, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -100,6 +101,17 @@ class Case:
     def plans(self) -> list[BridgePlan]:
         return [self.plan(microbatch) for microbatch in range(len(self.samples))]
 
+    def end(self, rank: int, forward: Any = None, backward: Any = None, gather: Any = None):
+        return make_end(
+            rank,
+            (forward, backward),
+            self.hidden,
+            self.wire_dtype,
+            trainable=self.trainable,
+            gather=gather,
+            timeout_seconds=self.timeout_seconds,
+        )
+
     def dense(self, microbatch: int, seed: int) -> torch.Tensor:
         """(language_lanes, T, H) random numbers, by position."""
         generator = torch.Generator().manual_seed(seed + microbatch)
@@ -152,14 +164,14 @@ def build_end(rank: int, case: Case) -> BridgeSender | BridgeReceiver:
     sides = ((0, case.lanes, case.tp), (case.encoder_ranks, language, case.language_tp))
     for first, lanes, tp in sides:
         for lane in range(lanes):
-            own = [first + lane * tp + t for t in range(tp)]
-            group = dist.new_group(own) if tp > 1 else None
-            if rank in own:
+            lane_ranks = [first + lane * tp + t for t in range(tp)]
+            group = dist.new_group(lane_ranks) if tp > 1 else None
+            if rank in lane_ranks:
                 gather = group
     sends = rank < case.encoder_ranks
     if case.sequence_sharded if sends else case.sequence_parallel:
         gather = None
-    end = make_end(case, rank, forward, backward, gather)
+    end = case.end(rank, forward, backward, gather)
     return (
         BridgeSender(end, rank // case.tp, run_ahead=2)
         if sends
@@ -167,20 +179,18 @@ def build_end(rank: int, case: Case) -> BridgeSender | BridgeReceiver:
     )
 
 
-def make_end(case: Case, rank: int, forward: Any, backward: Any, gather: Any = None) -> BridgeEnd:
-    return BridgeEnd(
-        name="vision",
-        rank=rank,
-        forward=forward,
-        backward=backward,
-        hidden_size=case.hidden,
-        dtype=torch.float32,
-        wire_dtype=case.wire_dtype,
-        device=torch.device("cpu"),
-        trainable=case.trainable,
-        gather=gather,
-        timeout_seconds=case.timeout_seconds,
-    )
+def make_end(
+    rank: int,
+    groups: Sequence[Any],
+    hidden_size: int,
+    wire_dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    trainable: bool = True,
+    **options: Any,
+) -> BridgeEnd:
+    """One end of a bridge named vision, in fp32. groups: forward and backward."""
+    sizes = hidden_size, torch.float32, wire_dtype
+    return BridgeEnd("vision", rank, *groups, *sizes, torch.device(device), trainable, **options)
 
 
 def encoder_part(case: Case, rows: torch.Tensor, t: int) -> torch.Tensor:
@@ -193,7 +203,7 @@ def encoder_part(case: Case, rows: torch.Tensor, t: int) -> torch.Tensor:
 
 
 def rows_of(case: Case, microbatch: int, rank: int) -> FlatEmbeddings:
-    """What an encoder rank produces; its padding holds other numbers than zero."""
+    """The rows of an encoder rank; its padding is not zero."""
     lane, t = divmod(rank, case.tp)
     dense = case.of_lane(microbatch, lane, case.dense(microbatch, seed=0))
     values = encoder_part(case, dense, t).clone()
@@ -208,25 +218,25 @@ def rows_of(case: Case, microbatch: int, rank: int) -> FlatEmbeddings:
 def send_all(sender: BridgeSender, case: Case) -> list[torch.Tensor | None]:
     """Every microbatch forward, then every one backward; the gradients of this lane's rows."""
     rows = [rows_of(case, m, sender.end.rank) for m in range(len(case.samples))]
-    tokens = [sender.send(m, own) for m, own in enumerate(rows)]
+    tokens = [sender.send(m, embeddings) for m, embeddings in enumerate(rows)]
     for token in tokens:
         if case.trainable:
             token.backward()
-    return [own.values.grad for own in rows]
+    return [embeddings.values.grad for embeddings in rows]
 
 
 def receive_all(receiver: BridgeReceiver, case: Case) -> list[torch.Tensor]:
     """Every microbatch forward and backward; (T or T/tp, H) with the rows in place."""
     lane, number = case.place(receiver.end.rank)
-    found = []
+    received = []
     for m in range(len(case.samples)):
         rows, positions = receiver.receive(m)
         weights = local_slice(case, case.dense(m, seed=100)[lane], number)
         hidden = torch.zeros_like(weights).index_copy(0, positions, rows)
         if case.trainable:
             (hidden * weights).sum().backward()
-        found.append(hidden.detach())
-    return found
+        received.append(hidden.detach())
+    return received
 
 
 def local_slice(case: Case, sequence: torch.Tensor, number: int) -> torch.Tensor:

@@ -169,7 +169,7 @@ def _is_wrong(event: Event) -> bool:
         case "object collective":
             return event.activity != "setup"
         case "blocking copy":
-            return in_step and not event.site.startswith("bridge/check.py")
+            return in_step and not event.site.startswith("bridge/flat.py")
         case "wait":
             return False  # see WAITS_PER_STEP
 
