@@ -103,7 +103,7 @@ def replay(run: Path, step: int, checkpoint: Path | None = None) -> Replay:
         step,
         None if weights is None else str(weights),
         step - done,
-        result.loss / max(watched.plan.num_loss_tokens, 1),
+        result.mean_loss,
         result.grad_norm,
         logged,
         samples,
@@ -161,7 +161,13 @@ def _step(
     used = step_planner(recipe, layout, dataset, done=done).used_before(step)
     with (
         open_decoding(recipe, layout, 0, dataset.readers) as decoding,
-        trainer.batches(STEP, dataset, range(step, step + 1), used, 0, decoding) as batches,
+        trainer.batches(
+            name=STEP,
+            dataset=dataset,
+            steps=range(step, step + 1),
+            used=used,
+            decoding=decoding,
+        ) as batches,
     ):
         return train_step(
             step=step,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -30,12 +31,12 @@ from mimo.train.metrics import StepResult
 from mimo.train.restarts import job_name
 
 BATCHES = "batches"
-_SHOWN_SAMPLES = 16  # samples in an incident
+_SHOWN_SAMPLES = 16  # in an incident
 # The median of distances from the median of a normal distribution, in standard deviations.
 _MAD = 0.6745
 _LEAST_SPREAD = 1e-3  # of the median: below it losses are equal
-_MAX_LINES_PER_INDEX = 10_000  # lines
-_LONGEST_REASON = 2000  # characters of a reason
+_MAX_LINES_PER_INDEX = 10_000
+_LONGEST_REASON = 2000  # characters
 _LONGEST_ON_CONSOLE = 200
 _ALL_REPORTED = 10  # skipped samples of a run; later only each doubling is reported
 
@@ -46,8 +47,8 @@ _ALL_REPORTED = 10  # skipped samples of a run; later only each doubling is repo
 def publish_bad_sample(step: int, number: int, rank: int, bad: SkippedSample) -> None:
     """Publish why a sample cannot be read, for the rank that lists it.
 
-    number: of the sample in the step. It goes to the store of the world, before the sum in which
-    all ranks learn of the sample, so the reporting rank finds it there.
+    number: of the sample in the step. The store of the world has it before the sum in which all
+    ranks learn of the sample.
     """
     entry = {"step": step, "rank": rank} | asdict(bad)
     _get_default_store().set(_store_key(step, number), json.dumps(entry))
@@ -61,13 +62,12 @@ class BadSamples:
     """The list of bad samples in the run folder; used by the one rank that reports.
 
     A resumed run continues it: the samples that indexes leave out are listed anew, and lines of the
-    steps that are repeated are dropped.
+    steps that are repeated are dropped. say: takes a line for the console.
     """
 
     def __init__(
         self, run_dir: Path, first_step: int, say: Callable[[str], object] = print
     ) -> None:
-        """say: takes a line for the console."""
         self._run_dir, self._path, self._say = run_dir, run_dir / BAD_SAMPLES, say
         self._read: list[str] = []
         if self._path.exists():
@@ -80,9 +80,9 @@ class BadSamples:
         lines = []
         for split, dataset in splits.items():
             for source, index in enumerate(dataset.indexes if dataset else ()):
-                named = itertools.islice(index.skipped_samples(), _MAX_LINES_PER_INDEX)
+                shown = itertools.islice(index.skipped_samples(), _MAX_LINES_PER_INDEX)
                 where = {"found": "index", "split": split, "source": source}
-                lines += [_line(where | asdict(bad)) for bad in named]
+                lines += [_line(where | asdict(bad)) for bad in shown]
                 if (more := index.num_skipped - _MAX_LINES_PER_INDEX) > 0:
                     lines.append(_line(where | {"more": more}))
         text = "".join(f"{line}\n" for line in (*lines, *self._read))
@@ -91,8 +91,7 @@ class BadSamples:
     def append(self, step: int, numbers: Iterable[int]) -> None:
         """Append samples that some rank could not read, by their numbers in the step.
 
-        Reports them on the console and as an incident: the first ten of a run, then each time that
-        their number has doubled.
+        The console and an incident report the first ten of a run, then each doubling.
         """
         store = _get_default_store()
         entries = [json.loads(store.get(_store_key(step, number))) for number in numbers]
@@ -185,10 +184,8 @@ class AnomalyDetector:
         """Start from the losses in the metrics in ``run_dir``, if there are any."""
         self._train, self._run_dir, self._dataset = train, run_dir, dataset
         self._reports, self._skipped_in_a_row = reports, list[int]()
-        self._spikes = None
-        if reports and train.loss_spike_zscore is not None:
-            window = train.loss_spike_window
-            self._spikes = LossSpikes(window, deque(_losses(run_dir / METRICS), window))
+        losses = _losses(run_dir / METRICS) if reports and train.loss_spike_zscore else ()
+        self._spikes = LossSpikes(train.loss_spike_window, losses)
 
     def check(self, step: int, done: StepResult) -> None:
         """Check one step; every rank calls it after each.
@@ -203,8 +200,8 @@ class AnomalyDetector:
             return
         first = self._skipped_in_a_row[0]
         text = (
-            f"step {step}: the loss is {_loss(done):g}, the gradient norm {done.grad_norm:g}, and "
-            f"none of {len(self._skipped_in_a_row)} steps since step {first} was finite, more than "
+            f"step {step}: the loss is {done.mean_loss:g}, the gradient norm {done.grad_norm:g}, "
+            f"and none of {len(self._skipped_in_a_row)} steps since step {first} was finite, more than "
             f"train.max_skipped_steps {self._train.max_skipped_steps}; their samples are in "
             f"{self._run_dir / BATCHES}: look at them with `mimo replay {self._run_dir} --step "
             f"{first}`, or lower train.learning_rate"
@@ -215,33 +212,25 @@ class AnomalyDetector:
         raise FloatingPointError(text)
 
     def _record(self, step: int, done: StepResult) -> None:
-        loss = _loss(done)
+        loss = done.mean_loss
         if done.is_skipped:
             norms = ", ".join(f"{name} {norm:g}" for name, norm in done.grad_norms.items())
-            text = (
-                f"the loss is {loss:g}, the gradient norm {done.grad_norm:g} ({norms}): "
-                f"no module was updated"
-            )
+            text = f"the loss is {loss:g}, the gradient norm {done.grad_norm:g} ({norms}): "
+            text += "no module was updated"
             self._keep("skipped step", text, step, done)
-        elif self._spikes is not None:
-            score, limit = self._spikes.score(loss), self._train.loss_spike_zscore
-            if limit is not None and score > limit:
-                window = self._train.loss_spike_window
-                text = f"the loss {loss:g} has the z-score {score:.1f} among {window} steps before"
-                self._keep("loss spike", text, step, done)
+        elif (score := self._spikes.score(loss)) > (self._train.loss_spike_zscore or math.inf):
+            window = self._train.loss_spike_window
+            text = f"the loss {loss:g} has the z-score {score:.1f} among {window} steps before"
+            self._keep("loss spike", text, step, done)
 
     def _keep(self, kind: Kind, text: str, step: int, done: StepResult) -> None:
         samples = list(samples_of(done.plan, self._dataset))
-        path = self._run_dir / BATCHES / f"step_{step}.json"
+        name = f"{BATCHES}/step_{step}.json"
         content = {"step": step, "kind": kind, "text": text, "samples": samples}
-        kept = str(path.relative_to(self._run_dir))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content), encoding="utf-8")
-        except OSError as error:
-            kept = f"not kept: {error}"
-        named = [sample["key"] for sample in samples[:_SHOWN_SAMPLES]]
-        record(self._run_dir, kind, text, step, samples=named, num_samples=len(samples), batch=kept)
+        (self._run_dir / BATCHES).mkdir(exist_ok=True)
+        (self._run_dir / name).write_text(json.dumps(content), encoding="utf-8")
+        keys = [sample["key"] for sample in samples[:_SHOWN_SAMPLES]]
+        record(self._run_dir, kind, text, step, samples=keys, num_samples=len(samples), batch=name)
 
 
 def samples_of(plan: StepPlan, dataset: Dataset) -> Iterator[dict[str, Any]]:
@@ -253,11 +242,6 @@ def samples_of(plan: StepPlan, dataset: Dataset) -> Iterator[dict[str, Any]]:
             index = dataset.indexes[source]
             where = {"source": source, "sample": sample, "shard": str(index.shard_of(sample))}
             yield where | {"key": index.key(sample), "microbatch": number, "lane": lane}
-
-
-def _loss(done: StepResult) -> float:
-    """Return the loss per token."""
-    return done.loss / max(done.plan.num_loss_tokens, 1)
 
 
 def _losses(metrics: Path) -> Iterator[float]:

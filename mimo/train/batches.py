@@ -66,8 +66,8 @@ class RankBatch:
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """A batch that is prepared.
+class PreparedBatch:
+    """A batch that is prepared in the background.
 
     used: the samples of the order up to its end. unusable: (data source, sample) of each sample
     that is skipped, with its number in the step.
@@ -83,35 +83,33 @@ class Batches:
 
     For each batch call `next`, then, when nothing holds the batch any more, `read_ahead` and
     `sum_over_world`.
-    name: what messages call one batch, such as "step". used: the samples of the order before the
-    first batch; later, those up to the last batch that `next` gave.
-    num_prepared: how many batches are prepared while another is in use, 1 or 0. The one after
-    these is read meanwhile, and more of what follows as far as ``decoding`` lets it.
-    early_stop: what ranks agree on with each sum.
+    name: what messages call one batch, such as "step". early_stop: what ranks agree on with each
+    sum. used: the samples of the order before the first batch; later, those up to the last batch
+    that `next` returned. num_prepared: how many batches are prepared while another is in use, 1 or
+    0; the one after these is read meanwhile, and more of what follows as ``decoding`` allows.
     flops: counts the operations of each batch; None to skip that.
     """
 
     def __init__(
         self,
+        *,
         name: str,
         recipe: Recipe,
         topology: Topology,
-        dataset: Dataset,
-        steps: range,
-        used: Used,
-        num_prepared: int,
         model: MimoModel,
-        decoding: Decoding,
         early_stop: EarlyStop,
+        dataset: Dataset,
+        decoding: Decoding,
+        steps: range,
+        used: Used = Used(),
+        num_prepared: int = 0,
         flops: StepFlops | None = None,
     ) -> None:
-        self.name = name
-        self.steps = steps
-        self.dataset = dataset
-        self._model, self._early_stop, self._flops = model, early_stop, flops
-        self.used = used
+        self.name, self.steps, self.used = name, steps, used
+        self._dataset, self._model, self._early_stop = dataset, model, early_stop
+        self._flops, self._num_prepared = flops, num_prepared
         self._layout, self._rank = topology.layout, topology.rank
-        self._media = {name: one.media for name, one in recipe.encoders.items()}
+        self._media = {name: encoder.media for name, encoder in recipe.encoders.items()}
         self._planner = step_planner(
             recipe,
             topology.layout,
@@ -120,11 +118,10 @@ class Batches:
             links=topology.bridges,
             rank=topology.rank,
         )
-        self._num_prepared = num_prepared
         self._loader = StepLoader(self._planner, dataset.readers, decoding, steps.start, steps.stop)
-        self._left = len(steps)
+        self._num_unread = len(steps)
         self._read: list[LoadedStep] = []
-        self._coming: deque[_Coming] = deque()
+        self._prepared: deque[PreparedBatch] = deque()
         self._stream = copy_stream()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="preparer")
         self._waited_seconds = 0.0
@@ -135,41 +132,38 @@ class Batches:
                 self.read_ahead()
             self.sum_over_world(())
         except BaseException:
-            self._close()
+            self.__exit__()
             raise
         self._waited_seconds = 0.0
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def unusable_samples(self) -> dict[tuple[int, int], int]:
-        """Return (data source, sample) of each sample that the next batch skips, and its number."""
-        return self._coming[0].unusable
+        self._loader.close()
+        self._preparer.shutdown(wait=True, cancel_futures=True)
 
     @property
-    def coming_used(self) -> Used:
-        """Samples of the order up to the next batch's end."""
-        return self._coming[0].used
+    def upcoming(self) -> PreparedBatch:
+        """The batch that `next` returns next."""
+        return self._prepared[0]
 
     def next(self) -> RankBatch:
         """Return the next batch; waits for it if need be. Raises what its preparation raised."""
-        coming = self._coming.popleft()
+        prepared = self._prepared.popleft()
         with self._waiting():
-            batch, staging = coming.batch.result()
-        self.used = coming.used
+            batch, staging = prepared.batch.result()
+        self.used = prepared.used
         staging.arrive()
         return batch
 
     def read_ahead(self) -> None:
-        """Wait until the samples are read whose readability the next sum carries.
+        """Wait until the samples are read whose readability the next sum carries, if any are left.
 
-        Raises what their reading raised. After the last batch there are none.
+        Raises what their reading raised.
         """
-        if self._left > 0:
+        if self._num_unread > 0:
             with self._waiting():
                 self._read.append(self._loader.next())
-            self._left -= 1
+            self._num_unread -= 1
 
     def sum_over_world[T](self, terms: T) -> T:
         """Sum ``terms`` over all ranks, after `read_ahead`; every rank of the world calls it.
@@ -177,7 +171,7 @@ class Batches:
         The same message carries which samples each rank could not read, and whether the run stops
         early. Then the batch of these samples is prepared. terms: see `sum_over_world` below.
         """
-        unusable_flags = [self._flags(loaded) for loaded in self._read]
+        unusable_flags = [self._report_unusable(loaded) for loaded in self._read]
         sums, stop_flags, unusable_flags = sum_over_world(
             (terms, self._early_stop.flags(), unusable_flags)
         )
@@ -185,7 +179,7 @@ class Batches:
         for loaded, flags in zip(self._read, unusable_flags, strict=True):
             unusable = np.flatnonzero(flags > 0).tolist()
             batch = self._preparer.submit(self._prepare, loaded, unusable)
-            self._coming.append(_Coming(loaded.used, loaded.addresses(unusable), batch))
+            self._prepared.append(PreparedBatch(loaded.used, loaded.addresses(unusable), batch))
         self._read.clear()
         return sums
 
@@ -194,16 +188,11 @@ class Batches:
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
-    def shares_of_means(self, value: float) -> dict[str, float]:
-        """Return, by module, this rank's term of the mean of ``value`` over the module's ranks."""
-        grids = self._layout.grids.items()
-        return {name: value / grid.size * (self._rank in grid.ranks) for name, grid in grids}
-
     def _prepare(self, loaded: LoadedStep, unusable: Sequence[int]) -> tuple[RankBatch, Staging]:
         """Pack this rank's part of a batch, in the order of its plan; in the background."""
         loaded.release()
         plan = self._planner.finish(loaded.microbatches, unusable)
-        dataset, lanes, items = self.dataset, [], {}
+        dataset, lanes, items = self._dataset, [], {}
         readers = dataset.readers
         for name in self._layout.modules_of(self._rank):
             coords = self._layout.grids[name].coords(self._rank)
@@ -223,7 +212,7 @@ class Batches:
         flops = {} if self._flops is None else self._flops.of(plan)
         return RankBatch(name, plan, language, encoders, sample_keys, flops), staging
 
-    def _flags(self, loaded: LoadedStep) -> np.ndarray:
+    def _report_unusable(self, loaded: LoadedStep) -> np.ndarray:
         """Return (n,) fp64: for each sample of a step, 1 if this rank could not read it."""
         flags = np.zeros(loaded.num_samples)
         for number, bad in loaded.unusable.items():
@@ -238,10 +227,6 @@ class Batches:
         started = time.perf_counter()
         yield
         self._waited_seconds += time.perf_counter() - started
-
-    def _close(self) -> None:
-        self._loader.close()
-        self._preparer.shutdown(wait=True, cancel_futures=True)
 
 
 def sum_over_world[T](terms: T) -> T:

@@ -14,13 +14,14 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,144 +32,110 @@ from mimo.errors import RecipeError
 from mimo.runtime.run_files import METRICS
 from mimo.train.metrics import is_logged
 
-RUN_IDS = "loggers.json"
+_RUN_IDS = "loggers.json"
 """The file in the run folder with the ids of the run in services, by logger."""
 _PACKAGES = ("wandb", "mlflow")  # their names are those of the loggers
 
 
-class Logger(Protocol):
+@dataclass(frozen=True)
+class Logger:
     """Takes the metrics of a run, on the one rank that reports.
 
-    every_step: whether it takes all steps, or only those with a line on the console.
+    write: takes metrics such as `train/loss` of a step, counted from 0. every_step: whether it
+    takes all steps, or only those with a line on the console.
     """
 
-    every_step: bool
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write metrics such as `train/loss` of a step, counted from 0."""
-        ...
-
-    def close(self) -> None:
-        """Finish; no more metrics follow."""
-        ...
+    write: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
+    every_step: bool = False
 
 
-class _TensorBoard:
-    every_step = True
+def _tensorboard(run_dir: Path, first_step: int) -> Logger:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
-        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
+    def write(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
+            events.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._events.close()
+    return Logger(write, events.close, every_step=True)
 
 
-class _Wandb:
+def _wandb(recipe: Recipe, run_dir: Path, ids: dict[str, str]) -> Logger:
     """Weights & Biases; it drops the steps that a resumed run repeats, which are the same."""
-
-    every_step = False
-
-    def __init__(self, recipe: Recipe, run_dir: Path, ids: dict[str, str]) -> None:
-        self._run = import_module("wandb").init(
-            project=os.environ.get("WANDB_PROJECT", "mimo"),
-            name=recipe.name,
-            id=ids.setdefault("wandb", uuid.uuid4().hex),
-            resume="allow",
-            dir=str(run_dir),
-            config=recipe.model_dump(mode="json"),
-            mode=os.environ.get("WANDB_MODE", "offline"),
-        )
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    run = import_module("wandb").init(
+        project=os.environ.get("WANDB_PROJECT", "mimo"),
+        name=recipe.name,
+        id=ids.setdefault("wandb", uuid.uuid4().hex),
+        resume="allow",
+        dir=str(run_dir),
+        config=recipe.model_dump(mode="json"),
+        mode=os.environ.get("WANDB_MODE", "offline"),
+    )
+    return Logger(lambda metrics, step: run.log(dict(metrics), step=step), run.finish)
 
 
-class _Mlflow:
-    every_step = False
-
-    def __init__(self, recipe: Recipe, run_dir: Path, ids: dict[str, str]) -> None:
-        self._mlflow: Any = import_module("mlflow")
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            self._mlflow.set_tracking_uri((run_dir / "mlruns").resolve().as_uri())
-        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "mimo"))
-        run = self._mlflow.start_run(run_id=ids.get("mlflow"), run_name=recipe.name)
-        ids["mlflow"] = run.info.run_id
-        self._mlflow.log_dict(recipe.model_dump(mode="json"), "recipe.json")
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+def _mlflow(recipe: Recipe, run_dir: Path, ids: dict[str, str]) -> Logger:
+    mlflow: Any = import_module("mlflow")
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri((run_dir / "mlruns").resolve().as_uri())
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "mimo"))
+    run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=recipe.name)
+    ids["mlflow"] = run.info.run_id
+    mlflow.log_dict(recipe.model_dump(mode="json"), "recipe.json")
+    return Logger(
+        lambda metrics, step: mlflow.log_metrics(dict(metrics), step=step), mlflow.end_run
+    )
 
 
 class Loggers:
-    """All loggers of a run. One that fails is dropped with a warning, and training continues."""
+    """The loggers of `train.loggers`; one process has them.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    One that fails is dropped with a warning, which ``say`` takes, and training continues.
+    """
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, first_step: int, say: Callable[[str], None]
+    ) -> None:
         self._say = say
         self._open: dict[str, Logger] = {}
-
-    def add(self, name: str, make: Callable[[], Logger]) -> None:
-        """Open one more logger."""
-
-        def open_it() -> None:
-            self._open[name] = make()
-
-        self._try(name, open_it)
+        path = run_dir / _RUN_IDS
+        ids: dict[str, str] = {}
+        with suppress(FileNotFoundError, ValueError):  # none yet, or it was killed while writing
+            ids = json.loads(path.read_text())
+        before = dict(ids)
+        makers: dict[str, Callable[[], Logger]] = {
+            "tensorboard": lambda: _tensorboard(run_dir, first_step),
+            "wandb": lambda: _wandb(recipe, run_dir, ids),
+            "mlflow": lambda: _mlflow(recipe, run_dir, ids),
+        }
+        for name in dict.fromkeys(recipe.train.loggers):
+            with self._dropped_on_failure(name):
+                self._open[name] = makers[name]()
+        if ids != before:
+            path.write_text(json.dumps(ids))
 
     def write(self, metrics: Mapping[str, float], step: int, logged: bool) -> None:
         """Write a step's metrics. logged: whether the step has a line on the console."""
         for name, logger in list(self._open.items()):
             if logged or logger.every_step:
-                self._try(name, lambda logger=logger: logger.write(metrics, step))
+                with self._dropped_on_failure(name):
+                    logger.write(metrics, step)
 
     def close(self) -> None:
         """Close all loggers."""
         for name, logger in list(self._open.items()):
-            self._try(name, logger.close)
+            with self._dropped_on_failure(name):
+                logger.close()
 
-    def _try(self, name: str, do: Callable[[], None]) -> None:
+    @contextmanager
+    def _dropped_on_failure(self, name: str) -> Iterator[None]:
         try:
-            do()
+            yield
         except Exception as error:  # of a package that we do not know, or of its service
             self._open.pop(name, None)
             self._say(f"warning: logger {name} is left out from now on: {error}")
-
-
-def open_loggers(
-    recipe: Recipe, run_dir: Path, first_step: int, say: Callable[[str], None]
-) -> Loggers:
-    """Open the loggers of `train.loggers`; one process calls it. say: takes a warning."""
-    path, opened = run_dir / RUN_IDS, Loggers(say)
-    ids = _ids_in(path)
-    before = dict(ids)
-    makers: dict[str, Callable[[], Logger]] = {
-        "tensorboard": lambda: _TensorBoard(run_dir, first_step),
-        "wandb": lambda: _Wandb(recipe, run_dir, ids),
-        "mlflow": lambda: _Mlflow(recipe, run_dir, ids),
-    }
-    for name in dict.fromkeys(recipe.train.loggers):
-        opened.add(name, makers[name])
-    if ids != before:
-        path.write_text(json.dumps(ids))
-    return opened
-
-
-def _ids_in(path: Path) -> dict[str, str]:
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):  # the first start, or it was killed while writing
-        return {}
 
 
 def check_loggers(recipe: Recipe) -> None:
@@ -186,7 +153,7 @@ class MetricsWriter:
     """Writes one JSON object per step; used by the one rank that reports.
 
     A resumed run continues the file: lines after the step it resumes from are dropped first.
-    lacks_validation: there is then no validation after the last step of the file.
+    lacks_validation: whether the last line that is left is of a step, not of a validation.
     """
 
     def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
@@ -195,7 +162,7 @@ class MetricsWriter:
         self._file = self._path.open("a", buffering=1)
         self._logged = (first_step, time.monotonic())
         self.console = Console(file=sys.stdout, soft_wrap=True)
-        self._loggers = open_loggers(recipe, run_dir, first_step, self.say)
+        self._loggers = Loggers(recipe, run_dir, first_step, self.say)
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -239,13 +206,14 @@ class MetricsWriter:
         )
         if logged:
             epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
+            shares = (metrics["mfu"], metrics.get("idle_fraction"))
+            mfu, idle = ("-" if share is None else f"{share:.3f}" for share in shares)
             self.say(
                 f"step {done}/{total} loss {metrics['loss']:.4f} "
                 f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
                 f"tokens/s {metrics['tokens_per_second']:.0f} "
                 f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))} "  # of all sources
-                f"mfu {_share(metrics['mfu'])} idle {_share(metrics.get('idle_fraction'))} "
-                f"eta {self._left(done)}"
+                f"mfu {mfu} idle {idle} eta {self._time_left(done)}"
             )
 
     def validation(self, metrics: Mapping[str, Any]) -> None:
@@ -259,7 +227,7 @@ class MetricsWriter:
         """Print one line above the bar."""
         self.console.print(line, highlight=False, markup=False)
 
-    def _left(self, done: int) -> timedelta:
+    def _time_left(self, done: int) -> timedelta:
         """Estimate the remaining time from the pace since the last line."""
         (before, then), self._logged = self._logged, (done, time.monotonic())
         pace = (self._logged[1] - then) / (done - before)
@@ -280,10 +248,6 @@ class MetricsWriter:
             numbers[f"epoch_{source}"] = epoch
         named = {f"{group}/{name}": n for name, n in numbers.items() if n is not None}
         self._loggers.write(named, step, logged)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 # A whole line; a line that was cut off when a run was killed does not match.

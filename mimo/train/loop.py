@@ -11,7 +11,6 @@ from typing import Self
 import torch
 
 from data.decoding import Decoding
-from data.packing import Used
 from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.checkpoint.manifest import naming
@@ -26,7 +25,7 @@ from mimo.parallel.groups import Topology
 from mimo.runtime.signals import SAVE_FAILED, EarlyStop
 from mimo.spans import SPANS
 from mimo.train.anomalies import AnomalyDetector, BadSamples, check_skipped
-from mimo.train.batches import STEP, Batches
+from mimo.train.batches import STEP, Batches, PreparedBatch
 from mimo.train.metrics import StepTimes, step_metrics
 from mimo.train.step import StepObserver, run_modules, train_step
 
@@ -41,17 +40,20 @@ class Trainer:
         run_dir: Path,
         initial: InitialWeights | None = None,
         provided: Collection[str] = (),
+        early_stop: EarlyStop | None = None,
     ) -> None:
         """Build the model. initial, provided: passed on to `build_model`."""
-        self.recipe = recipe
-        self.topology = topology
-        self.run_dir = run_dir
+        self.recipe, self.topology, self.run_dir = recipe, topology, run_dir
+        self.early_stop = early_stop or EarlyStop()
         self.chat = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
         self.saver = Saver(self.model.modules, run_dir / "checkpoints", recipe)
-        self.early_stop = EarlyStop()
+        # Takes the other arguments of `Batches`, by name.
+        self.batches = partial(
+            Batches, recipe=recipe, topology=topology, model=self.model, early_stop=self.early_stop
+        )
 
     def train(
         self,
@@ -69,29 +71,32 @@ class Trainer:
         Raises FloatingPointError as `AnomalyDetector.check` does.
         """
         train, layout = self.recipe.train, self.topology.layout
+        rank, reports = self.topology.rank, self.topology.reports
         steps = range(self.progress.step, train.steps)
-        flops = StepFlops(self.recipe, self.chat.vocab_size, dataset)
         readers = (*dataset.readers, *(validation.readers if validation else ()))
-        times = StepTimes(layout, self.topology.rank)
+        flops = StepFlops(self.recipe, self.chat.vocab_size, dataset) if reports else None
+        times = StepTimes(layout, rank)
+        anomalies = AnomalyDetector(train, self.run_dir, dataset, reports)
         SPANS.forget(on_device=has_gpu())
-        used, counts = self.progress.used, flops if self.topology.reports else None
-        anomalies = AnomalyDetector(train, self.run_dir, dataset, self.topology.reports)
         with (
-            open_decoding(self.recipe, layout, self.topology.rank, readers) as decoding,
-            self.batches(STEP, dataset, steps, used, 1, decoding, counts) as batches,
-            profiler_of(train, self.topology.rank, self.run_dir) as profiler,
+            open_decoding(self.recipe, layout, rank, readers) as decoding,
+            self.batches(
+                name=STEP,
+                dataset=dataset,
+                steps=steps,
+                used=self.progress.used,
+                num_prepared=1,
+                decoding=decoding,
+                flops=flops,
+            ) as batches,
+            Profiler(train, rank, self.run_dir) as profiler,
         ):
             if validation and owes_validation and _is_due(train.validate_every, steps.start):
                 observer.at(steps.start - 1, "validation")
                 yield {"step": steps.start, **self.validate(validation, decoding)}
             for step in steps:
                 profiler.start_step(step)
-                unusable = batches.unusable_samples()
-                progress = self.progress.with_skipped(unusable.keys())
-                if bad_samples is not None:
-                    new = unusable.keys() - self.progress.skipped
-                    bad_samples.append(step, [unusable[sample] for sample in sorted(new)])
-                check_skipped(self.recipe.data, progress, batches.coming_used.samples, dataset)
+                self._count_skipped(step, batches.upcoming, dataset, bad_samples)
                 # The reduction tells all ranks; the next save raises the reason.
                 self.early_stop.local_reasons = (SAVE_FAILED,) if self.saver.has_failed else ()
                 result = train_step(
@@ -104,13 +109,14 @@ class Trainer:
                     wait_for_copy=self.saver.wait_for_copy,
                 )
                 done = step + 1
-                self.progress = progress.after_step(step, batches.used, result.is_skipped)
+                self.progress = self.progress.after_step(step, batches.used, result.is_skipped)
                 skipped = self.progress.skipped_samples, self.progress.skipped_steps
                 metrics = {"step": step, **step_metrics(result, layout, *skipped)}
-                if self.topology.reports:
+                if reports:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
                 anomalies.check(step, result)
-                # Always save and validate after the last step.
+
+                # ---- save and validate, always after the last step
                 stops = bool(self.early_stop.reasons) and done < train.steps
                 saves = done == train.steps or _is_due(train.save_interval, done) or stops
                 if saves:
@@ -132,6 +138,16 @@ class Trainer:
             self.saver.on_progress()
             self.saver.wait()
 
+    def _count_skipped(
+        self, step: int, batch: PreparedBatch, dataset: Dataset, bad_samples: BadSamples | None
+    ) -> None:
+        """Count and list the samples that a batch skips. Raises as `check_skipped` does."""
+        new = batch.unusable.keys() - self.progress.skipped
+        self.progress = self.progress.with_skipped(batch.unusable.keys())
+        if bad_samples is not None:
+            bad_samples.append(step, [batch.unusable[sample] for sample in sorted(new)])
+        check_skipped(self.recipe.data, self.progress, batch.used.samples, dataset)
+
     def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:
         """Return the mean loss per token, over all sources and of each; all ranks call it.
 
@@ -150,7 +166,9 @@ class Trainer:
         steps = range(self.recipe.train.validation_batches)
         total = tokens = 0.0
         # No batch is prepared ahead: a batch of training is waiting on the device too.
-        with self.batches("validation batch", dataset, steps, Used(), 0, decoding) as batches:
+        with self.batches(
+            name="validation batch", dataset=dataset, steps=steps, decoding=decoding
+        ) as batches:
             for _ in steps:
                 batch = batches.next()
                 rank_loss = run_modules(self.model, batch, forward_only=True)
@@ -160,31 +178,6 @@ class Trainer:
                 total += float(batches.sum_over_world(rank_loss))
         return total, tokens
 
-    def batches(
-        self,
-        name: str,
-        dataset: Dataset,
-        steps: range,
-        used: Used,
-        num_prepared: int,
-        decoding: Decoding,
-        flops: StepFlops | None = None,
-    ) -> Batches:
-        """Return batches for this rank's model; the arguments are those of `Batches`."""
-        return Batches(
-            name=name,
-            recipe=self.recipe,
-            topology=self.topology,
-            dataset=dataset,
-            steps=steps,
-            used=used,
-            num_prepared=num_prepared,
-            model=self.model,
-            decoding=decoding,
-            early_stop=self.early_stop,
-            flops=flops,
-        )
-
 
 def _is_due(every: int | None, done: int) -> bool:
     """Whether something that happens ``every`` so many steps is due after ``done`` steps."""
@@ -193,19 +186,20 @@ def _is_due(every: int | None, done: int) -> bool:
 
 # ----------------------------------------------------- a trace of some steps: `train.profile`
 
-PROFILE = "profile"
-"""The folder of traces, in the run folder."""
-
 
 class Profiler:
-    """Traces some steps of this rank, with the spans of mimo.spans as named ranges.
+    """Traces the steps of `train.profile` on this rank, if it is one of those ranks.
 
-    steps: empty on a rank that is not traced, which then costs nothing.
+    The spans of mimo.spans are its named ranges. Other ranks and steps cost nothing.
     """
 
-    def __init__(self, steps: range, path: Path) -> None:
-        self._steps, self._path = steps, path
+    def __init__(self, train: Train, rank: int, run_dir: Path) -> None:
+        self._steps, self._path = range(0), run_dir
         self._running: torch.profiler.profile | None = None
+        if train.profile is not None and rank in train.profile.ranks:
+            first, last = train.profile.steps
+            self._steps = range(first, last + 1)
+            self._path = run_dir / "profile" / f"rank_{rank}_steps_{first}_to_{last}.json"
 
     def __enter__(self) -> Self:
         return self
@@ -215,16 +209,16 @@ class Profiler:
 
     def start_step(self, step: int) -> None:
         """Begin or end the trace if ``step`` is the first one in or after it."""
-        if self._running is not None and step not in self._steps:
-            self._stop()
-        elif self._running is None and step in self._steps:
+        if self._running is None and step in self._steps:
             activities = traced_activities()
             self._running = torch.profiler.profile(activities=activities, acc_events=True)
             self._running.start()
             SPANS.named = True
+        elif step not in self._steps:
+            self._stop()
 
     def _stop(self) -> None:
-        """Write the trace."""
+        """Write the trace, if one is running."""
         if self._running is None:
             return
         running, self._running = self._running, None
@@ -232,16 +226,6 @@ class Profiler:
         running.stop()
         self._path.parent.mkdir(exist_ok=True)
         running.export_chrome_trace(str(self._path))
-
-
-def profiler_of(train: Train, rank: int, run_dir: Path) -> Profiler:
-    """Return the profiler that the recipe asks for on this rank."""
-    settings = train.profile
-    if settings is None or rank not in settings.ranks:
-        return Profiler(range(0), run_dir)
-    first, last = settings.steps
-    name = f"rank_{rank}_steps_{first}_to_{last}.json"
-    return Profiler(range(first, last + 1), run_dir / PROFILE / name)
 
 
 # ------------------------------------------------------------------- garbage collection

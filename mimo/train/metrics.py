@@ -32,9 +32,8 @@ class StepResult:
     step_seconds: from asking for the batch until the update is queued.
     data_wait_seconds: waiting for batches, or for samples to be read: the mean over the ranks of
     the module where it is largest.
-    host_seconds: of this rank, the rest of the step: without its waits for data, for transfers of
-    bridges, and for the sum over all ranks, which on a device is also the wait for the device. On a
-    device that is the time to launch its work; on a CPU it is the work itself.
+    host_seconds: the rest of this rank's step, without its waits for data, for transfers of bridges
+    and for the sum over all ranks. On a device: the time to launch its work; on a CPU: the work.
     is_skipped: loss or gradient norm is not finite, so no module was updated. grad_norms: of each
     module that trains. update_norms: how much the update before this step changed the weights of
     each, as a norm; None where it was not measured.
@@ -55,6 +54,11 @@ class StepResult:
     update_norms: Mapping[str, float | None]
     times: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def mean_loss(self) -> float:
+        """The loss per token."""
+        return self.loss / max(self.plan.num_loss_tokens, 1)
+
 
 def is_logged(train: Train, step: int) -> bool:
     """Whether a step, counted from 0, gets a line on the console."""
@@ -70,11 +74,12 @@ def step_metrics(
     mfu is the share of the peak of all ranks of the job together, those of encoders included; None
     if the device's peak is unknown.
     """
-    plan, seconds = done.plan, done.step_seconds
-    waiting = _ranks_that_wait(layout)
-    peak = peak_flops()
+    plan, seconds, peak = done.plan, done.step_seconds, peak_flops()
+    # These send rows and then wait; on a GPU waiting does not block the host.
+    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
+    waiting = 0 if has_gpu() else sum(grid.dp * grid.tp for grid in disjoint)
     return {
-        "loss": done.loss / max(plan.num_loss_tokens, 1),
+        "loss": done.mean_loss,
         "grad_norm": done.grad_norm,
         **{f"grad_norm_{name}": norm for name, norm in done.grad_norms.items()},
         **{f"update_norm_{name}": norm for name, norm in done.update_norms.items()},
@@ -94,14 +99,6 @@ def step_metrics(
         "host_seconds": done.host_seconds,
         **done.times,
     }
-
-
-def _ranks_that_wait(layout: Layout) -> int:
-    """Return how many ranks send rows and then wait; on a GPU waiting does not block the host."""
-    if has_gpu():
-        return 0
-    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
-    return sum(grid.dp * grid.tp for grid in disjoint)
 
 
 class StepTimes:
@@ -127,18 +124,23 @@ class StepTimes:
     def of_this_rank(self, bridge_bytes: Mapping[_Column, int]) -> np.ndarray:
         """Return a table (ranks x columns,) fp64 with this rank's row, since the last call.
 
-        bridge_bytes: of this step, as of `MimoModel.bridge_bytes`.
+        bridge_bytes: what `MimoModel.bridge_bytes` returns for this step.
         """
         table = np.zeros((self._layout.world_size, len(self._columns)))
-        own = table[self._rank]
+        row = table[self._rank]
         for (module, phase, edge), seconds in SPANS.take().items():
-            own[self._columns[module, phase]] += seconds
+            row[self._columns[module, phase]] += seconds
             if edge:
-                own[self._columns["edge", edge]] += seconds
+                row[self._columns["edge", edge]] += seconds
         for column, count in bridge_bytes.items():
-            own[self._columns[column]] = count
-        own[self._columns["memory", ""]] = peak_memory()
+            row[self._columns[column]] = count
+        row[self._columns["memory", ""]] = peak_memory()
         return table.ravel()
+
+    def mean_terms(self, value: float) -> dict[str, float]:
+        """Return, by module, this rank's term of the mean of ``value`` over the module's ranks."""
+        grids = self._layout.grids.items()
+        return {name: value / grid.size * (self._rank in grid.ranks) for name, grid in grids}
 
     def figures(self, table: np.ndarray) -> dict[str, float]:
         """Return the metrics in the table (ranks x columns,) of all ranks; none of an empty one.
@@ -153,31 +155,28 @@ class StepTimes:
         if not table.size:
             return {}
         ranks = table.reshape(self._layout.world_size, -1)
-        busy = [self._columns[name] for name in self._spans if name[1] not in WAITS]
-        total = ranks[:, [self._columns[name] for name in self._spans]].sum(axis=1)
-        idle = total - ranks[:, busy].sum(axis=1)
-        found = {"idle_fraction": float(idle.sum() / total.sum())} if total.any() else {}
+        seconds = {name: ranks[:, self._columns[name]] for name in self._spans}
+        total = np.sum(list(seconds.values()), axis=0)
+        idle = np.sum([part for (_, phase), part in seconds.items() if phase in WAITS], axis=0)
+        figures = {"idle_fraction": float(idle.sum() / total.sum())} if total.any() else {}
         for module, grid in self._layout.grids.items():
-            own = list(grid.ranks)
-            for phase, seconds in self._phases(ranks[own], module).items():
-                found[f"seconds_{module}_{phase}"] = float(seconds.mean())
-                found[f"seconds_{module}_{phase}_max"] = float(seconds.max())
-            if total[own].any():
-                found[f"idle_fraction_{module}"] = float(idle[own].sum() / total[own].sum())
-            memory = ranks[own, self._columns["memory", ""]]
-            found[f"memory_gib_{module}"] = float(memory.max()) / _GIB
+            members = list(grid.ranks)
+            parts = dict[str, np.ndarray]()
+            for (owner, phase), part in seconds.items():
+                if owner in (RANK, module):
+                    parts[phase] = parts.get(phase, 0.0) + part[members]
+            for phase, part in parts.items():
+                if part.any():
+                    figures[f"seconds_{module}_{phase}"] = float(part.mean())
+                    figures[f"seconds_{module}_{phase}_max"] = float(part.max())
+            if total[members].any():
+                fraction = float(idle[members].sum() / total[members].sum())
+                figures[f"idle_fraction_{module}"] = fraction
+            memory = ranks[members, self._columns["memory", ""]]
+            figures[f"memory_gib_{module}"] = float(memory.max()) / _GIB
         for way in self._ways:
             waits = ranks[:, self._columns["edge", way]]
-            found[f"bridge_wait_seconds_{way}"] = float(waits.max())
+            figures[f"bridge_wait_seconds_{way}"] = float(waits.max())
             for column, name in (("sent", "bridge_bytes"), ("least", "bridge_least_bytes")):
-                found[f"{name}_{way}"] = float(ranks[:, self._columns[column, way]].sum())
-        return found
-
-    def _phases(self, ranks: np.ndarray, module: str) -> Mapping[str, np.ndarray]:
-        """(n,) seconds of the module's ranks by part of the step, of parts that took any."""
-        found = dict[str, np.ndarray]()
-        for owner, phase in self._spans:
-            if owner in (RANK, module):
-                own = ranks[:, self._columns[owner, phase]]
-                found[phase] = found.get(phase, 0.0) + own
-        return {phase: seconds for phase, seconds in found.items() if seconds.any()}
+                figures[f"{name}_{way}"] = float(ranks[:, self._columns[column, way]].sum())
+        return figures

@@ -212,7 +212,7 @@ def _train(
     scratch = isinstance(start, FromScratch)
     initial = from_rank_0(lambda: initial_weights(recipe)) if scratch else None
     stored = read_start_index(start)
-    trainer = Trainer(recipe, topology, run_dir, initial, stored)
+    trainer = Trainer(recipe, topology, run_dir, initial, stored, early_stop)
     monitor.work = partial(_work, trainer.model)
     monitor.memory, monitor.format_memory = trainer.model.memory, format_memory
     if has_gpu():
@@ -227,7 +227,6 @@ def _train(
     del stored  # of a large model it takes much memory
     on_setup_progress()
     dataset, trainer.progress, notes = continue_order(dataset, progress)
-    trainer.early_stop = early_stop
     logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
     saves.enter_context(trainer.saver)
     with changed_shards_named(), ExitStack() as stack:

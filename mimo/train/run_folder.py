@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -41,12 +42,9 @@ def check_run_dir(phased: PhasedRecipe) -> None:
     """Raise RecipeError unless the run's folder can be made; one process calls it."""
     parent = phased.run_dir.parent
     try:
-        made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-        parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=parent, prefix=".mimo-"):
+        existing = next(folder for folder in (parent, *parent.parents) if folder.exists())
+        with TemporaryDirectory(dir=existing, prefix=".mimo-"):
             pass
-        for folder in made:  # another problem may still keep the run from beginning
-            folder.rmdir()
     except OSError as error:
         message = f"no folder can be made in {parent} ({error.strerror}); name another"
         recipe = phased.phases[0].recipe
@@ -54,11 +52,10 @@ def check_run_dir(phased: PhasedRecipe) -> None:
 
 
 def make_run_dir(recipe: Recipe, resumes: bool) -> Path:
-    """Make the run folder, with the resolved recipe in it; an older run of that name moves aside.
+    """Make the run folder, with the resolved recipe in it, and return it.
 
-    The folder `launch` of a job that was started from there stays where it is.
-
-    resumes: leave an existing folder where it is. Returns the folder.
+    resumes: leave an existing folder where it is; else an older run of that name moves aside, and
+    only the folder `launch` of a job that was started from there stays.
     """
     run_dir = recipe.run_dir
     if not resumes:
@@ -77,8 +74,8 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     """Make the folders of all runs that a job has to do.
 
     resumes: whether the job was begun before. Then only the folders of runs that start over, or
-    from a checkpoint of elsewhere, move aside, with their checkpoints; a run that ended before its
-    first checkpoint starts again in its folder.
+    from another run's checkpoint, move aside; a run that ended before its first checkpoint starts
+    again in its folder.
     """
     if phased.has_phases:
         if not resumes:
@@ -118,10 +115,8 @@ def _step_aside(run_dir: Path, recipe: Path | None) -> None:
 
 def moved_aside(folder: Path) -> Path:
     """Rename a folder to the first free name with a number; return the new path."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    return folder.rename(aside)
+    numbered = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    return folder.rename(next(aside for aside in numbered if not aside.exists()))
 
 
 # ------------------------------------------------------------- the checkpoint to continue
@@ -130,14 +125,13 @@ def moved_aside(folder: Path) -> Path:
 def continue_order(dataset: Dataset, progress: Progress) -> tuple[Dataset, Progress, list[str]]:
     """Return the data in the order in which a run continues, its progress, and lines about both.
 
-    Samples that were passed over are dropped if their source is gone, or has another number of
-    samples now.
+    Samples that were passed over are dropped if their source is gone or changed its size.
     """
-    now, used, notes = dataset.order, progress.used, list[str]()
+    used, notes = progress.used, list[str]()
     if used.end == 0:
-        return dataset, replace(progress, mixtures=now.mixtures), notes
-    earlier = progress.mixtures or now.mixtures
-    order = now.after(earlier, used.end)
+        return dataset, replace(progress, mixtures=dataset.order.mixtures), notes
+    earlier = progress.mixtures or dataset.order.mixtures
+    order = dataset.order.after(earlier, used.end)
     if order.mixtures[-1].first == used.end:
         epochs = ", ".join(f"{epoch:.3f}" for epoch in order.epochs(used.end))
         notes.append(f"another mixture of sources begins; their epochs so far: {epochs}")
@@ -148,22 +142,16 @@ def continue_order(dataset: Dataset, progress: Progress) -> tuple[Dataset, Progr
             f"{gone} samples that were passed over are left out: their sources are gone, or have "
             "another number of samples"
         )
-    number = dict(enumerate(order.numbers_of(earlier[-1]).tolist()))
-    return (
-        replace(dataset, order=order),
-        replace(
-            progress,
-            samples=used.samples + gone,
-            passed_over=left,
-            mixtures=order.mixtures,
-            skipped=frozenset(
-                (number[source], sample)
-                for source, sample in progress.skipped
-                if number.get(source, -1) >= 0
-            ),
-        ),
-        notes,
+    numbers = dict(enumerate(order.numbers_of(earlier[-1]).tolist()))
+    renumbered = ((numbers.get(source, -1), sample) for source, sample in progress.skipped)
+    progress = replace(
+        progress,
+        samples=used.samples + gone,
+        passed_over=left,
+        mixtures=order.mixtures,
+        skipped=frozenset(pair for pair in renumbered if pair[0] >= 0),
     )
+    return replace(dataset, order=order), progress, notes
 
 
 def report_choice(choice: Choice, run_dir: Path) -> None:
@@ -182,8 +170,8 @@ def report_choice(choice: Choice, run_dir: Path) -> None:
 def check_start(run: Run) -> list[str]:
     """Refuse a start that does not fit the recipe; return a line for each change on resuming.
 
-    Writes nothing. Raises RecipeError with all problems: a folder of initial weights that does not
-    fit; another model or tokenizer than the checkpoint's; adapters that would be lost.
+    Raises RecipeError with all problems: a folder of initial weights that does not fit; another
+    model or tokenizer than the checkpoint's; adapters that would be lost.
     """
     if isinstance(run.start, FromScratch):
         initial_weights(run.recipe)
@@ -207,15 +195,15 @@ def check_start(run: Run) -> list[str]:
     step = read_progress(checkpoint).step
     rates, rates_now = learning_rates(before, step), learning_rates(recipe, step)
     lines = [
-        f"{dotted(where)}: {shown(then)} before, {shown(now)} now"
+        f"  {dotted(where)}: {shown(then)} before, {shown(now)} now"
         for where, then, now in differences
         if where[0] not in ("name", "cluster") and where != ("train", "run_dir")
     ] + [
-        f"learning rate of {module} at step {step}: {rates[module]:.4g} before, {rate:.4g} now"
+        f"  learning rate of {module} at step {step}: {rates[module]:.4g} before, {rate:.4g} now"
         for module, rate in rates_now.items()
         if not math.isclose(rates.get(module, rate), rate)
     ]
-    return [f"changed since {checkpoint}:", *(f"  {line}" for line in lines)] if lines else []
+    return [f"changed since {checkpoint}:", *lines] if lines else []
 
 
 def is_at_end(run: Run) -> bool:
@@ -279,10 +267,10 @@ def _reason(recipe: Recipe, module: str, path: Location, then: Any, now: Any) ->
         case () | ("family",):
             return "a resumed run keeps its model"
         case ("model", key, *_):
-            if module == LANGUAGE:
-                settings = language_settings(recipe)
-            else:
-                settings = encoder_settings(recipe, module)
+            is_language = module == LANGUAGE
+            settings = (
+                language_settings(recipe) if is_language else encoder_settings(recipe, module)
+            )
             if key not in settings.changeable_keys:
                 return "a resumed run keeps its model"
         case ("lora",) if then is not None:

@@ -8,30 +8,25 @@ from mimo.config.schema import Recipe, Train
 
 
 def learning_rate(train: Train, peak: float, warmup_steps: int, step: int) -> float:
-    """Return the learning rate of ``step``, which counts from 0.
+    """Return the learning rate of ``step``, which counts from 0, for a module's peak and warm-up.
 
     It rises linearly to ``peak``; `train.schedule` says how it then falls to
     `train.min_learning_rate_ratio` of it, or that it stays. Steps without an update count, too.
-    peak, warmup_steps: the module's.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    lowest = train.min_learning_rate_ratio
-    return peak * (lowest + (1 - lowest) * _left(train, warmup_steps, step))
-
-
-def _left(train: Train, warmup_steps: int, step: int) -> float:
-    """Return the share of the decay that is left: 1 at the peak, 0 after the last step."""
-    # Warm-up, a long stretch at the peak and a short way down: Hu et al. 2024, arXiv:2404.06395.
+    # Warm-up, a long stretch at the peak and a short decay: Hu et al. 2024, arXiv:2404.06395.
     begin = train.steps - train.last_decay_steps if train.schedule == "wsd" else warmup_steps
     progress = min(1.0, max(0.0, (step - begin) / max(1, train.steps - begin)))
     match train.schedule:
         case "constant":
-            return 1.0
+            height = 1.0
         case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * progress))
+            height = 0.5 * (1 + math.cos(math.pi * progress))
         case "linear" | "wsd":
-            return 1 - progress
+            height = 1 - progress
+    lowest = train.min_learning_rate_ratio
+    return peak * (lowest + (1 - lowest) * height)
 
 
 def learning_rates(recipe: Recipe, step: int) -> dict[str, float]:

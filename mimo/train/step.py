@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,14 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from bridge import BridgeError
-from mimo.config.schema import Recipe, Train
+from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
 from mimo.model.modules import MimoModel
 from mimo.model.step_plan import StepPlan
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import StepResult, StepTimes, is_logged
-from mimo.train.schedule import learning_rate, learning_rates
+from mimo.train.schedule import learning_rates
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
 _CHECKED_STEPS = 3
@@ -56,9 +55,9 @@ class StepSums:
     """What the one collective of a step carries: the terms of this rank, then their sums.
 
     loss: summed over tokens. idle_seconds: of ranks of disjoint encoders. squared_norms: of the
-    gradients, squared_changes: of the weights in the update before, both by module that trains.
+    gradients; squared_changes: of the weights in the update before; both by module that trains.
     data_wait_seconds: terms of the mean over each module's ranks. times: (ranks x columns,) fp64,
-    of `StepTimes`, empty in steps that are not logged.
+    the table of `StepTimes`; empty in steps that are not logged.
     """
 
     loss: float | Tensor
@@ -85,9 +84,8 @@ def train_step(
 ) -> StepResult:
     """Train on the next batch; every rank of the world calls it.
 
-    wait_for_copy: called before modules are updated, because a save may still copy them. Its
-        argument is called whenever that makes progress. Returns seconds, excluded from the step's
-        time.
+    wait_for_copy: called before modules are updated, because a save may still copy them; calls its
+        argument on progress. Returns seconds, excluded from the step's time.
 
     On a device the host runs ahead and waits once, when it reads the norm and the loss. A step
     lasts from asking for its batch until its update is queued; the device still works on the
@@ -107,7 +105,11 @@ def train_step(
 
     # ---- forward and backward of the modules of this rank
     observer.at(step, "forward and backward")
-    rank_loss = run_modules(model, batch, check=_checks(recipe, step - batches.steps.start))
+    is_early = step < batches.steps.start + _CHECKED_STEPS
+    compares = recipe.bridge.check == "always" or (
+        recipe.bridge.check == "first_steps" and is_early
+    )
+    rank_loss = run_modules(model, batch, check=compares)
     del batch  # its memory, before another batch is copied to the device
 
     # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
@@ -128,16 +130,14 @@ def train_step(
             norms[name] = module.squared_norm()
     SPANS.end_period(measures=is_logged(train, step + 2))
     changes, model.squared_changes = model.squared_changes, {}
-    waited = batches.take_waited_seconds()
+    waited, logged = batches.take_waited_seconds(), is_logged(train, step)
     terms = StepSums(
         loss=rank_loss,
         idle_seconds=idle_seconds,
         squared_norms={name: norms.get(name, 0.0) for name in rates},
         squared_changes={name: changes.get(name, 0.0) for name in rates},
-        data_wait_seconds=batches.shares_of_means(waited),
-        times=times.of_this_rank(model.bridge_bytes(plan))
-        if is_logged(train, step)
-        else np.zeros(0),
+        data_wait_seconds=times.mean_terms(waited),
+        times=times.of_this_rank(model.bridge_bytes(plan)) if logged else np.zeros(0),
     )
     sum_started = time.perf_counter()
     with SPANS.span(RANK, "sync"):
@@ -151,16 +151,17 @@ def train_step(
     is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not is_skipped:
         started += wait_for_copy(partial(observer.at, step, "update"))  # the save's time
-        factor, measured = _clip_factor(train, norm), is_logged(train, step + 1)
+        clip, measured = train.clip_grad_norm, is_logged(train, step + 1)
+        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         for name, module in model.modules.items():
-            rate = learning_rate(train, module.learning_rate, recipe.warmup_steps(name), step)
             with SPANS.span(name, "update"):
-                model.squared_changes[name] = module.update(rate, factor, measured)
+                change = module.update(rates.get(name, 0.0), factor, measured)
+                model.squared_changes[name] = change
         observer.updated(step, model.modules)
 
     # ---- metrics
     seconds = time.perf_counter() - started
-    has_changes = step > batches.steps.start and is_logged(train, step)
+    has_changes = logged and step > batches.steps.start
     return StepResult(
         plan=plan,
         flops=flops,
@@ -184,23 +185,12 @@ def run_modules(
     """Run forward, and backward, of this rank's modules; returns its part of the summed loss.
 
     Every rank of the world calls it. check: compare plans over the bridge first.
+    An error gets a note with the batch's name and the microbatch's samples, or the one sample that
+    it is about.
     """
-    with _samples_named(batch, model):
-        return model.run(
-            batch.plan, batch.language, batch.items, forward_only, check, batch.sample_keys
-        )
-
-
-@contextmanager
-def _samples_named(batch: RankBatch, model: MimoModel) -> Iterator[None]:
-    """Add the batch's name and the microbatch's samples, as a note, to errors raised inside.
-
-    An error about one sample names only that sample. The model keeps the descriptions until the
-    next batch, because on a device a transfer started inside may time out long afterwards. So they
-    must not hold the batch itself.
-    """
+    # On a device a transfer may time out long after this call, so the model keeps the descriptions
+    # until the next batch. They must not hold the batch itself.
     name, sample_keys, microbatches = batch.name, batch.sample_keys, batch.plan.microbatches
-    del batch
 
     def describe(microbatch: int | None) -> str:
         if microbatch is None:
@@ -211,7 +201,7 @@ def _samples_named(batch: RankBatch, model: MimoModel) -> Iterator[None]:
         shown = ", ".join(keys) + (f" and {more} more" if more else "")
         return f"in {name}, samples of microbatch {microbatch} ({size}): {shown}"
 
-    def note(error: Exception) -> None:
+    def add_note(error: Exception) -> None:
         if not isinstance(error, BridgeError):
             error.add_note(describe(None if model.doing is None else model.doing[1]))
         elif error.microbatch is None or error.sample is None:
@@ -222,23 +212,14 @@ def _samples_named(batch: RankBatch, model: MimoModel) -> Iterator[None]:
 
     model.describe_batch = describe
     if model.watch is not None:
-        model.watch.tell_where = note
+        model.watch.tell_where = add_note
     try:
-        yield
+        return model.run(
+            batch.plan, batch.language, batch.items, forward_only, check, batch.sample_keys
+        )
     except Exception as error:
-        note(error)
+        add_note(error)
         raise
-
-
-def _checks(recipe: Recipe, steps_done: int) -> bool:
-    """Whether this step compares plans. steps_done: since the run began or was resumed."""
-    check = recipe.bridge.check
-    return check == "always" or (check == "first_steps" and steps_done < _CHECKED_STEPS)
-
-
-def _clip_factor(train: Train, norm: float) -> float:
-    clip = train.clip_grad_norm
-    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
 def _roots(squares: Mapping[str, float | Tensor]) -> dict[str, float]:
