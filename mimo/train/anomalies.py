@@ -201,8 +201,8 @@ class AnomalyDetector:
         first = self._skipped_in_a_row[0]
         text = (
             f"step {step}: the loss is {done.mean_loss:g}, the gradient norm {done.grad_norm:g}, "
-            f"and none of {len(self._skipped_in_a_row)} steps since step {first} was finite, more than "
-            f"train.max_skipped_steps {self._train.max_skipped_steps}; their samples are in "
+            f"and none of {len(self._skipped_in_a_row)} steps since step {first} was finite, more "
+            f"than train.max_skipped_steps {self._train.max_skipped_steps}; their samples are in "
             f"{self._run_dir / BATCHES}: look at them with `mimo replay {self._run_dir} --step "
             f"{first}`, or lower train.learning_rate"
         )

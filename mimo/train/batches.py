@@ -101,11 +101,11 @@ class Batches:
         dataset: Dataset,
         decoding: Decoding,
         steps: range,
-        used: Used = Used(),
+        used: Used | None = None,
         num_prepared: int = 0,
         flops: StepFlops | None = None,
     ) -> None:
-        self.name, self.steps, self.used = name, steps, used
+        self.name, self.steps, self.used = name, steps, used or Used()
         self._dataset, self._model, self._early_stop = dataset, model, early_stop
         self._flops, self._num_prepared = flops, num_prepared
         self._layout, self._rank = topology.layout, topology.rank
@@ -114,7 +114,7 @@ class Batches:
             recipe,
             topology.layout,
             dataset,
-            done=(steps.start, used),
+            done=(steps.start, self.used),
             links=topology.bridges,
             rank=topology.rank,
         )
