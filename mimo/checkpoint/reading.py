@@ -7,12 +7,11 @@ wants, such as its share of a distributed optimizer, it reads alone.
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -50,28 +49,32 @@ def shards_of[T](items: Iterable[tuple[T, int]], num_bytes: int) -> Iterator[lis
     yield shard
 
 
-# ------------------------------------------------------------------------------ one file
-
-
-class CheckedFile:
-    """An open file of a checkpoint, read in whole blocks whose checksums are compared.
+class _CheckedReader:
+    """Reads files of a checkpoint, one at a time, in whole blocks whose checksums are compared.
 
     The last block of which only a part was wanted is kept, so that adjacent parts are read once.
     """
 
-    def __init__(self, folder: Path, listed: Listed, descriptor: int) -> None:
-        self._folder, self.listed, self._descriptor = folder, listed, descriptor
-        self._cache, self._cached_block = memoryview(bytearray(listed.block_bytes)), -1
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file, self._descriptor = folder, Listed("", 0, None), -1
+        self._cache, self._cached_block = memoryview(b""), -1
 
-    def read(self, begin: int, target: memoryview) -> None:
-        """Fill target (n,) uint8 from byte ``begin`` on.
+    def close(self) -> None:
+        """Close the open file, if any."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
-        Raises InputError if the file ends early or is damaged, Unreadable if the file system fails.
+    def read(self, file: Listed, begin: int, target: memoryview) -> None:
+        """Fill target (n,) uint8 from byte ``begin`` of a file on.
+
+        Raises InputError if the file is missing or damaged, Unreadable if the file system fails.
         """
-        block_bytes = self.listed.block_bytes
+        if file is not self._file:
+            self._open(file)
         while target:
-            block, skipped = divmod(begin, block_bytes)
-            length = min(block_bytes, self.listed.num_bytes - block * block_bytes)
+            block, skipped = divmod(begin, file.block_bytes)
+            length = min(file.block_bytes, file.num_bytes - block * file.block_bytes)
             assert skipped < length, "the index was compared with the size"
             if skipped == 0 and len(target) >= length:
                 count = length
@@ -85,40 +88,38 @@ class CheckedFile:
                 target[:count] = self._cache[skipped : skipped + count]
             target, begin = target[count:], begin + count
 
+    def _open(self, file: Listed) -> None:
+        self.close()
+        path = self._folder / file.name
+        try:
+            with reading(path):
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            message = f"checkpoint {self._folder}: {file.name} cannot be read: {error}"
+            raise InputError(message) from error
+        self._file = file
+        self._cache, self._cached_block = memoryview(bytearray(file.block_bytes)), -1
+
     def _read_block(self, block: int, target: memoryview) -> None:
         """Fill target with a whole block; the file's last block may be shorter."""
-        path, begin, rest = self._folder / self.listed.name, block * len(self._cache), target
+        file, begin, rest = self._file, block * self._file.block_bytes, target
+        path = self._folder / file.name
         while rest:
             with reading(path):
                 count = os.preadv(self._descriptor, [rest], begin)
             if count <= 0:
                 raise InputError(f"checkpoint {path}: the file is cut off; copy it again")
             rest, begin = rest[count:], begin + count
-        if not self.listed.is_intact(block, target):
-            problem = f"{self.listed.name} has another checksum in the block that ends at {begin}"
+        if not file.is_intact(block, target):
+            problem = f"{file.name} has another checksum in the block that ends at {begin}"
             raise_damaged(self._folder, [problem])
-
-
-@contextmanager
-def _open(folder: Path, listed: Listed) -> Iterator[CheckedFile]:
-    """Open a file of the folder. Raises Unreadable if the file system fails, else InputError."""
-    path = folder / listed.name
-    try:
-        with reading(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise InputError(f"checkpoint {folder}: {listed.name} cannot be read: {error}") from error
-    try:
-        yield CheckedFile(folder, listed, descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------- one reader
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """Rows that a stored rectangle and a wanted one have in common.
 
     rows, columns: in the whole tensor. targets: all pieces of this rank that want that rectangle.
@@ -132,18 +133,22 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part in the file."""
         return len(self.rows) * len(self.columns) * self.dtype.itemsize
 
-    def read(self, file: CheckedFile, raw: Tensor) -> None:
-        """Fill raw (num_bytes,) uint8 on the host. Raises the errors of `CheckedFile.read`."""
+    @property
+    def aligned_bytes(self) -> int:
+        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def read(self, reader: _CheckedReader, raw: Tensor) -> None:
+        """Fill raw (num_bytes,) uint8 on the host. Raises the errors of `_CheckedReader.read`."""
         stored, size = self.stored, self.dtype.itemsize
         skipped = (self.rows.start - stored.row) * stored.columns
         begin = stored.begin + (skipped + self.columns.start - stored.column) * size
         # Whole rows lie one after the other; cut rows are read one by one.
         is_cut = len(self.columns) < stored.columns
         for number, run in enumerate(raw.split(len(self.columns) * size) if is_cut else [raw]):
-            file.read(begin + number * stored.columns * size, memoryview(run.numpy()))
+            place = begin + number * stored.columns * size
+            reader.read(stored.file, place, memoryview(run.numpy()))
 
     def copy_to_targets(self, raw: Tensor) -> None:
         """Copy raw (num_bytes,) uint8, on any device, to the targets."""
@@ -160,7 +165,7 @@ def _rectangle(piece: Piece) -> tuple[str | int, ...]:
 
 def _parts_of(
     folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece], max_bytes: int
-) -> list[Part]:
+) -> list[_Part]:
     """Return the parts to read for the wanted pieces, in the order in which they lie in the files.
 
     max_bytes: of a part, unless a row is longer. What several pieces want is read once.
@@ -169,7 +174,7 @@ def _parts_of(
     targets_of: dict[tuple[str | int, ...], list[Piece]] = {}
     for piece in wanted:
         targets_of.setdefault(_rectangle(piece), []).append(piece)
-    parts: list[Part] = []
+    parts: list[_Part] = []
     for targets in targets_of.values():
         piece = targets[0]
         tensor = index.get(piece.key)
@@ -184,12 +189,11 @@ def _parts_of(
         for stored in tensor.pieces:
             rows = _overlap(stored.row, stored.rows, piece.row, height)
             columns = _overlap(stored.column, stored.columns, piece.column, width)
-            if not rows or not columns:
-                continue
-            max_rows = max(1, max_bytes // (len(columns) * tensor.dtype.itemsize))
-            for first in range(rows.start, rows.stop, max_rows):
-                some_rows = range(first, min(first + max_rows, rows.stop))
-                parts.append(Part(stored, tensor.dtype, some_rows, columns, targets))
+            if rows and columns:
+                max_rows = max(1, max_bytes // (len(columns) * tensor.dtype.itemsize))
+                for start in range(0, len(rows), max_rows):
+                    some_rows = rows[start : start + max_rows]
+                    parts.append(_Part(stored, tensor.dtype, some_rows, columns, targets))
     parts.sort(key=lambda part: (part.stored.file.name, part.stored.begin, part.rows.start))
     return parts
 
@@ -220,12 +224,11 @@ def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterabl
     """
     parts = _parts_of(folder, index, wanted, _CHUNK_BYTES)
     buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
-    for listed, parts_of_file in itertools.groupby(parts, key=lambda part: part.stored.file):
-        with _open(folder, listed) as file:
-            for part in parts_of_file:
-                raw = buffer[: part.num_bytes]
-                part.read(file, raw)
-                part.copy_to_targets(raw)
+    with closing(_CheckedReader(folder)) as reader:
+        for part in parts:
+            raw = buffer[: part.num_bytes]
+            part.read(reader, raw)
+            part.copy_to_targets(raw)
     return sum(part.num_bytes for part in parts)
 
 
@@ -260,22 +263,17 @@ def from_rank_0[T](call: Callable[[], T]) -> T:
         try:
             message[0] = pickle.dumps((call(), None))
         except Exception as error:  # of pickling, too: the other ranks wait for a message
-            message[0] = _pickled_error(error)
+            try:
+                message[0] = pickle.dumps((None, error))
+                pickle.loads(message[0])  # some errors can be pickled, but not unpickled
+            except Exception:
+                text = "".join(traceback.format_exception(error))
+                message[0] = pickle.dumps((None, RuntimeError(f"rank 0 failed:\n{text}")))
     dist.broadcast_object_list(message, device=local_device())
     value, error = pickle.loads(message[0])
     if error is not None:
         raise error
     return value
-
-
-def _pickled_error(error: Exception) -> bytes:
-    try:
-        pickled = pickle.dumps((None, error))
-        pickle.loads(pickled)  # some errors can be pickled, but not unpickled
-    except Exception:
-        text = "".join(traceback.format_exception(error))
-        return pickle.dumps((None, RuntimeError(f"rank 0 failed:\n{text}")))
-    return pickled
 
 
 def read_shared(
@@ -287,9 +285,9 @@ def read_shared(
 ) -> int:
     """Like `read_pieces`, with the reading shared by the ranks of ``replicas``, which all call it.
 
-    Each passes its own wanted pieces. Returns the bytes that this rank used. Needs `_ROUND_BYTES`
-    and a turn of memory beside the tensors, more if rows are longer. on_progress: called after
-    each exchange. Raises InputError, on all of them, for what one of them cannot read.
+    Returns the bytes that this rank used. Needs `_ROUND_BYTES` and a turn of memory beside the
+    tensors, more if rows are longer. on_progress: called after each exchange. Raises InputError, on
+    all of them, for what one of them cannot read.
     """
     if replicas is None or replicas.size() == 1:
         return read_pieces(folder, index, wanted)
@@ -310,34 +308,27 @@ def _digest(piece: Piece) -> bytes:
     return blake2b(repr(_rectangle(piece)).encode(), digest_size=8).digest()
 
 
-def _aligned_bytes(part: Part) -> int:
-    return -(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 def _read_in_turns(
     folder: Path,
-    parts: Sequence[Part],
+    parts: Sequence[_Part],
     turn_bytes: int,
     group: dist.ProcessGroup,
     on_progress: Callable[[], None],
 ) -> int:
     """Read and exchange parts that all ranks of the group list alike; return the bytes read."""
-    turns = list(shards_of(((part, _aligned_bytes(part)) for part in parts), turn_bytes))
-    max_bytes = max((sum(map(_aligned_bytes, turn)) for turn in turns), default=0)
-    host = torch.empty(max_bytes, dtype=torch.uint8)
-    received = torch.empty(max_bytes * group.size(), dtype=torch.uint8, device=local_device())
+    turns = list(shards_of(((part, part.aligned_bytes) for part in parts), turn_bytes))
+    sizes = [sum(part.aligned_bytes for part in turn) for turn in turns]
+    host = torch.empty(max(sizes), dtype=torch.uint8)
+    received = torch.empty(len(host) * group.size(), dtype=torch.uint8, device=local_device())
     num_bytes, problem = 0, None
-    with ExitStack() as files:
-        file: CheckedFile | None = None
-        for round_ in itertools.batched(turns, group.size()):
-            size = max(sum(map(_aligned_bytes, turn)) for turn in round_)
+    with closing(_CheckedReader(folder)) as reader:
+        for first in range(0, len(turns), group.size()):
+            round_ = turns[first : first + group.size()]
+            size = max(sizes[first : first + group.size()])
             turn = round_[group.rank()] if group.rank() < len(round_) else ()
             try:
                 for part, raw in _places(turn, host) if problem is None else ():
-                    if file is None or file.listed != part.stored.file:
-                        files.close()
-                        file = files.enter_context(_open(folder, part.stored.file))
-                    part.read(file, raw)
+                    part.read(reader, raw)
                     num_bytes += part.num_bytes
             except InputError as error:
                 problem = error  # the others wait in all rounds that follow
@@ -355,9 +346,9 @@ def _read_in_turns(
     return num_bytes
 
 
-def _places(turn: Sequence[Part], memory: Tensor) -> Iterable[tuple[Part, Tensor]]:
+def _places(turn: Sequence[_Part], memory: Tensor) -> Iterable[tuple[_Part, Tensor]]:
     """Yield each part of a turn with its place in memory (n,) uint8."""
     begin = 0
     for part in turn:
         yield part, memory[begin : begin + part.num_bytes]
-        begin += _aligned_bytes(part)
+        begin += part.aligned_bytes
