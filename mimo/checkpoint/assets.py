@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Group
@@ -49,18 +48,15 @@ def copy_assets(source: Path, target: Path) -> None:
 
 def _small_files(folder: Path) -> dict[str, Path]:
     """Return the small files of a folder by name; none if there is no folder."""
-    return {
-        path.name: path
-        for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
-        if path.suffix in _SUFFIXES and not path.name.endswith(_NOT_COPIED)
-    }
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    small = (path for path in paths if path.suffix in _SUFFIXES)
+    return {path.name: path for path in small if not path.name.endswith(_NOT_COPIED)}
 
 
 def collect_assets(recipe: Recipe, target: Path) -> None:
     """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    If the tokenizer is in another folder than the model, only the tokenizer's files go beside the
-    model's, for exports: the folder may hold another model.
+    From a tokenizer in another folder only its own files go beside the model's, for exports.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:
@@ -79,23 +75,17 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
 
 
 def recipe_of(checkpoint: Path) -> Recipe:
-    """Return the recipe of a checkpoint, with the tokenizer in ``assets/`` if its folder is gone.
-
-    Raises RecipeError.
-    """
-    recipe = load_recipe(checkpoint / "recipe.yaml")
-    copy = _tokenizer_copy(checkpoint)
-    if Path(recipe.data.tokenizer).is_dir() or copy is None:
+    """Return the recipe of a checkpoint; its tokenizer is the copy if the folder is gone."""
+    recipe, copy = load_recipe(checkpoint / "recipe.yaml"), _tokenizer_copy(checkpoint)
+    if copy is None or Path(recipe.data.tokenizer).is_dir():
         return recipe
-    data = recipe.data.model_copy(update={"tokenizer": str(copy)})
-    return recipe.model_copy(update={"data": data})
+    return load_recipe(checkpoint / "recipe.yaml", [f"data.tokenizer={json.dumps(str(copy))}"])
 
 
 def portable_recipe(checkpoint: Path) -> Recipe:
     """Return the recipe of a checkpoint with its copies as the folders of tokenizer and model.
 
-    A module of transformers is built by the configuration in the latter. The checkpoint of an
-    earlier version has no copy; then the recipe's folder is used. Raises RecipeError.
+    Without copies, in checkpoints of earlier versions, the folders stay. Raises RecipeError.
     """
     recipe, copies = _recorded_recipe(checkpoint), checkpoint / ASSETS
     folders = {"data.tokenizer": _tokenizer_copy(checkpoint)}
@@ -117,10 +107,7 @@ def _tokenizer_copy(checkpoint: Path) -> Path | None:
 
 
 def changed_assets(checkpoint: Path) -> Iterator[Path]:
-    """Yield small files of the recipe's folders that differ from the copies, are new, or are gone.
-
-    A folder that is gone counts as unchanged: the checkpoint may have been moved.
-    """
+    """Yield small files that differ between the recipe's existing folders and the copies."""
     recipe, model_copy = _recorded_recipe(checkpoint), checkpoint / ASSETS
     tokenizer_copy = _tokenizer_copy(checkpoint)
     if tokenizer_copy is not None:
@@ -141,45 +128,32 @@ def _changed_files(folder: Path, copy: Path) -> Iterator[Path]:
 # ------------------------------------------------------------------------------ overview
 
 
-@dataclass
-class _Contents:
-    """What a checkpoint holds of a module: numbers of elements, and bytes."""
-
-    weights: int = 0
-    adapters: int = 0
-    dtypes: set[str] = field(default_factory=set)
-    kinds: set[str] = field(default_factory=set)
-    optimizer_bytes: int = 0
-
-    def add(self, key: str, tensor: StoredTensor) -> None:
+def _cells(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Describe the tensors of a module: parameters, adapters, dtype and optimizer."""
+    counts, dtypes, kinds, optimizer_bytes = Counter[bool](), set[str](), set[str](), 0
+    for key, tensor in tensors.items():
         count = math.prod(tensor.shape)
         if kind := kind_of(key)[0]:
-            self.kinds.add(kind)
-            self.optimizer_bytes += count * tensor.dtype.itemsize
-            return
-        self.dtypes.add(str(tensor.dtype).removeprefix("torch."))
-        if is_adapter(key):
-            self.adapters += count
+            kinds.add(kind)
+            optimizer_bytes += count * tensor.dtype.itemsize
         else:
-            self.weights += count
-
-    def optimizer(self) -> str:
-        parts = ["Adam"] if self.kinds & set(MOMENTS) else []
-        parts += ["fp32 weights"] if MASTER in self.kinds else []
-        parts += ["moving average"] if EMA in self.kinds else []
-        size = f", {self.optimizer_bytes / 1e6:,.1f} MB" if parts else ""
-        return " and ".join(parts) + size or "none"
+            dtypes.add(str(tensor.dtype).removeprefix("torch."))
+            counts[is_adapter(key)] += count
+    parts = ["Adam"] if kinds & set(MOMENTS) else []
+    parts += ["fp32 weights"] if MASTER in kinds else []
+    parts += ["moving average"] if EMA in kinds else []
+    size = f", {optimizer_bytes / 1e6:,.1f} MB" if parts else ""
+    adapters = f"{counts[True]:,}" if counts[True] else "-"
+    optimizer = " and ".join(parts) + size or "none"
+    return [f"{counts[False]:,}", adapters, ", ".join(sorted(dtypes)), optimizer]
 
 
 def overview(checkpoint: Path) -> Group:
-    """Return what `mimo checkpoint inspect` prints, from the small files alone.
-
-    Raises InputError for a checkpoint that cannot be read.
-    """
+    """Return what `mimo checkpoint inspect` prints. Raises InputError if it cannot be read."""
     progress, index = read_progress(checkpoint), read_index(checkpoint)
-    modules: defaultdict[str, _Contents] = defaultdict(_Contents)
+    modules = defaultdict[str, dict[str, StoredTensor]](dict)
     for key, tensor in index.items():
-        modules[kind_of(key)[1].partition(".")[0]].add(key, tensor)
+        modules[kind_of(key)[1].partition(".")[0]][key] = tensor
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     num_ranks = len({piece.file for tensor in index.values() for piece in tensor.pieces})
     try:
@@ -189,9 +163,8 @@ def overview(checkpoint: Path) -> Group:
         grids = {}
     table = Table("module", "parameters", "adapters", "dtype", "optimizer", "layout")
     # Names come from a file, so they are text without markup.
-    for name, module in modules.items():
-        cells = [name, f"{module.weights:,}", f"{module.adapters:,}" if module.adapters else "-"]
-        cells += [", ".join(sorted(module.dtypes)), module.optimizer(), grids.get(name, "unknown")]
+    for name, tensors in modules.items():
+        cells = [name, *_cells(tensors), grids.get(name, "unknown")]
         table.add_row(*map(Text, cells))
     sums = "with checksums" if listed_files(checkpoint) is not None else "without checksums"
     size = sum(path.stat().st_size for path in files)

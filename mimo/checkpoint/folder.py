@@ -7,14 +7,12 @@ run that is killed at any moment leaves complete checkpoints, and the next save 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter
 
@@ -39,10 +37,6 @@ from mimo.errors import InputError
 _LATEST = "latest"
 _PROGRESS = "progress.json"
 _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
-_NO_SUMS: Mapping[str, Sum] = MappingProxyType({})
-
-
-# ------------------------------------------------------------------------------ progress
 
 
 @dataclass(frozen=True)
@@ -91,12 +85,8 @@ class Progress:
 
     def with_skipped(self, samples: Set[tuple[int, int]]) -> Progress:
         """Return the progress with these samples skipped too; each counts once."""
-        new = samples - self.skipped
-        return replace(
-            self,
-            skipped_samples=self.skipped_samples + len(new),
-            skipped=self.skipped | new,
-        )
+        count = self.skipped_samples + len(samples - self.skipped)
+        return replace(self, skipped_samples=count, skipped=self.skipped | samples)
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
@@ -121,16 +111,16 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def complete(
-    folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] = _NO_SUMS
+    folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] | None = None
 ) -> None:
-    """Add to a folder of tensors what makes it a checkpoint, the manifest last; all is on disk.
+    """Add what makes a folder of tensors a checkpoint, the manifest last; all is on disk.
 
     sums: of files that are on disk already, by name; others are read and synced.
     """
     write_progress(folder, progress)
     write_synced(folder / "recipe.yaml", recipe_yaml)
     # A listing of a shared file system may lack files that other machines have written.
-    files = dict(sums)
+    files = dict(sums or {})
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if name not in files and name != MANIFEST:
@@ -146,7 +136,7 @@ def publish(
     recipe_yaml: str,
     keep: int,
     keep_every: int | None = None,
-    sums: Mapping[str, Sum] = _NO_SUMS,
+    sums: Mapping[str, Sum] | None = None,
     when_complete: Callable[[], None] = lambda: None,
 ) -> Path:
     """Turn a folder with all tensors in it into ``step_<n>``, the latest; one rank calls it.
@@ -169,11 +159,10 @@ def publish(
 
 
 def _point_latest_to(checkpoint: Path) -> None:
-    checkpoints = checkpoint.parent
-    pointer = checkpoints / f".{_LATEST}"
+    pointer = checkpoint.with_name(f".{_LATEST}")
     write_synced(pointer, checkpoint.name)
-    os.replace(pointer, checkpoints / _LATEST)
-    sync_folder(checkpoints)
+    pointer.replace(checkpoint.with_name(_LATEST))
+    sync_folder(checkpoint.parent)
 
 
 def _hide(checkpoint: Path) -> Path:
@@ -188,9 +177,8 @@ def to_remove(
 ) -> list[Path]:
     """Return the surplus checkpoints, oldest first.
 
-    Kept are ``newest``, the ``keep`` - 1 written last before it, whatever their steps, and those
-    whose step ``keep_every`` divides. After resuming from an earlier step, later steps of the
-    abandoned run may still be there. newest: default is the checkpoint that `latest` names.
+    Kept are ``newest`` (by default what `latest` names), the ``keep`` - 1 written last before it,
+    whatever their steps, and those whose step ``keep_every`` divides.
     """
     newest = newest or latest_checkpoint(checkpoints)
     others = [path for path in _by_age(checkpoints) if path != newest]
@@ -213,9 +201,8 @@ def discard(checkpoint: Path) -> None:
 
 
 def return_to(checkpoint: Path, damaged: Iterable[Path]) -> None:
-    """Make a checkpoint the latest, and rename better ones that are damaged.
+    """Make a checkpoint the latest, and rename damaged ones to ``damaged_step_<n>``.
 
-    Each becomes ``damaged_step_<n>``, so that it does not count as kept and is not lost.
     One process calls it, with the run's lock. Raises InputError if the folder is not writable.
     """
     checkpoints = checkpoint.parent
@@ -238,17 +225,10 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def _by_step(checkpoints: Path) -> dict[int, Path]:
-    return {
-        _step_of(path): path
-        for path in checkpoints.glob("step_*")
-        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()
-    }
-
-
 def _by_age(checkpoints: Path) -> list[Path]:
     """Return all checkpoints of a folder in the order in which they were written."""
-    return sorted(_by_step(checkpoints).values(), key=lambda path: path.stat().st_mtime)
+    named = (path for path in checkpoints.glob("step_*") if _STEP_FOLDER.fullmatch(path.name))
+    return sorted(filter(Path.is_dir, named), key=lambda path: path.stat().st_mtime)
 
 
 def phase_folders(run_dir: Path) -> dict[int, Path]:
@@ -275,8 +255,7 @@ def latest_checkpoint(path: Path) -> Path | None:
         if (folder / _PROGRESS).is_file():
             return folder
         if (folder / _LATEST).is_file():
-            name = _read_latest(folder)
-            if not _STEP_FOLDER.fullmatch(name):
+            if not _STEP_FOLDER.fullmatch(name := _read_latest(folder)):
                 raise InputError(
                     f"{folder / _LATEST}: names {name[:80]!r}, which is no checkpoint of this "
                     f"folder; write the name of one there, such as step_100"
@@ -287,7 +266,7 @@ def latest_checkpoint(path: Path) -> Path | None:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Like `latest_checkpoint`; in a run with phases, the latest of the last phase that has any."""
+    """Like `latest_checkpoint`; in a run with phases, of the last phase that has any."""
     for folder in (path, *reversed(phase_folders(path).values())):
         if (checkpoint := latest_checkpoint(folder)) is not None:
             return checkpoint
@@ -305,10 +284,9 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def all_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints of a run with its phases, or of a ``checkpoints`` folder, by step.
+    """Return all checkpoints of a run, a ``checkpoints`` folder or a checkpoint, by step.
 
-    A checkpoint's folder is itself the only one. Damaged ones are included.
-    Raises InputError if there are none.
+    Damaged ones are included. Raises InputError if there are none.
     """
     if _STEP_FOLDER.fullmatch(path.name) or (path / _PROGRESS).is_file():
         return [path]
@@ -316,7 +294,7 @@ def all_checkpoints(path: Path) -> list[Path]:
         checkpoint
         for run in (path, *phase_folders(path).values())
         for folder in (run, run / "checkpoints")
-        for _, checkpoint in sorted(_by_step(folder).items())
+        for checkpoint in sorted(_by_age(folder), key=_step_of)
     ]
     if not checkpoints:
         raise InputError(f"{path}: no checkpoint there; give a run folder or a checkpoint folder")
@@ -326,20 +304,16 @@ def all_checkpoints(path: Path) -> list[Path]:
 def resumable(run_dir: Path) -> list[Path]:
     """Return the checkpoints from which a run could continue, best first; some may be damaged.
 
-    First what `latest` names, whether or not it exists; without `latest`, the one written last.
-    Then those of fewer steps: others belong to an abandoned run.
+    First what `latest` names, else the one written last; then those of fewer steps, as others
+    belong to an abandoned run.
     """
     folder = run_dir / "checkpoints"
     with reading(folder):
-        by_step = _by_step(folder)
-    if name := _valid_latest(folder):
-        best = folder / name
-    elif by_step:
-        best = max(by_step.values(), key=lambda path: path.stat().st_mtime)
-    else:
-        return []
-    step = _step_of(best)
-    return [best, *(by_step[other] for other in sorted(by_step, reverse=True) if other < step)]
+        by_age = _by_age(folder)
+    named = [folder / name] if (name := _valid_latest(folder)) else []
+    best = (named or by_age[-1:])[:1]
+    before = (path for path in by_age if _step_of(path) < _step_of(best[0]))
+    return best + sorted(before, key=_step_of, reverse=True)
 
 
 def _read_latest(checkpoints: Path) -> str:
@@ -348,11 +322,9 @@ def _read_latest(checkpoints: Path) -> str:
 
 def _valid_latest(checkpoints: Path) -> str:
     """Return the checkpoint that `latest` names; empty if it names none."""
-    try:
-        with reading(checkpoints / _LATEST):
-            name = _read_latest(checkpoints)
-    except OSError:
-        return ""
+    name = ""
+    with suppress(OSError), reading(checkpoints / _LATEST):
+        name = _read_latest(checkpoints)
     return name if _STEP_FOLDER.fullmatch(name) else ""
 
 

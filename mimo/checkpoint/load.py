@@ -29,9 +29,8 @@ def _ignore_progress() -> None:
 
 
 def read_start_index(start: Start) -> Index:
-    """Return the tensors that a run starts with; the model need not initialize those.
+    """Return the tensors that a run starts with, which rank 0 reads; every rank calls this.
 
-    Rank 0 reads the index; every rank of the world calls this.
     Raises InputError, on all of them, for a checkpoint that cannot be read.
     """
     if isinstance(start, FromScratch):
@@ -71,12 +70,10 @@ def load_checkpoint(
 ) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
-    stored: the checkpoint's tensors, from `read_index`.
-    Without the optimizers, those of the model start afresh from the loaded weights. With them,
-    whatever the checkpoint lacks starts afresh, and rank 0 prints it: new adapters, and the
-    optimizer state of weights that were frozen or had another optimizer.
-    average: without optimizers, load the moving average of the weights in their place.
-    Raises ValueError if the checkpoint does not fit the model.
+    stored: from `read_index`. With optimizers, what the checkpoint lacks starts afresh, and rank 0
+    prints it: new adapters, and state of weights that were frozen or had another optimizer.
+    average: without optimizers, load the moving average of the weights. Raises ValueError if the
+    checkpoint does not fit.
     """
     progress = from_rank_0(lambda: read_progress(checkpoint))
     if not with_optimizer:
@@ -103,11 +100,7 @@ def _load_weights(
     average: bool = False,
     on_progress: Callable[[], None] = _ignore_progress,
 ) -> None:
-    """Load all weights, or their moving average where there is one.
-
-    Adapters that the checkpoint lacks are new and keep their initial values. They add nothing
-    before their first step, so the model is the one that was saved.
-    """
+    """Load all weights, or their moving average; new adapters keep their initial values."""
     _check_no_adapter_is_lost(modules, checkpoint, stored)
     keys = averages(stored) if average else {}
     for module in modules.values():
@@ -135,8 +128,8 @@ def _check_no_adapter_is_lost(modules: Modules, checkpoint: Path, stored: Collec
 def with_fallbacks(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
     """Return the wanted pieces; what the checkpoint lacks is read from the weights.
 
-    A checkpoint of an fp32 run has no master weights. One of a run without a moving average has
-    none, so the average starts from the master weights, or from the weights if there are none.
+    An fp32 run has no master weights. A missing average starts from the master weights, or from the
+    weights without them.
     """
     master, average = key_of(MASTER, ""), key_of(EMA, "")
     replaced = []
@@ -188,10 +181,7 @@ def _notes(name: str, wanted: Iterable[Piece], stored: Collection[str]) -> Itera
 
 
 def _print_notes(notes: set[str], optimized: set[str], stored: Collection[str]) -> None:
-    """Print the notes of all ranks on rank 0; every rank of the world calls it.
-
-    optimized: modules of which this rank has optimizer state.
-    """
+    """Print the notes of all ranks; all call it. optimized: this rank's modules with state."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (notes, optimized))
     if dist.get_rank() != 0:

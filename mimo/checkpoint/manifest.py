@@ -103,10 +103,7 @@ def sync_and_sum(path: Path) -> Sum:
 
 
 def read_document(path: Path, checksum: int | None = None) -> Any:
-    """Return the content of a JSON file. Raises ValueError, OSError or Unreadable.
-
-    checksum: its CRC-32, if known.
-    """
+    """Return the content of a JSON file. Raises ValueError, OSError or Unreadable."""
     with reading(path):
         content = path.read_bytes()
     if checksum is not None and (actual := crc32(content)) != checksum:
@@ -247,10 +244,7 @@ def listed_files(checkpoint: Path) -> list[Listed] | None:
 def wrong_checksums(
     checkpoint: Path, files: Iterable[Listed], advance: Callable[[int], None]
 ) -> list[str]:
-    """Read these files whole and return a problem for each whose bytes have changed.
-
-    advance: called with the number of bytes of each piece read. Raises Unreadable.
-    """
+    """Read these files whole; return a problem for each that has changed. Raises Unreadable."""
     problems: list[str] = []
     for listed in files:
         crc, path = 0, checkpoint / listed.name

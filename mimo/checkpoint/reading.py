@@ -120,10 +120,7 @@ class _CheckedReader:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows that a stored rectangle and a wanted one have in common.
-
-    rows, columns: in the whole tensor. targets: all pieces of this rank that want that rectangle.
-    """
+    """Rows that a stored rectangle and a wanted one share; targets: all pieces that want it."""
 
     stored: Stored
     dtype: torch.dtype
@@ -166,10 +163,10 @@ def _rectangle(piece: Piece) -> tuple[str | int, ...]:
 def _parts_of(
     folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece], max_bytes: int
 ) -> list[_Part]:
-    """Return the parts to read for the wanted pieces, in the order in which they lie in the files.
+    """Return the parts to read, in the order of the files; what several pieces want only once.
 
-    max_bytes: of a part, unless a row is longer. What several pieces want is read once.
-    Raises InputError for a tensor that is missing or has another shape.
+    max_bytes: of a part, unless a row is longer. Raises InputError for a tensor that is missing or
+    has another shape.
     """
     targets_of: dict[tuple[str | int, ...], list[Piece]] = {}
     for piece in wanted:

@@ -144,10 +144,7 @@ def _no_progress(done: int, total: int) -> None:
 
 
 def problems_of(checkpoint: Path, progress: Callable[[int, int], None] = _no_progress) -> list[str]:
-    """Read a whole checkpoint with all cores of this machine and return all of its problems.
-
-    progress: called with the bytes done and the total.
-    """
+    """Read a checkpoint with all cores and return its problems. progress: bytes done and total."""
     return wrong_sizes(checkpoint) or _compare(checkpoint, listed_files(checkpoint) or [], progress)
 
 
@@ -171,11 +168,10 @@ def _compare(
 def open_checkpoint(
     checkpoint: Path, progress: Callable[[int, int], None] = _no_progress
 ) -> dict[str, StoredTensor]:
-    """Return the index of a checkpoint that is about to be read, after checking its files.
+    """Return the index of a checkpoint to read, after comparing sizes and some checksums.
 
-    Sizes of all files are compared, and the checksums of files without block checksums: the small
-    files, and all files of earlier versions. Blocks of tensors are compared while they are read.
-    progress: see `problems_of`. Raises InputError for damage.
+    Blocks of tensors are compared while they are read, so here only files without checksums of
+    blocks. Raises InputError for damage.
     """
     files = listed_files(checkpoint) or []
     without_blocks = [listed for listed in files if not listed.blocks]
@@ -214,8 +210,8 @@ def choose(
 def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> list[Path]:
     """Return the checkpoints from which a job may resume, best first, from the folders alone.
 
-    resume: those of the last phase that has any, then of phases before. resume_from: only this
-    one. Raises InputError if that does not exist, or is in the run's folder by another name.
+    resume: those of the last phase that has any, then of phases before. resume_from: only this one.
+    Raises InputError if that does not exist, or is in the run's folder by another name.
     """
     if not resume and resume_from is None:
         return []
@@ -243,11 +239,10 @@ def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> 
 def runs_to_do(
     phased: PhasedRecipe, layouts: Sequence[Layout], checkpoint: Path | None
 ) -> list[Run]:
-    """Return the phases that are left, in order.
+    """Return the phases that are left, in order. layouts: of all phases.
 
-    layouts: of all phases. checkpoint: continue its phase, or start the next one if that phase is
-    done; later phases run anew. None starts the first phase.
-    Raises InputError if the checkpoint is damaged or belongs to no phase.
+    checkpoint: continue its phase, or start the next one if it is done. Raises InputError if the
+    checkpoint is damaged or belongs to no phase.
     """
     first, start = _first_phase(phased, checkpoint)
     runs: list[Run] = []

@@ -60,12 +60,11 @@ class _OtherRankFailed(Exception):
 
 @dataclass(eq=False)
 class _Save:
-    """A save in flight. The thread sets ``copied``, ``complete``, ``done``, maybe ``failure``.
+    """A save in flight; the thread sets its events.
 
-    since: time on the device at which the pieces had the values to save.
-    begun: rank 0 has made the folder. copied: the modules may change; num_copied pieces have been
-    copied so far. complete: all is on disk and only the final name is missing.
-    done: the save is over, with ``failure`` if it failed. given_up: other ranks failed.
+    since: time on the device at which the pieces had the values to save. begun: rank 0 has made the
+    folder. copied: the modules may change. complete: only the final name is missing. done: it is
+    over, with ``failure`` if it failed. given_up: other ranks failed.
     """
 
     progress: Progress
@@ -86,10 +85,9 @@ class _Save:
 class Saver:
     """Writes the checkpoints of a run, on one of its ranks; as a context, it ends with the run.
 
-    Every rank of the world calls the same methods in the same order: `begin` and `publish` for each
-    save, `wait` at the end. At most one save is in flight.
-
-    on_progress: called on every rank during a wait for a save whenever a file of any rank grows.
+    Every rank calls the same methods in the same order: `begin` and `publish` for each save, `wait`
+    at the end. At most one save is in flight. on_progress: called on every rank during a wait
+    whenever a file of any rank grows.
     """
 
     def __init__(self, modules: Mapping[str, Module], checkpoints: Path, recipe: Recipe) -> None:
@@ -121,19 +119,21 @@ class Saver:
     def begin(self, progress: Progress) -> float:
         """Save the modules as they are now; return the seconds for which training was blocked.
 
-        They include those of `wait_for_copy` and `publish` for the save before, whose line of
-        metrics was written by then.
-
-        With `train.async_save` the modules may be trained at once, but updated only after
-        `wait_for_copy`; otherwise all is on disk on return. `publish` makes it a checkpoint.
-        Raises CheckpointFailed, on all ranks, if this save or the one before fails.
+        They include those of `wait_for_copy` and `publish` for the save before. With
+        `train.async_save` the modules may be trained at once, but updated only after
+        `wait_for_copy`; otherwise all is on disk on return. Raises CheckpointFailed, on all ranks,
+        if this save or the one before fails.
         """
         started = time.perf_counter()
         self.wait()
         folder = self._checkpoints / f".step_{progress.step}.partial"
         save = self._save = _Save(progress, folder)
         if dist.get_rank() == 0:
-            _make_folder(save)
+            try:
+                shutil.rmtree(folder, ignore_errors=True)  # the rest of an earlier attempt
+                folder.mkdir(parents=True)
+            except OSError as error:
+                save.failure = error
         save.begun.set()
         self._wait_for_all(save, save.begun)
         for module in self._modules.values():
@@ -152,10 +152,10 @@ class Saver:
         return seconds + time.perf_counter() - started
 
     def wait_for_copy(self, on_progress: Callable[[], None] = lambda: None) -> float:
-        """Wait until the modules may be updated; before every update. No collective.
+        """Wait until the modules may be updated; before every update. Returns the seconds.
 
-        on_progress: called during the wait whenever more has been copied. Returns the seconds.
-        If the copy fails, `has_failed` turns true and `wait` raises the reason.
+        on_progress: called whenever more has been copied. If the copy fails, `has_failed` turns
+        true.
         """
         save, started = self._save, time.perf_counter()
         if save is None or save.copied.is_set():
@@ -179,10 +179,7 @@ class Saver:
             self._blocked_seconds += time.perf_counter() - started
 
     def wait(self) -> None:
-        """Wait until the save in flight, if any, is over.
-
-        Raises CheckpointFailed, on all ranks, if it failed on any of them.
-        """
+        """Wait for the save in flight, if any. Raises CheckpointFailed, on all ranks."""
         if self._save is not None:
             self._wait_for_all(self._save, self._save.done)
             self._save = None
@@ -190,10 +187,7 @@ class Saver:
     # ------------------------------------------------------------- in the training's thread
 
     def _wait_for_all(self, save: _Save, event: threading.Event) -> None:
-        """Wait until the event is set on every rank; raises CheckpointFailed on all.
-
-        However long it takes, no rank waits for another in a collective for long.
-        """
+        """Wait until the event is set on every rank; raises CheckpointFailed on all of them."""
         some_are_behind, done = True, (-1, -1)
         while some_are_behind:
             event.wait(_EXCHANGE_SECONDS)
@@ -254,16 +248,12 @@ class Saver:
 
     def _copy_to_host(self, save: _Save) -> list[Piece]:
         """Return copies of the pieces in memory that is reused from save to save."""
-        sizes = [p.values.numel() * p.values.element_size() for p in save.pieces]
-        begins, end = list[int](), 0
-        for size in sizes:
-            begins.append(end)
-            end += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        if len(self._memory) < end:
-            self._memory = host_memory(end)
+        sizes = [-(-p.values.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for p in save.pieces]
+        if len(self._memory) < sum(sizes):
+            self._memory = host_memory(sum(sizes))
         copies = []
-        for piece, begin, size in zip(save.pieces, begins, sizes, strict=True):
-            values = self._memory[begin : begin + size].view(piece.values.dtype)
+        for piece, memory in zip(save.pieces, self._memory[: sum(sizes)].split(sizes), strict=True):
+            values = memory[: piece.values.nbytes].view(piece.values.dtype)
             values = values.view(piece.values.shape)
             values.copy_(piece.values, non_blocking=True)
             copies.append(replace(piece, values=values))
@@ -325,24 +315,11 @@ class Saver:
                 raise _OtherRankFailed
 
 
-def _make_folder(save: _Save) -> None:
-    """Make the folder, without the rest of an earlier attempt; record why that failed."""
-    try:
-        shutil.rmtree(save.folder, ignore_errors=True)
-        save.folder.mkdir(parents=True)
-    except OSError as error:
-        save.failure = error
-
-
 def _size_of(path: Path) -> int:
-    """Return a file's size; 0 if it is not there yet, or no longer.
-
-    It must not raise: the other ranks wait for this one.
-    """
-    try:
+    """Return a file's size, or 0 without one; must not raise, as other ranks wait for this one."""
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def _report_path(folder: Path, rank: int) -> Path:

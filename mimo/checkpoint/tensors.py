@@ -106,11 +106,10 @@ def write_pieces(
     pieces: Sequence[Piece],
     values_of: Callable[[Piece], Tensor] = lambda piece: piece.values,
 ) -> Written:
-    """Write this rank's pieces into its file, which may have none; it is on disk on return.
+    """Write this rank's pieces, if any, into its file; it is on disk on return.
 
-    values_of: called for a piece's values when it is written; before, only shape and dtype of
-    ``piece.values`` are used. Needs `_CHUNK_BYTES` of memory beside the tensors.
-    Raises OSError, which names the file.
+    values_of: called for a piece's values when it is written; before, only shape and dtype are
+    used. Needs `_CHUNK_BYTES` of memory beside the tensors. Raises OSError, which names the file.
     """
     entries: dict[str, Any] = {}
     position = 0
@@ -151,9 +150,9 @@ def _chunks(values: Tensor) -> Iterator[memoryview]:
 
 
 def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
-    """Write the index of the ranks' files, once they are complete; one rank calls it.
+    """Write the index of the ranks' complete files; one rank calls it.
 
-    text: what an earlier call returned for files with the same headers; skips reading them.
+    text: what an earlier call returned for the same headers.
     """
     text = text or _index_of(folder, num_ranks)
     write_synced(folder / _INDEX, text)
@@ -161,11 +160,9 @@ def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
 
 
 def _index_of(folder: Path, num_ranks: int) -> str:
-    """Return the index of the ranks' files, a function of their headers alone.
+    """Return the index, a function of the files' headers; asserts that pieces cover every tensor.
 
-    Asserts that the pieces cover every tensor, each element once. Files are opened by name, as a
-    listing of a folder on a shared file system may lack those of other machines.
-    Raises FileNotFoundError if the file of a rank is missing.
+    Files are opened by name, as a listing of a shared file system may lack those of other machines.
     """
     tensors: dict[str, StoredTensor] = {}
     for file_name in map(file_of, range(num_ranks)):
@@ -184,20 +181,15 @@ def _index_of(folder: Path, num_ranks: int) -> str:
     for key, tensor in tensors.items():
         gap = _gap(tensor)
         assert gap is None, f"{key}: {gap}"
-    document = {
-        "format": _FORMAT,
-        "tensors": {
-            key: {
-                "shape": tensor.shape,
-                "dtype": _NAMES[tensor.dtype],
-                "pieces": [
-                    [piece.file.name, *list(vars(piece).values())[1:]] for piece in tensor.pieces
-                ],
-            }
-            for key, tensor in sorted(tensors.items())
-        },
+    entries = {
+        key: {
+            "shape": tensor.shape,
+            "dtype": _NAMES[tensor.dtype],
+            "pieces": [[p.file.name, *list(vars(p).values())[1:]] for p in tensor.pieces],
+        }
+        for key, tensor in sorted(tensors.items())
     }
-    return json.dumps(document)
+    return json.dumps({"format": _FORMAT, "tensors": entries})
 
 
 def _gap(tensor: StoredTensor) -> str | None:
@@ -235,20 +227,20 @@ _ENTRIES = TypeAdapter(dict[str, _Entry])
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint by key.
 
-    Raises InputError if the index is missing, has another version or checksum, or if its pieces
-    are not whole tensors in files of this folder.
+    Raises InputError if the index is missing, damaged or of another version, or if its pieces are
+    not whole tensors in files of this folder.
     """
     path = folder / _INDEX
     with reading(path):
         exists = path.exists()
+    if not exists and (folder / ".metadata").exists():
+        raise InputError(
+            f"checkpoint {folder}: it was written by a former version, in Megatron's format; "
+            f"export it with `mimo convert to-hf` of that version and start from the folder "
+            f"(init_from)"
+        )
     if not exists:
-        reason = f"{_INDEX} is missing; copy it again"
-        if (folder / ".metadata").exists():
-            reason = (
-                "it was written by a former version, in Megatron's format; export it with `mimo "
-                "convert to-hf` of that version and start from the folder (init_from)"
-            )
-        raise InputError(f"checkpoint {folder}: {reason}")
+        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again")
     try:
         manifest = listed_files(folder)
         listed = {file.name: file for file in manifest or ()}
@@ -265,20 +257,15 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
             files[name] = listed[name] if manifest is not None else Listed(name, size, None)
             if files[name].num_bytes != size:
                 raise ValueError(f"{name} has {size} bytes, not {files[name].num_bytes}")
-        index = {
-            key: StoredTensor(
-                tuple(entry.shape),
-                TORCH_DTYPES[entry.dtype],
-                [Stored(files[name], *place) for name, *place in entry.pieces],
-            )
-            for key, entry in entries.items()
-        }
-        for key, tensor in index.items():
-            for piece in tensor.pieces:
-                end = piece.begin + piece.rows * piece.columns * tensor.dtype.itemsize
-                if end > piece.file.num_bytes:
-                    name, size = piece.file.name, piece.file.num_bytes
-                    raise ValueError(f"{name} has {size} bytes, not {end}")
+        index = dict[str, StoredTensor]()
+        for key, entry in entries.items():
+            pieces = [Stored(files[name], *place) for name, *place in entry.pieces]
+            dtype = TORCH_DTYPES[entry.dtype]
+            tensor = index[key] = StoredTensor(tuple(entry.shape), dtype, pieces)
+            for piece in pieces:
+                end, file = piece.begin + piece.rows * piece.columns * dtype.itemsize, piece.file
+                if end > file.num_bytes:
+                    raise ValueError(f"{file.name} has {file.num_bytes} bytes, not {end}")
             if gap := _gap(tensor):
                 raise ValueError(f"{key}: {gap}")
     except InputError:
@@ -300,10 +287,7 @@ def _size_of(folder: Path, name: str) -> int:
 
 
 def averages(stored: Collection[str]) -> dict[str, str]:
-    """Return the keys of the weights' moving averages, by the key of the weight.
-
-    Raises InputError if there is none.
-    """
+    """Return the keys of moving averages by the weight's key. Raises InputError without any."""
     prefix = key_of(EMA, "")
     keys = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix)}
     if not keys:
@@ -323,10 +307,7 @@ def write(
     dtype: torch.dtype,
     tensor_of: Callable[[str], Tensor],
 ) -> dict[str, Sum]:
-    """Write whole tensors as a checkpoint's only file, calling ``tensor_of`` for each in order.
-
-    Returns the sums of the files with tensors, by name.
-    """
+    """Write whole tensors as the only file; return its sum by name. tensor_of: called in order."""
     pieces = [
         whole_piece(key, torch.empty(shape, dtype=dtype, device="meta"))
         for key, shape in shapes.items()

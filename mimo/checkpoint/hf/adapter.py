@@ -33,12 +33,10 @@ _LISTED = 10
 def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    run: a run or checkpoint folder whose model started from a Hugging Face checkpoint, which must
-    still be there: every weight is compared with it, so that nothing trained is lost. average:
-    write the moving average of the trained weights.
-
-    Raises InputError for a checkpoint without adapters, and RecipeError if the folder it started
-    from does not fit or if other weights than adapters and a projector's were trained.
+    run: a run or checkpoint folder. The Hugging Face folder that it started from must still be
+    there: every weight is compared with it, so that nothing trained is lost. average: write the
+    moving average. Raises InputError for a checkpoint without adapters, and RecipeError if other
+    weights than adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
     if not any(weight.adapter for weight in trained.weights):
@@ -133,10 +131,10 @@ def _outermost(modules: Iterable[str]) -> list[str]:
 
 
 def _changed_modules(trained: TrainedModel) -> set[str]:
-    """Return the modules in transformers whose weights differ from those of the base model.
+    """Return the modules in transformers whose weights differ from the base model's.
 
-    Which weights were trained depends on all phases of a run, not on its last recipe alone. Raises
-    RecipeError for weights that are not a projector's.
+    The last recipe of several phases does not tell. Raises RecipeError for weights that are not a
+    projector's.
     """
     folder = trained.recipe.init_from
     if folder is None or not Path(folder).is_dir():

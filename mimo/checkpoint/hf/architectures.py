@@ -66,11 +66,7 @@ class Architecture:
         return cast("Any", importlib.import_module(f"encoders.{self.encoder}"))
 
     def tower_among(self, families: Mapping[str, object]) -> str | None:
-        """Return the recipe's encoder that belongs to this architecture; None if there is none.
-
-        It is the first whose family is this architecture's or is not given. families: by the
-        encoder's name, in the recipe's order.
-        """
+        """Return the first encoder of this architecture's family, or of None. families: by name."""
         matching = (name for name, family in families.items() if family in (None, self.encoder))
         return None if self.encoder is None else next(matching, None)
 
@@ -88,10 +84,7 @@ class Architecture:
         return weights
 
     def weights_of(self, recipe: Recipe) -> dict[str, list[Weight]]:
-        """Return every parameter of those modules of a recipe that are in this architecture.
-
-        Raises RecipeError for settings that are wrong.
-        """
+        """Return every parameter of a recipe's modules that this architecture has, by module."""
         tower = self.tower_of(recipe)
         towers = {} if tower is None else {tower: encoder_settings(recipe, tower)}
         return self.weights(language_settings(recipe), towers)
@@ -168,10 +161,7 @@ ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 
 
 def architecture_of(model_type: object) -> Architecture:
-    """Return the architecture of a model type; any causal language model of transformers has one.
-
-    Raises ValueError for an unknown model.
-    """
+    """Return the architecture of a model type. Raises ValueError for an unknown one."""
     name = str(model_type)
     if (architecture := ARCHITECTURES.get(name)) is not None:
         return architecture

@@ -62,12 +62,9 @@ def convert_to_hf(run: Path, target: Path, shard_bytes: int, average: bool = Fal
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
     the largest size of a file; a larger tensor has a file to itself. average: write the moving
-    average of the weights. If the language model was trained without the checkpoint's tower, the
-    tower is copied from the folder that the recipe starts from. Encoders that have no place in the
-    format are named on the console.
-
-    Raises InputError for a checkpoint of another kind, and RecipeError with every tensor that is
-    missing, unknown or has another shape.
+    average of the weights. If the language model was trained alone, the tower is copied from the
+    folder that the recipe starts from. Raises InputError for a checkpoint of another kind, and
+    RecipeError with every tensor that is missing, unknown or has another shape.
     """
     trained = open_trained(run, average)
     changed = _changed_settings(trained.recipe, trained.architecture, trained.assets)
@@ -188,8 +185,7 @@ class TrainedWeight:
 class TrainedModel:
     """A checkpoint of ours whose model has a form in Hugging Face format.
 
-    weights: every parameter of the modules that have that form. averages: by the key of a
-    parameter, the key of the moving average that is read in its place.
+    weights: those that have that form. averages: keys that are read in place of parameters' keys.
     """
 
     checkpoint: Path
@@ -232,11 +228,10 @@ class TrainedModel:
 
 
 def open_trained(run: Path, average: bool = False) -> TrainedModel:
-    """Open the trained model in a run or checkpoint folder.
+    """Open the trained model in a run or checkpoint folder. average: read the moving average.
 
-    average: read the moving average of the trained weights.
-    Raises InputError for a model that did not start from a Hugging Face checkpoint or has no
-    average, and RecipeError with every tensor that is missing, unknown or has another shape.
+    Raises InputError for a model that did not start from a Hugging Face checkpoint, and RecipeError
+    with every tensor that does not fit.
     """
     checkpoint = find_checkpoint(run)
     with progress_of("verifying") as progress:
@@ -340,9 +335,9 @@ def differences(recipe: Recipe, architecture: Architecture, folder: Path) -> Ite
 
 
 def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
-    """Return the image settings of the recipe that differ from the folder's, by our key.
+    """Return the recipe's image settings that differ from the folder's.
 
-    Raises RecipeError for other differences: the exported model would compute something else.
+    Raises RecipeError for others.
     """
     found = [*differences(recipe, architecture, folder)]
     problems = [

@@ -41,11 +41,10 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class WeightsFolder:
-    """The tensors of a folder of safetensors; one file is open at a time.
+    """The tensors of a folder of safetensors; one file is open at a time. shapes, dtypes: by key.
 
-    shapes, dtypes: by key. bytes_read: of tensors, so far. Building it reads the headers only.
-    Raises InputError for a folder without safetensors, an incomplete one, or a damaged file;
-    StartError if its file system fails.
+    bytes_read: of tensors, so far. Building it reads the headers only. Raises InputError for an
+    incomplete or damaged folder; StartError if its file system fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,21 +238,14 @@ class HFCheckpoint:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A checkpoint to start from, and by module what its parameters consist of.
-
-    weights: of the language model and the tower that are in the checkpoint. Further encoders of a
-    recipe are initialized randomly.
-    """
+    """A checkpoint to start from, and its weights by module; other encoders are drawn afresh."""
 
     checkpoint: HFCheckpoint
     weights: Mapping[str, Sequence[Weight]]
 
 
 def initial_weights(recipe: Recipe) -> InitialWeights | None:
-    """Return the weights in the folder that a recipe starts from; None if it names none.
-
-    Reads configuration and headers. Raises RecipeError for a folder that does not fit.
-    """
+    """Return the weights that a recipe starts from. Raises RecipeError if they do not fit."""
     if recipe.init_from is None:
         return None
     folder = Path(recipe.init_from)
@@ -295,10 +287,9 @@ def original_tower(recipe: Recipe) -> InitialWeights | None:
 
 
 def convert_from_hf(source: Path, target: Path) -> None:
-    """Write the checkpoint folder ``target``: weights, ``recipe.yaml`` and assets.
+    """Write the checkpoint folder ``target``: weights, ``recipe.yaml`` and assets, no optimizer.
 
-    It has no optimizer; `mimo generate` answers with it and `mimo convert to-hf` turns it back.
-    The folder appears complete or not at all. Raises InputError for a source that does not fit.
+    Raises InputError for a source that does not fit.
     """
     recipe = minimal_recipe(source)
     initial = initial_weights(recipe)
@@ -329,10 +320,7 @@ def convert_from_hf(source: Path, target: Path) -> None:
 
 
 def minimal_recipe(source: Path) -> Recipe:
-    """Return a recipe with the families and sizes of a folder, and stand-ins for data and steps.
-
-    Raises InputError for a folder that is no checkpoint of a known model.
-    """
+    """Return a recipe with a folder's families and sizes, and stand-ins for data and steps."""
     if not source.is_dir():
         raise InputError(f"{source}: no such folder; give a checkpoint in Hugging Face format")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", source.resolve().name)

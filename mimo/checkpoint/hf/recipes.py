@@ -119,10 +119,7 @@ def _in_cache(name: str) -> Path | None:
 def tower_settings(
     architecture: Architecture, config: Config, folder: Path
 ) -> dict[str, Any] | None:
-    """Return the recipe keys under ``model`` for the tower of a folder; None if it has no tower.
-
-    Raises ValueError or KeyError for what we do not compute.
-    """
+    """Return the keys under ``model`` for a folder's tower. Raises ValueError or KeyError."""
     if architecture.encoder is None:
         return None
     return architecture.encoder_family().settings_from_hf(config, read_processors(folder))
@@ -191,8 +188,8 @@ def transformers_config(recipe: Recipe) -> PretrainedConfig:
 def load_processor(directory: str | Path) -> Any:
     """Return `AutoProcessor.from_pretrained` with pillow for images and without videos.
 
-    So images are prepared alike on every machine: with torchvision, transformers would round
-    otherwise, and without it there is no processor for videos, which the Qwen families ask for.
+    With torchvision transformers rounds otherwise, and without it no processor for videos exists,
+    which the Qwen families ask for.
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 

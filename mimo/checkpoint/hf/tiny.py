@@ -55,8 +55,8 @@ _TEXT: dict[str, Any] = {
 class _Form:
     """The special tokens, words and chat template of a family's tokenizer.
 
-    specials: tokens in the order of their ids, each with the attribute of the tokenizer under which
-    the family's processor finds it, or None. end_of_turn: the token after an answer.
+    specials: tokens in the order of their ids, each with the tokenizer's attribute under which the
+    family's processor looks for it, or None. end_of_turn: the token after an answer.
     """
 
     specials: Mapping[str, str | None]
@@ -103,10 +103,7 @@ def _form(family: str) -> _Form:
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with the digits' words and the family's tokens and template.
-
-    The special tokens come first. Equal calls give equal tokenizers.
-    """
+    """Return a byte-level tokenizer with the digits' words and the family's tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -165,9 +162,8 @@ class TinyCheckpoint:
 def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     """Write config, weights, tokenizer and processor files; return the number of weights.
 
-    Equal settings give equal bytes. The folder appears complete or not at all; one from an earlier
-    call is replaced. Raises InputError for an unknown family or shard size, and for a folder that
-    holds something else.
+    Equal settings give equal bytes; a folder of an earlier call is replaced. Raises InputError for
+    an unknown family or shard size, and for a folder that holds something else.
     """
     if settings.family not in FAMILIES:
         raise InputError(
@@ -233,11 +229,7 @@ def tiny_config(
 
 
 def _widened(config: PreTrainedConfig, width: int, num_layers: int | None) -> PreTrainedConfig:
-    """Return the same architecture with hidden sizes times ``width``.
-
-    The language model gets more heads, a Qwen tower wider ones. num_layers: of the language model
-    and of the tower; None keeps their numbers.
-    """
+    """Return the same architecture with hidden sizes times ``width`` and this many layers."""
     sizes = config.to_dict()
     for part in (sizes.get("text_config", sizes), sizes.get("vision_config", {})):
         for key in _WIDTHS:
@@ -255,8 +247,7 @@ def _widened(config: PreTrainedConfig, width: int, num_layers: int | None) -> Pr
 def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
     """Draw all weights, in the order of their names in the model.
 
-    Matrices are drawn around 0; a norm's weights around the class's initial value, which is 1, or 0
-    if the norm adds 1 to them.
+    Matrices are drawn around 0; a norm's weights around the class's initial value, 1 or 0.
     """
     import torch
 
