@@ -30,7 +30,8 @@ from typing import Any
 from benchmarks.gpu_speed import QWEN3_VL_8B, Stack, compare_speed
 from examples.digits.scans import prepare_digits
 from mimo.device import SHARE_GPUS
-from mimo.report.page import Part, Section, Table, number, percent, render, show, write
+from mimo.report.page import Part, Section, render
+from mimo.report.tables import Table, number, percent, show, write
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("runs/gpu_check")

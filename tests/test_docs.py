@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mimo.cli.main import app
-from mimo.cli.recipe_keys import recipe_keys
+from tests.recipe_keys import recipe_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 # The changelog names what is gone, too.
@@ -30,7 +30,7 @@ _COMMAND = re.compile(r"(?:^|`)mimo ([a-z][a-z-]*)", re.MULTILINE)
 def test_the_page_of_recipe_keys_is_that_of_the_schema() -> None:
     page = ROOT / "docs" / "recipe_keys.md"
     assert page.read_text(encoding="utf-8") == recipe_keys(), (
-        f"run: python -m mimo.cli.recipe_keys {page.relative_to(ROOT)}"
+        f"run: python -m tests.recipe_keys {page.relative_to(ROOT)}"
     )
 
 

@@ -10,6 +10,7 @@ Both sides come as plain arrays, so comparing needs no engine.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,7 @@ class PointPart:
 
 @dataclass
 class RankSteps:
-    """Metrics of each step, and this rank's parts of parameters and of points."""
+    """Metrics of each step, and one rank's parts of parameters and of points."""
 
     metrics: list[dict[str, Any]]
     shards: list[Shard]
@@ -86,9 +87,9 @@ class RankSteps:
 
 @dataclass
 class ReferenceParameter:
-    """For each step, the gradient before clipping (none if frozen) and the weights.
+    """The gradient before clipping of each step (none if frozen), the weights and their floors.
 
-    weight_floors: the floors of weights in each step; without them the gradient's floor applies.
+    Without ``weight_floors`` the gradient's floor applies.
     """
 
     gradients: list[np.ndarray] = field(default_factory=list)
@@ -110,20 +111,17 @@ class Reference:
 
 
 def assembled(results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]) -> Reference:
-    """Return what a layout's ranks hold, as a reference for another run, without points.
+    """Return what a layout's ranks hold as a reference for another run, without points.
 
-    Of replicas the last rank's counts. weight_floors: as in `ReferenceParameter`, by parameter in
-    the order of the model. Raises IncomparableError for parameters that no rank has.
+    Of replicas the last rank's counts. weight_floors: of each parameter to compare, in the order of
+    the model. Raises IncomparableError for parameters that no rank has.
     """
-    shards = _shards_by_name(results)
-    if missing := [name for name in weight_floors if name not in shards]:
-        raise IncomparableError(f"no rank of the other layout has {', '.join(missing)}")
-    parameters = {
-        name: ReferenceParameter(
-            joined(shards[name], "gradients"), joined(shards[name], "weights"), floors
-        )
-        for name, floors in weight_floors.items()
-    }
+    shards, parameters = _shards_by_name(results), dict[str, ReferenceParameter]()
+    for name, floors in weight_floors.items():
+        if name not in shards:
+            raise IncomparableError(f"no rank of the other layout has {name}")
+        gradients, weights = (joined(shards[name], what) for what in ("gradients", "weights"))
+        parameters[name] = ReferenceParameter(gradients, weights, floors)
     steps = [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics]
     return Reference(steps, parameters)
 
@@ -151,9 +149,10 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _shards_by_name(results: Sequence[RankSteps]) -> dict[str, list[Shard]]:
-    by_name: dict[str, list[Shard]] = {}
-    for shard in (shard for result in results for shard in result.shards):
-        by_name.setdefault(shard.name, []).append(shard)
+    by_name = defaultdict[str, list[Shard]](list)
+    for result in results:
+        for shard in result.shards:
+            by_name[shard.name].append(shard)
     return by_name
 
 
@@ -178,8 +177,7 @@ def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
 def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
     """Return how far the optimizer moves a weight in one step for a gradient at its floor.
 
-    SGD moves it by rate · g, Adam by about rate · g / (g + eps). A weight that starts at zero is
-    the sum of its updates, so its floor is the sum over all steps. gradient_norm: of all modules.
+    SGD moves it by rate · g, Adam by about rate · g / (g + eps). gradient_norm: of all modules.
     eps: Adam's, None for SGD.
     """
     floor = _NOISE * gradient_norm
@@ -204,9 +202,8 @@ def worst_element(
 class Difference:
     """Where a layout departs from the reference.
 
-    step: counts from 1. what: "gradient", "weight", or the name of one of the step's metrics.
-    where: module, rank and pipeline stage. index: of the largest difference in the whole tensor,
-    seen as a matrix.
+    step: counts from 1. what: "gradient", "weight", or a metric of the step. where: module and
+    rank. index: of the largest difference in the whole tensor, seen as a matrix.
     """
 
     step: int
@@ -230,10 +227,10 @@ class Difference:
 class Comparison:
     """Errors of a layout against a reference.
 
-    scalars: error by step and name. gradients, weights: by parameter, the worst error of all ranks
-    in each step. first: the first difference above the tolerance; within a step gradients come
-    before weights, both in model order. largest: of the same step and kind; an error in the forward
-    pass reaches every gradient, and the largest is often nearer to its origin.
+    scalars: by step and name. gradients, weights: by parameter, the worst error of all ranks in
+    each step. first: the first difference above the tolerance; gradients come before weights, both
+    in model order. largest: of the same step and kind, which is often nearer to the origin of an
+    error in the forward pass.
     """
 
     scalars: list[dict[str, float]] = field(default_factory=list)
@@ -241,6 +238,11 @@ class Comparison:
     weights: dict[str, list[float]] = field(default_factory=dict)
     first: Difference | None = None
     largest: Difference | None = None
+
+    @property
+    def errors(self) -> dict[str, Any]:
+        """All errors by what was compared, for JSON."""
+        return {"steps": self.scalars, "gradients": self.gradients, "weights": self.weights}
 
     @property
     def error(self) -> float:

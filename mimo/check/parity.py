@@ -1,7 +1,6 @@
-"""`mimo parity`: does a layout compute what transformers computes from the same checkpoint?
+"""`mimo parity`: compare a layout with transformers, which runs the same checkpoint in one process.
 
-Transformers runs in one process, our layouts on real ranks. A layout may also be compared with
-another layout, of the same or the other engine.
+A layout may also be compared with another layout, of the same or the other engine.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from mimo.check.compare import (
     TOLERANCE,
@@ -34,13 +32,6 @@ from mimo.check.compare import (
     compare,
 )
 from mimo.check.points import PointResult, compare_points, whole_points
-from mimo.check.report import (
-    check_writable,
-    format_error,
-    open_console,
-    print_table,
-    write_json,
-)
 from mimo.check.workload import picture_samples, write_shard
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
@@ -50,6 +41,7 @@ from mimo.errors import InputError
 from mimo.families.keymap import Weight, num_elements
 from mimo.model.recipe_checks import check_memory, check_recipe
 from mimo.parallel.grids import Layout
+from mimo.report.tables import Table, check_writable, scientific, show, write_json
 from mimo.runtime.processes import RanksFailed, RanksHung
 from mimo.runtime.ranks import run_on_cpu, warm_up_on_cpu
 
@@ -80,14 +72,9 @@ _STEP = {
 # Keys of layouts and of a family's settings; parity sets all others.
 _OVERRIDABLE = (
     "bridge",
-    *(
-        f"language.{key}"
-        for key in ("engine", "grid", "model", "reshard_after_forward", "reduce_gradients")
-    ),
-    *(
-        f"encoders.vision.{key}"
-        for key in ("engine", "grid", "model", "placement", "run_ahead", "encode_group")
-    ),
+    *(f"language.{key}" for key in ("reshard_after_forward", "reduce_gradients")),
+    *(f"encoders.vision.{key}" for key in ("placement", "run_ahead", "encode_group")),
+    *(f"{m}.{key}" for m in ("language", "encoders.vision") for key in ("engine", "grid", "model")),
 )
 
 
@@ -133,7 +120,6 @@ class ParityRunner:
         self, overrides: Sequence[str], against: Sequence[str] | None = None
     ) -> list[tuple[Recipe, Layout]]:
         """Return each layout and its recipe, after writing their data.
-
 
         against: overrides of another layout on the same samples; None for transformers.
         Raises InputError.
@@ -295,9 +281,8 @@ def main(
 ) -> int:
     """Print a table of errors; return 0 if both sides are equal, else 1.
 
-    tolerance: None for the default in fp32. engine: of all our modules. against: "transformers", or
-    an engine and overrides of another layout, separated by spaces.
-    Raises InputError for bad input, before any rank starts.
+    engine: of all our modules. against: "transformers", or an engine and overrides of another
+    layout, separated by spaces. Raises InputError for bad input, before any rank starts.
     """
     check_writable(json)
     ours = [*on_engine(engine), *overrides]
@@ -314,9 +299,22 @@ def main(
             return 1
     ranks = " against ".join(f"{layout.world_size} ranks" for _, layout in sides)
     title = f"{checkpoint}, {ranks}: {engine} against {against.strip()} (fp32)"
-    _print_parity(open_console(), parity, title)
+    _print_parity(parity, title)
     if json is not None:
-        _write_parity(json, parity, checkpoint, ours, against)
+        document = {
+            "checkpoint": str(checkpoint),
+            "overrides": ours,
+            "against": against,
+            "tolerance": parity.tolerance,
+            "passed": parity.passed,
+            "compared_parameters": parity.compared,
+            "parameters": parity.total,
+            "first_diverging": parity.first,
+            "points": parity.points,
+            **{what.replace("steps", "step"): e for what, e in parity.step.errors.items()},
+            "first_difference_of_step": parity.step.first,
+        }
+        write_json(json, document)
     print(verdict(parity))
     return 0 if parity.passed else 1
 
@@ -338,18 +336,18 @@ def other_side(words: str) -> list[str]:
     )
 
 
-def _print_parity(console: Console, parity: Parity, title: str) -> None:
+def _print_parity(parity: Parity, title: str) -> None:
     """Print a row per point in forward order, then loss, gradients and imported weights."""
     rows = [
-        (r.point, _format(r), _MEANING[r.measure], r.where, "equal" if r.passed else "DIFFERS")
+        (r.point, r.error_text, _MEANING[r.measure], r.where, "equal" if r.passed else "DIFFERS")
         for r in parity.points
     ]
     for what, name in _STEP.items():
         error = parity.step.worst(what)
         result = "equal" if error <= parity.tolerance else "DIFFERS"
-        rows.append((name, format_error(error), _MEANING["relative"], "", result))
+        rows.append((name, scientific(error), _MEANING["relative"], "", result))
     columns = ("compared", "error", "measure", "largest on", "result")
-    print_table(console, title, columns, rows, left=columns[2:])
+    show(Table(columns, rows, words=True, title=title))
 
 
 def verdict(parity: Parity) -> str:
@@ -363,35 +361,8 @@ def verdict(parity: Parity) -> str:
     if first := parity.first:
         lines.append(
             f"first diverging module: {first.point} on {first.where} ({_MEANING[first.measure]} "
-            f"{_format(first)}, tolerance {parity.tolerance:g})"
+            f"{first.error_text}, tolerance {parity.tolerance:g})"
         )
     if parity.step.first is not None:
         lines.append(f"first difference of the step: {parity.step.first}")
     return "\n".join(lines)
-
-
-def _format(result: PointResult) -> str:
-    is_count = result.measure == "unequal"
-    return f"{result.error:g}" if is_count else format_error(result.error)
-
-
-def _write_parity(
-    path: Path, parity: Parity, checkpoint: Path, overrides: Sequence[str], against: str
-) -> None:
-    """Write every error of every point and parameter as JSON."""
-    document = {
-        "checkpoint": str(checkpoint),
-        "overrides": list(overrides),
-        "against": against,
-        "tolerance": parity.tolerance,
-        "passed": parity.passed,
-        "compared_parameters": parity.compared,
-        "parameters": parity.total,
-        "first_diverging": parity.first,
-        "points": parity.points,
-        "step": parity.step.scalars,
-        "gradients": parity.step.gradients,
-        "weights": parity.step.weights,
-        "first_difference_of_step": parity.step.first,
-    }
-    write_json(path, document)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from mimo.check.compare import (
 from mimo.check.workload import Sample
 from mimo.checkpoint.hf.recipes import load_processor
 from mimo.errors import InputError
+from mimo.report.tables import scientific
 
 TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
 INPUTS = (TOKENS, PIXELS, POSITIONS)
@@ -69,6 +71,11 @@ class PointResult:
     where: str
     passed: bool
 
+    @property
+    def error_text(self) -> str:
+        """The error as text: a count, or a number with two digits."""
+        return f"{self.error:g}" if self.measure == "unequal" else scientific(self.error)
+
 
 def level_point(number: int) -> str:
     """Return the point of a tower's output: 0 is the embeddings, other numbers are levels."""
@@ -83,14 +90,13 @@ def compare_points(
     points: whole tensors in forward order. Raises IncomparableError if the ranks together do not
     have a whole tensor.
     """
-    parts = _parts_by_point(results)
+    parts, compared = _parts_by_point(results), list[PointResult]()
     if extra := parts.keys() - points.keys():
         raise IncomparableError(f"only our side has {', '.join(sorted(extra))}")
-    compared: list[PointResult] = []
     for point, whole in points.items():
         if point not in INPUTS and any(r.point in INPUTS and not r.passed for r in compared):
             break
-        compared.append(_compare_point(point, whole, parts.get(point, []), tolerance))
+        compared.append(_compare_point(point, whole, parts[point], tolerance))
     return compared
 
 
@@ -104,23 +110,25 @@ def whole_points(
     """
     by_point, points = _parts_by_point(results), {}
     for point in sorted(by_point, key=_forward_order):
-        shape = _shape(by_point[point])
-        whole, covered = np.zeros(shape, by_point[point][0].values.dtype), np.zeros(shape, bool)
-        for part in by_point[point]:
+        parts = by_point[point]
+        whole = np.zeros(_shape(parts), parts[0].values.dtype)
+        covered = np.zeros(whole.shape, bool)
+        for part in parts:
             place = part.index, slice(part.columns, part.columns + part.values.shape[1])
             whole[place], covered[place] = part.values, True
         if not covered.all():
             raise IncomparableError(f"{point}: the other layout has only a part of it")
         points[point] = whole
-    if (logits := _parts_by_point(others).get(LOGITS)) and LOGITS in points:
-        points[LOGITS] = points[LOGITS][:, : _shape(logits)[1]]
+    if LOGITS in points:
+        points[LOGITS] = points[LOGITS][:, : _shape(_parts_by_point(others)[LOGITS])[1]]
     return points
 
 
 def _parts_by_point(results: Sequence[RankSteps]) -> dict[str, list[PointPart]]:
-    by_point: dict[str, list[PointPart]] = {}
-    for part in (part for result in results for part in result.parts):
-        by_point.setdefault(part.point, []).append(part)
+    by_point = defaultdict[str, list[PointPart]](list)
+    for result in results:
+        for part in result.parts:
+            by_point[part.point].append(part)
     return by_point
 
 
@@ -143,11 +151,9 @@ def _compare_point(
     measure: Measure = "difference" if point == LOGITS else "relative"
     if point in INPUTS:
         measure, tolerance = "unequal", 0
-    scale = 1.0
-    if measure == "relative":
-        scale = max(float(np.abs(whole).max(initial=0.0)), _SMALLEST_SCALE)
-    covered = np.zeros(whole.shape, bool)
-    errors = []
+    largest = max(float(np.abs(whole).max(initial=0.0)), _SMALLEST_SCALE)
+    scale = largest if measure == "relative" else 1.0
+    covered, errors = np.zeros(whole.shape, bool), []
     for part in parts:
         got = part.values
         if point == LOGITS:  # our vocabulary may be padded further

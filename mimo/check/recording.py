@@ -97,7 +97,7 @@ class _WatchedStep(WatchedSteps):
 
     @override
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
-        """Do nothing: the new weights are not compared."""
+        pass  # the new weights are not compared
 
 
 class _WholeRows:
@@ -185,7 +185,7 @@ def _tower_parts(
 
 
 def _part(point: str, where: str, index: np.ndarray, values: Tensor, columns: int = 0) -> PointPart:
-    """Return the values that are not padding, as a part of ``point``."""
+    """Return the values that are not padding."""
     real = index != _PADDING
     return PointPart(point, where, index[real], values.numpy()[real], columns)
 
@@ -237,7 +237,17 @@ def record_tower(module: Module) -> Recording:
     """Watch an encoder; the recording fills as the next steps compute."""
     if isinstance(module, MegatronModule):
         return _record_stage(module)
-    return _record_transformers_tower(cast("Tower", module.whole))
+    tower, recording = cast("Tower", module.whole), Recording()
+    tower.register_forward_pre_hook(
+        lambda _, args: recording.keep(PIXELS, tower.values(args[0].args[0]))
+    )
+    watch_blocks(tower.units, tower.config, recording.keep)
+
+    def keep_rows(_: nn.Module, __: object, output: Any) -> None:
+        recording.keep(_ROWS, output.values)
+
+    tower.register_forward_hook(keep_rows)
+    return recording
 
 
 def _record_chunk(chunk: Any) -> Recording:
@@ -301,18 +311,4 @@ def _record_text(model: LanguageModel) -> Recording:
         )
 
     model.text.norm.register_forward_hook(keep_logits)
-    return recording
-
-
-def _record_transformers_tower(tower: Tower) -> Recording:
-    recording = Recording()
-    tower.register_forward_pre_hook(
-        lambda _, args: recording.keep(PIXELS, tower.values(args[0].args[0]))
-    )
-    watch_blocks(tower.units, tower.config, recording.keep)
-
-    def keep_rows(_: nn.Module, __: object, output: Any) -> None:
-        recording.keep(_ROWS, output.values)
-
-    tower.register_forward_hook(keep_rows)
     return recording

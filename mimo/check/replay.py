@@ -18,7 +18,6 @@ from typing import Any, override
 import torch
 from torch import Tensor, nn
 
-from mimo.check.report import open_console, print_table, write_json
 from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.hf.initial import initial_weights
@@ -38,7 +37,8 @@ from mimo.model.recipe_checks import check_memory
 from mimo.model.step_plan import StepPlan, step_planner
 from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology
-from mimo.runtime.run_files import METRICS
+from mimo.report.tables import Table, show, write_json
+from mimo.runtime.run_files import METRICS, json_lines
 from mimo.train.anomalies import BATCHES, samples_of
 from mimo.train.batches import STEP
 from mimo.train.loop import Trainer
@@ -53,10 +53,9 @@ _LAYER = re.compile(r"(.*?\.layers\.\d+)\..*")
 class Replay:
     """The results of a repeated step.
 
-    weights: the checkpoint; None for the weights that the run began with. updates_before: updates
-    between these weights and the step; negative if they are later. loss: per token. logged: the
-    run's line in `metrics.jsonl`, if it has one. activations: by layer. gradients: by parameter,
-    before clipping.
+    weights: the checkpoint; None for those that the run began with. updates_before: updates between
+    the weights and the step; negative if they are later. loss: per token. logged: the run's line in
+    `metrics.jsonl`. activations: by layer. gradients: by parameter, before clipping.
     """
 
     step: int
@@ -100,15 +99,15 @@ def replay(run: Path, step: int, checkpoint: Path | None = None) -> Replay:
     _check_same(run, step, watched.plan, samples, logged)
     done = 0 if weights is None else read_progress(weights).step
     return Replay(
-        step,
-        None if weights is None else str(weights),
-        step - done,
-        result.mean_loss,
-        result.grad_norm,
-        logged,
-        samples,
-        {name: statistics.result() for name, statistics in watched.activations.items()},
-        {name: statistics.result() for name, statistics in watched.gradients.items()},
+        step=step,
+        weights=None if weights is None else str(weights),
+        updates_before=step - done,
+        loss=result.mean_loss,
+        grad_norm=result.grad_norm,
+        logged=logged,
+        samples=samples,
+        activations={name: statistics.result() for name, statistics in watched.activations.items()},
+        gradients={name: statistics.result() for name, statistics in watched.gradients.items()},
     )
 
 
@@ -181,15 +180,8 @@ def _step(
 
 def _logged(run: Path, step: int) -> dict[str, Any] | None:
     """Return the line of the step in the run's metrics."""
-    path = run / METRICS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            metrics = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed while writing
-        if metrics["step"] == step and "loss" in metrics:
-            return metrics
-    return None
+    lines = (line for line in json_lines(run / METRICS) if "loss" in line)
+    return next((line for line in lines if line["step"] == step), None)
 
 
 def _check_same(
@@ -314,11 +306,11 @@ def main(run: Path, step: int, checkpoint: Path | None = None, target: Path | No
     target.parent.mkdir(parents=True, exist_ok=True)
     write_json(target, asdict(result))
     columns = ("layer", "rms", "max", "non-finite", "gradient norm", "max", "non-finite", "")
-    print_table(open_console(), f"step {step}", columns, _rows(result))
+    show(Table(columns, _rows(result), title=f"step {step}"))
     name = "those that the run began with" if result.weights is None else result.weights
     distance, side = abs(result.updates_before), "before" if result.updates_before > 0 else "after"
-    apart = f"{distance} step{'s' if distance > 1 else ''} {side} this step"
-    print(f"weights: {name}, {apart if distance else 'exactly those of the step'}")
+    place = f"{distance} step{'s' if distance > 1 else ''} {side} this step"
+    print(f"weights: {name}, {place if distance else 'exactly those of the step'}")
     if result.logged is not None:
         loss, norm = (_format_logged(result.logged[key]) for key in ("loss", "grad_norm"))
         print(f"logged: loss {loss} grad_norm {norm}")
@@ -331,26 +323,23 @@ def _format_logged(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
-def _rows(result: Replay) -> Iterator[list[str]]:
-    """Yield a row for each layer: statistics of its output and of its parameters' gradients."""
+def _rows(result: Replay) -> list[list[str]]:
+    """Return a row for each layer: statistics of its output and of its parameters' gradients."""
     by_layer: dict[str, list[dict[str, float]]] = {name: [] for name in result.activations}
     for key, numbers in result.gradients.items():
         layer = _LAYER.fullmatch(key)
         by_layer.setdefault(layer[1] if layer else key.rpartition(".")[0], []).append(numbers)
+    rows = []
     for name, gradients in by_layer.items():
-        output = result.activations.get(name)
-        cells, bad = [""] * 6, 0.0
+        output, cells, bad = result.activations.get(name), [""] * 6, 0.0
         if output is not None and output["elements"]:
-            cells[:3] = (
-                f"{output['rms']:.3e}",
-                f"{output['max']:.3e}",
-                f"{output['non_finite']:.0f}",
-            )
-            bad += output["non_finite"]
+            bad = output["non_finite"]
+            cells[:3] = f"{output['rms']:.3e}", f"{output['max']:.3e}", f"{bad:.0f}"
         if gradients:
             norm = math.sqrt(sum(numbers["norm"] ** 2 for numbers in gradients))
             non_finite = sum(numbers["non_finite"] for numbers in gradients)
             highest = max(numbers["max"] for numbers in gradients)
             cells[3:] = f"{norm:.3e}", f"{highest:.3e}", f"{non_finite:.0f}"
             bad += non_finite
-        yield [name, *cells, "NOT FINITE" if bad else ""]
+        rows.append([name, *cells, "NOT FINITE" if bad else ""])
+    return rows

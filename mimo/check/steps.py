@@ -74,7 +74,7 @@ def layout_steps(recipe: Recipe, layout: Layout, num_steps: int) -> RankSteps:
 
 
 def open_trainer(recipe: Recipe, layout: Layout) -> tuple[Trainer, Dataset]:
-    """Return what a rank trains, and its data; every rank of the world calls it."""
+    """Return a rank's trainer and its data; every rank of the world calls it."""
     topology = build_topology(layout, collective_timeout(recipe))
     run_dir = Path(recipe.train.run_dir)
     trainer = Trainer(recipe, topology, run_dir, initial_weights(recipe))
@@ -117,7 +117,13 @@ class WatchedSteps(StepObserver):
         for module in self.modules.values():
             module.wait_param_gather()
             for piece in module.pieces("load", with_optimizer=False):
-                self._shard_of(piece).weights.append(_copy(piece.values))
+                shard = self._shards[piece.key, piece.row, piece.column]
+                shard.weights.append(_copy(piece.values))
+
+    def note_gradient(self, piece: Piece) -> None:
+        """Copy a part of a gradient."""
+        shard = self._shards[piece.key, piece.row, piece.column]
+        shard.gradients.append(_copy(piece.values))
 
     @override
     def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
@@ -125,16 +131,9 @@ class WatchedSteps(StepObserver):
             for piece in module.gradients():
                 self.note_gradient(piece)
 
-    def note_gradient(self, piece: Piece) -> None:
-        """Copy a part of a gradient."""
-        self._shard_of(piece).gradients.append(_copy(piece.values))
-
     @override
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
         self.note_weights()
-
-    def _shard_of(self, piece: Piece) -> Shard:
-        return self._shards[piece.key, piece.row, piece.column]
 
 
 def _copy(tensor: Tensor) -> np.ndarray:
@@ -159,13 +158,9 @@ class _KeepFp64(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            args = tuple(map(_fp64_for_fp32, args))
-            kwargs = {key: _fp64_for_fp32(value) for key, value in kwargs.items()}
+            args = [torch.float64 if value is torch.float32 else value for value in args]
+            kwargs |= {key: torch.float64 for key in kwargs if kwargs[key] is torch.float32}
         return func(*args, **kwargs)
-
-
-def _fp64_for_fp32(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 # ------------------------------------------------------------------------- on one rank
@@ -204,8 +199,7 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
         (losses / tokens).backward()
         gradients = [g for p in trainable if (g := p.parameter.grad) is not None]
         assert len(gradients) == len(trainable), "a parameter got no gradient"
-        squares = [g.double().pow(2).sum() for g in gradients]
-        norm = float(torch.stack(squares).sum().sqrt())
+        norm = float(torch.stack([g.double().pow(2).sum() for g in gradients]).sum().sqrt())
         for name, whole in _whole(trainable, gradients).items():
             reference[name].gradients.append(whole)
         if train.clip_grad_norm:
@@ -217,8 +211,9 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
             eps = train.adam_eps if train.optimizer == "adam" else None
             floors |= dict.fromkeys(group["names"], update_floor(norm, group["lr"], eps))
         for name, floor in floors.items():
-            floors_so_far = reference[name].weight_floors
-            floors_so_far.append(sum(floors_so_far[-1:]) + floor)
+            # A weight that starts at zero is the sum of its updates, so its floor is a sum too.
+            before = reference[name].weight_floors
+            before.append(sum(before[-1:]) + floor)
         optimizer.step()
         loss = float(losses.detach()) / tokens
         steps.append({"loss": loss, "loss_tokens": tokens, "grad_norm": norm})
@@ -255,26 +250,21 @@ class _NamedParam:
 
 def _named_params(recipe: Recipe, module: Module) -> list[_NamedParam]:
     """Return the parameters of a module, in its order; trainable ones require gradients."""
-    params = []
-    is_trainable = trainable_names(recipe, module.name)
+    params, is_trainable = [], trainable_names(recipe, module.name)
     for name, parameter in module.whole.named_parameters():
-        if isinstance(module, FsdpModule):
-            pieces = partial(_transformers_pieces, module, name)
-        else:
-            pieces = partial(_megatron_pieces, f"{module.name}.{name}")
-        names = [piece.key.removeprefix(f"{module.name}.") for piece in pieces(parameter)]
-        parameter.requires_grad_(is_trainable(names[0]))
+        pieces = partial(_pieces, module, name)
+        first = pieces(parameter)[0].key.removeprefix(f"{module.name}.")
+        parameter.requires_grad_(is_trainable(first))
         params.append(_NamedParam(module.name, parameter, pieces))
     return params
 
 
-def _megatron_pieces(name: str, tensor: Tensor) -> list[Piece]:
-    return [Piece(name, tuple(tensor.shape), 0, 0, tensor.reshape(len(tensor), -1))]
-
-
-def _transformers_pieces(module: FsdpModule, name: str, tensor: Tensor) -> list[Piece]:
-    """Cut a tensor of transformers into rows of the format's tensors: one or several."""
-    whole = Rectangle(tuple(tensor.shape), 0, 0, tensor.reshape(len(tensor), -1), 0, 1)
+def _pieces(module: Module, name: str, tensor: Tensor) -> list[Piece]:
+    """Return a parameter of Megatron, or rows of a tensor of transformers: one or several."""
+    shape, matrix = tuple(tensor.shape), tensor.reshape(len(tensor), -1)
+    if not isinstance(module, FsdpModule):
+        return [Piece(f"{module.name}.{name}", shape, 0, 0, matrix)]
+    whole = Rectangle(shape, 0, 0, matrix, 0, 1)
     pieces = module.names.pieces(cast("Wrapper", module.whole).hf_names[name], whole)
     return [replace(piece, key=f"{module.name}.{piece.key}") for piece in pieces]
 

@@ -1,20 +1,12 @@
-"""`mimo verify`: does a recipe's layout take the same steps as one rank?
-
-Layouts run on real ranks of this machine, each is compared with one rank.
-"""
+"""`mimo verify`: compare a recipe's layout, on real ranks of this machine, with one rank."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.text import Text
 
 from mimo.check.compare import (
     TOLERANCE,
@@ -27,19 +19,13 @@ from mimo.check.compare import (
     compare,
 )
 from mimo.check.layouts import Cell, Cells, recipe_cells, sweep_cells
-from mimo.check.report import (
-    check_writable,
-    format_error,
-    open_console,
-    print_table,
-    write_json,
-)
 from mimo.check.scale import NUM_STEPS, ScaledRecipe, changes, reference_recipe, scale_recipe
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.phases import Phase
 from mimo.device import machine_memory
 from mimo.errors import InputError
 from mimo.model.recipe_checks import check_processes
+from mimo.report.tables import Table, check_writable, scientific, show, write_json
 from mimo.runtime.processes import RanksFailed, RanksHung
 from mimo.runtime.ranks import run_on_cpu, warm_up_on_cpu
 
@@ -187,17 +173,14 @@ def main(
         for cell in cells:  # report what a family refuses before anything runs
             scale_recipe(cell.recipe, cell.layout, Path(folder), precision)
         warm_up_on_cpu(_PRELOAD)
-        console = open_console()
-        for note in notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print("\n".join(notes))
         verifier = Verifier(Path(folder), precision)
         for number, cell in enumerate(cells, 1):
             result = verifier.run(cell)
             results.append(result)
             line = f"[{number}/{len(cells)}] {result.verdict:7} {cell.name}"
-            console.print(Text(f"{line} ({result.seconds:.1f} s)"), soft_wrap=True)
-            sys.stdout.flush()
-    print_results(console, results, verifier.tolerance)
+            print(f"{line} ({result.seconds:.1f} s)", flush=True)
+    print_results(results, verifier.tolerance)
     if json is not None:
         write_results(json, results, path, precision, verifier.tolerance, notes)
     differing = sum(not result.passed for result in results)
@@ -214,24 +197,22 @@ def _join_phases(
     for phase, of_phase in zip(phases, chosen, strict=True):
         prefix = f"{phase.name}: " if phase.name else ""
         cells += [cell._replace(name=f"{prefix}{cell.name}") for cell in of_phase.cells]
-        notes += [phase.title] if phase.title else []
-        notes += of_phase.notes
+        notes += [*([phase.title] if phase.title else ()), *of_phase.notes]
         notes += [f"changed: {change}" for change in changes(phase.recipe, precision)]
     return cells, notes
 
 
-def print_results(console: Console, results: Sequence[CellResult], tolerance: float) -> None:
+def print_results(results: Sequence[CellResult], tolerance: float) -> None:
     """Print the errors of every layout, then what fp64 decided and the first differences."""
     rows = []
     for result in results:
-        comparison = result.comparison
-        errors = [
-            format_error(comparison.worst(w)) if comparison else "-" for w in _ERRORS.values()
-        ]
+        errors = ["-"] * len(_ERRORS)
+        if result.comparison:
+            errors = [scientific(result.comparison.worst(what)) for what in _ERRORS.values()]
         size = str(result.cell.layout.world_size)
         rows.append((result.cell.name, size, *errors, result.verdict))
     title = f"errors against one rank (tolerance {tolerance:g})"
-    print_table(console, title, ("layout", "ranks", *_ERRORS, "result"), rows)
+    show(Table(("layout", "ranks", *_ERRORS, "result"), rows, title=title))
     for result in results:
         lines = _repetition(result, tolerance)
         for comparison in result.deciding:
@@ -240,7 +221,7 @@ def print_results(console: Console, results: Sequence[CellResult], tolerance: fl
         if result.failure:
             lines += result.failure.strip().splitlines()[-_FAILURE_LINES:]
         if lines:
-            console.print(Text("\n  ".join([result.cell.name, *lines])), soft_wrap=True)
+            print("\n  ".join([result.cell.name, *lines]))
 
 
 def _repetition(result: CellResult, tolerance: float) -> list[str]:
@@ -248,14 +229,14 @@ def _repetition(result: CellResult, tolerance: float) -> list[str]:
     if result.comparison is None or result.repeated is None:
         return []
     lines = [
-        f"fp32: error {format_error(result.comparison.error)} (tolerance {tolerance:g})",
-        f"fp64: error {format_error(result.repeated.error)} (tolerance {TOLERANCE['fp64']:g})",
+        f"fp32: error {scientific(result.comparison.error)} (tolerance {tolerance:g})",
+        f"fp64: error {scientific(result.repeated.error)} (tolerance {TOLERANCE['fp64']:g})",
     ]
     if result.plain is not None:
         lines[-1] += ", with the plain optimizer: the engine's distributed one has no fp64"
         lines.append(
             f"fp32: distributed against plain optimizer, both on this layout: error "
-            f"{format_error(result.plain.error)} (tolerance {tolerance:g})"
+            f"{scientific(result.plain.error)} (tolerance {tolerance:g})"
         )
     return lines
 
@@ -269,40 +250,32 @@ def write_results(
     notes: Sequence[str],
 ) -> None:
     """Write every error of every tensor of every layout as JSON."""
+    layouts = []
+    for result in results:
+        layout = result.cell.layout
+        differing = next((c for c in result.deciding if c.first is not None), Comparison())
+        entry = {
+            "name": result.cell.name,
+            "ranks": layout.world_size,
+            "grids": layout.grids,
+            "colocated": sorted(layout.colocated),
+            "passed": result.passed,
+            "verdict": result.verdict,
+            "seconds": round(result.seconds, 3),
+            "failure": result.failure,
+            "first_difference": differing.first,
+            "largest_difference": differing.largest,
+            **(result.comparison or Comparison()).errors,
+            "repeated_in_fp64": result.repeated and result.repeated.errors,
+            "against_plain_optimizer": result.plain and result.plain.errors,
+        }
+        layouts.append(entry)
     document = {
         "recipe": str(recipe),
         "precision": precision,
         "tolerance": tolerance,
         "passed": all(result.passed for result in results),
         "notes": notes,
-        "layouts": [_as_json(result) for result in results],
+        "layouts": layouts,
     }
     write_json(path, document)
-
-
-def _as_json(result: CellResult) -> dict[str, Any]:
-    layout = result.cell.layout
-    differing = next((c for c in result.deciding if c.first is not None), Comparison())
-    return {
-        "name": result.cell.name,
-        "ranks": layout.world_size,
-        "grids": layout.grids,
-        "colocated": sorted(layout.colocated),
-        "passed": result.passed,
-        "verdict": result.verdict,
-        "seconds": round(result.seconds, 3),
-        "failure": result.failure,
-        "first_difference": differing.first,
-        "largest_difference": differing.largest,
-        **_errors(result.comparison or Comparison()),
-        "repeated_in_fp64": _errors(result.repeated) if result.repeated else None,
-        "against_plain_optimizer": _errors(result.plain) if result.plain else None,
-    }
-
-
-def _errors(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "steps": comparison.scalars,
-        "gradients": comparison.gradients,
-        "weights": comparison.weights,
-    }

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mimo.cli.options import (
-    ClusterOption,
-    NumRanksOption,
-    OverridesArgument,
-    RecipeArgument,
-)
+from mimo.cli.options import ClusterOption, NumRanksOption, OverridesArgument, RecipeArgument
 from mimo.errors import InputError
 
 if TYPE_CHECKING:

@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from mimo.cli.options import (
-    ClusterOption,
-    NumRanksOption,
-    OverridesArgument,
-    RecipeArgument,
-)
+from mimo.cli.options import ClusterOption, NumRanksOption, OverridesArgument, RecipeArgument
+from mimo.report.tables import Table, show
 
 if TYPE_CHECKING:
     from mimo.config.schema import Recipe
@@ -52,14 +46,15 @@ def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
 
     microbatches = num_microbatches(recipe, layout)
     sizes = f"{layout.world_size} ranks · {microbatches} microbatches per step"
-    table = Table("module", "ranks", "grid", "lanes", title=f"{phase}: {sizes}" if phase else sizes)
+    rows = []
     for name, grid in layout.grids.items():
         last = f"-{grid.ranks[-1]}" if grid.size > 1 else ""
         sequence = " · sp" if grid.sp else ""
         virtual = f" · vpp {grid.vpp}" if grid.vpp > 1 else ""
         axes = f"tp {grid.tp}{sequence} · cp {grid.cp} · pp {grid.pp}{virtual} · dp {grid.dp}"
-        table.add_row(name, f"{grid.ranks[0]}{last}", axes, str(grid.dp))
-    Console().print(table)
+        rows.append((name, f"{grid.ranks[0]}{last}", axes, str(grid.dp)))
+    columns, title = ("module", "ranks", "grid", "lanes"), f"{phase}: {sizes}" if phase else sizes
+    show(Table(columns, rows, words=True, title=title))
     samples, rows = recipe.train.micro_batch_size, recipe.data.rows_per_microbatch
     number = f"{samples} sample{'s' * (samples > 1)}"
     if recipe.data.tokens_per_microbatch is not None:
@@ -74,14 +69,11 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
     """Print the memory of a rank of each role."""
     from mimo.model.memory import format_bytes, memory_by_role
 
-    table = Table("role", title="memory of a rank", padding=(0, 0, 0, 1))
-    columns = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-    for column in (*columns, "in all"):
-        table.add_column(column, justify="right")
+    columns, rows = ("weights", "gradients", "optimizer", "activations", "logits", "buffers"), []
     for usage in memory_by_role(recipe, layout):
         parts = (*(getattr(usage, column) for column in columns), usage.total)
-        table.add_row(usage.role, *(format_bytes(part) if part else "-" for part in parts))
-    Console().print(table)
+        rows.append((usage.role, *(format_bytes(part) if part else "-" for part in parts)))
+    show(Table(("role", *columns, "in all"), rows, title="memory of a rank"))
     print(
         "activations and buffers: upper bound, for full microbatches in which each token is a row"
     )

@@ -141,7 +141,7 @@ def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Question:
-    """A held-out sample without its answer: the fields of `Answered`, and the chat to complete.
+    """A held-out sample without its answer, and the chat to complete.
 
     text: the last question. prompt_tokens: number in the chat without the answer.
     """
@@ -164,13 +164,12 @@ def answer_split(
 ) -> Iterator[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
-    Samples are read as they are answered, about `BATCH_TOKENS` at a time. max_new_tokens: where an
-    answer is cut; None for the length of the longest expected answer. average: answer with the
-    moving average of the weights. left_out: counts samples that cannot be answered, by reason.
-    No prompt and answer together exceed `data.sequence_length`.
-    Prints how many expected answers are too long for `max_new_tokens`, and which samples are left
-    out and why. Raises RecipeError if the recipe names no shards for the split, InputError with the
-    name of a sample that cannot be answered.
+    max_new_tokens: where an answer is cut; None for the length of the longest expected answer. No
+    prompt and answer together exceed `data.sequence_length`. average: use the moving average of the
+    weights. left_out: counts samples that cannot be answered, by reason.
+    Prints how many expected answers are too long, and which samples are left out and why. Raises
+    RecipeError if the recipe names no shards for the split, InputError with the name of a sample
+    that cannot be answered.
     """
     if split not in ("validation", "test"):
         raise RecipeError(f"--split {split}: choose validation or test")
@@ -198,10 +197,8 @@ def _answers(
             requests = [question.request for question in batch]
             answers = generator.answer(requests, limit, max_length)
             for question, answer in zip(batch, answers, strict=True):
-                yield Answered(
-                    *(question.pictures, question.text, answer),
-                    *(question.expected, question.shard, question.key),
-                )
+                q = question
+                yield Answered(q.pictures, q.text, answer, q.expected, q.shard, q.key)
 
 
 def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:

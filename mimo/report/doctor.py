@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from bridge import imbalance
 from data.index.reader import UnreadableSample
 from data.index.samples import column, items_of_samples
+from data.modalities.image_files import thumbnail_url
 from data.text.chat import ChatTokenizer, EncodedSample
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.schema import Recipe
@@ -33,25 +34,24 @@ from mimo.model.dataset import (
 from mimo.model.indexing import build_in_processes
 from mimo.model.step_plan import StepPlan, StepPlanner, step_planner
 from mimo.parallel.build import build_layout
-from mimo.report.doctor_page import render_reports
-from mimo.report.page import Piece, write
+from mimo.report.page import Chart, Part, Piece, Sample, Section, render
+from mimo.report.tables import Table, number, percent, write
 from mimo.runtime.progress import progress_of
 
 LOOKED_AT = 200_000  # samples: the index of more is looked at in random places
 _PLANNED_SAMPLES, _PLANNED_STEPS = 20_000, 16
 _READ, _RENDERED = 64, 12  # samples that are decoded, and that are shown
 _LARGEST, _BAD = 10, 200  # samples that are named
-_PICTURES = 8  # of one sample
+_PICTURES, _PICTURE_SIDE, _SHOWN_CHARACTERS = 8, 240, 4000  # of one sample
 _BINS = 24
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Looked:
-    """What the indexes say of n samples and their m items, all int64.
+    """Columns of the indexes, int64, of n samples and their m items.
 
-    source, sample, tokens, rows, loss: (n,). item_sample: (m,) into these. media: (m,) into the
-    index's. size: (m, 2) of the items' files. item_rows: (m,).
+    item_sample: (m,) into the samples. media: (m,) into the index's. size: (m, 2) of files.
     """
 
     source: np.ndarray
@@ -66,7 +66,7 @@ class Looked:
 
 
 def look(dataset: Dataset, most: int = LOOKED_AT) -> Looked:
-    """As many samples of the first epoch, all of them if there are no more than ``most``."""
+    """Return at most ``most`` samples of the first epoch, in random places if there are more."""
     indexes, total = dataset.indexes, sum(map(len, dataset.indexes))
     positions = np.arange(total)
     if total > most:
@@ -92,7 +92,7 @@ def look(dataset: Dataset, most: int = LOOKED_AT) -> Looked:
 
 
 def histogram(values: np.ndarray) -> dict[str, Any] | None:
-    """Counts of values above 0 in bins [edge, next edge), the last one closed; None without any.
+    """Count values above 0 in bins [edge, next edge), the last one closed; None without any.
 
     Bins grow by a factor where values spread over more than one order of magnitude.
     """
@@ -115,22 +115,20 @@ def histogram(values: np.ndarray) -> dict[str, Any] | None:
 
 
 def modality_mix(looked: Looked, names: Sequence[str]) -> list[dict[str, Any]]:
-    """By what samples hold, the most frequent first: their share of samples, tokens and rows."""
+    """Return shares of samples, tokens and rows by what samples hold, the most frequent first."""
     held = np.zeros(len(looked.sample), np.int64)
     np.bitwise_or.at(held, looked.item_sample, 1 << looked.media)
-    found = []
+    mix = []
     for kind in np.unique(held).tolist():
-        own = held == kind
-        found.append(
-            {
-                "holds": " + ".join(name for bit, name in enumerate(names) if kind >> bit & 1)
-                or "text alone",
-                "samples": float(own.mean()),
-                "tokens": float(looked.tokens[own].sum() / looked.tokens.sum()),
-                "rows": float(looked.rows[own].sum() / max(looked.rows.sum(), 1)),
-            }
-        )
-    return sorted(found, key=lambda one: -one["samples"])
+        selected, bits = held == kind, enumerate(names)
+        row: dict[str, Any] = {
+            "holds": " + ".join(name for bit, name in bits if kind >> bit & 1) or "text alone",
+            "samples": float(selected.mean()),
+            "tokens": float(looked.tokens[selected].sum() / looked.tokens.sum()),
+            "rows": float(looked.rows[selected].sum() / max(looked.rows.sum(), 1)),
+        }
+        mix.append(row)
+    return sorted(mix, key=lambda row: -row["samples"])
 
 
 def histograms(looked: Looked, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -149,82 +147,83 @@ def histograms(looked: Looked, names: Sequence[str]) -> dict[str, dict[str, Any]
             f"{name}: size of a file, second number (height, or samples per second)": second,
             f"{name}: first by second number (aspect ratio, or seconds)": first / second,
         }
-    found = {name: histogram(one) for name, one in values.items()}
-    return {name: one for name, one in found.items() if one is not None}
+    counted = {name: histogram(numbers) for name, numbers in values.items()}
+    return {name: counts for name, counts in counted.items() if counts is not None}
 
 
 def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
-    """How full lanes' microbatches are, and how even lanes and encoders are loaded, at first.
+    """Return how full and how even the lanes' microbatches of the first steps are.
 
     full: real tokens by all, padding included. of_budget: by `data.tokens_per_microbatch`.
-    imbalance: most loaded lane by the mean of those that wait for each other, so a step takes that
-    much longer than it need; its mean and worst.
+    imbalance: load of the most loaded lane over the mean of the lanes that wait for each other.
     """
     steps, num_samples = list[StepPlan](), 0
     while len(steps) < min(_PLANNED_STEPS, recipe.train.steps) and num_samples < _PLANNED_SAMPLES:
         steps.append(planner.finish(planner.microbatches(len(steps))))
-        num_samples += sum(one.samples.num_samples for one in steps[-1].microbatches)
+        num_samples += sum(m.samples.num_samples for m in steps[-1].microbatches)
     lanes, linear = planner.layout.language.dp, planner.linear_tokens
-    lengths = [(one.samples.lane, one.samples.length) for s in steps for one in s.microbatches]
-    tokens = np.stack([np.bincount(lane, length, lanes) for lane, length in lengths])
-    padded = sum(one.samples.lane_tokens.sum() for step in steps for one in step.microbatches)
-    loads = {"language": [np.bincount(at, n * (linear + n), lanes) for at, n in lengths]}
+    microbatches = [m.samples for step in steps for m in step.microbatches]
+    tokens = np.stack([np.bincount(m.lane, m.length, lanes) for m in microbatches])
+    costs = [m.length * (linear + m.length) for m in microbatches]
+    pairs = zip(microbatches, costs, strict=True)
+    loads = {"language": [np.bincount(m.lane, cost, lanes) for m, cost in pairs]}
     for name in planner.layout.encoders:
-        loads[name] = [own for s in steps for own in planner.encoder_loads(name, s.microbatches)]
-    uneven = {name: [imbalance(one) for one in own] for name, own in loads.items()}
+        loads[name] = [v for s in steps for v in planner.encoder_loads(name, s.microbatches)]
+    uneven = {name: [*map(imbalance, values)] for name, values in loads.items()}
     budget = recipe.data.tokens_per_microbatch
     return {
         "steps": len(steps),
         "samples_per_step": num_samples / len(steps),
         "loss_tokens_per_step": float(np.mean([step.num_loss_tokens for step in steps])),
         "tokens_per_microbatch": histogram(tokens.ravel().astype(np.int64)),
-        "full": float(tokens.sum() / padded),
+        "full": float(tokens.sum() / sum(m.lane_tokens.sum() for m in microbatches)),
         "of_budget": None if budget is None else float(tokens.mean() / budget),
         "imbalance": {
-            name: {"mean": float(np.mean(own)), "worst": max(own)} for name, own in uneven.items()
+            name: {"mean": float(np.mean(ratios)), "worst": max(ratios)}
+            for name, ratios in uneven.items()
         },
         "encoder_imbalance": float(np.mean([step.encoder_imbalance for step in steps])),
     }
 
 
 def largest(dataset: Dataset, looked: Looked) -> list[dict[str, Any]]:
-    """The samples with the most tokens, by key."""
-    found = []
+    """Return the samples with the most tokens."""
+    samples = []
     for place in np.argsort(-looked.tokens, kind="stable")[:_LARGEST].tolist():
         index, sample = dataset.indexes[looked.source[place]], int(looked.sample[place])
         sizes = {"tokens": int(looked.tokens[place]), "rows": int(looked.rows[place])}
-        found.append({"key": index.key(sample), "shard": index.shard_of(sample)} | sizes)
-    return found
+        samples.append({"key": index.key(sample), "shard": index.shard_of(sample)} | sizes)
+    return samples
 
 
 # ------------------------------------------------------------------------- single samples
 
 
 def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
-    """A sample's text as the model sees it."""
+    """Return a sample's text as the model sees it."""
     ids = sample.input_ids
     learned = np.append(False, sample.loss_mask[:-1] > 0).tolist()  # whether to write this token
-    special = [chat.text([one], special=False) == "" for one in ids.tolist()]
+    special = [chat.text([token], special=False) == "" for token in ids.tolist()]
     kinds = zip(learned, special, np.where(special, ids, -1).tolist(), strict=True)
-    found, start = [], 0
-    for (is_learned, is_special, _), run in itertools.groupby(kinds):
-        times = len(list(run))
-        text = chat.text(ids[start : start + (1 if is_special else times)])
-        found.append(Piece(text, is_learned, is_special, times if is_special else 1))
-        start += times
-    return found
+    parts, start = [], 0
+    for (is_learned, is_special, _), neighbours in itertools.groupby(kinds):
+        count = len(list(neighbours))
+        text = chat.text(ids[start : start + (1 if is_special else count)])
+        parts.append(Piece(text, is_learned, is_special, count if is_special else 1))
+        start += count
+    return parts
 
 
 def read_some(
     dataset: Dataset, looked: Looked
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Samples in random places: the first readable ones, the unreadable ones, and how many of all.
+    """Decode samples in random places; return readable ones, unreadable ones and their number.
 
-    Their files are decoded, which the index does not do. Of readable ones: key, shard, how many
-    tokens, and how many with a loss, pieces of the text, pictures uint8 (height, width, 3).
+    Of readable ones: key, shard, how many tokens, and how many with a loss, pieces of the text,
+    pictures uint8 (height, width, 3).
     """
     places = np.random.default_rng(_SEED).permutation(len(looked.sample))[:_READ]
-    shown, bad = list[dict[str, Any]](), list[dict[str, Any]]()
+    readable, bad = list[dict[str, Any]](), list[dict[str, Any]]()
     for place in places.tolist():
         reader, sample = dataset.readers[looked.source[place]], int(looked.sample[place])
         index = reader.index
@@ -238,21 +237,23 @@ def read_some(
         except UnreadableSample as error:
             bad.append(vars(error.sample))
             continue
-        if len(shown) < _RENDERED:
-            one = {"key": index.key(sample), "shard": index.shard_of(sample)}
-            one |= {"tokens": len(encoded.input_ids), "loss_tokens": int(encoded.loss_mask.sum())}
-            text = pieces(reader.chat, encoded)
-            shown.append(one | {"pieces": text, "pictures": pictures[:_PICTURES]})
-    return shown, bad, len(places)
-
-
-# ---------------------------------------------------------------------------- the whole
+        if len(readable) < _RENDERED:
+            facts = {
+                "key": index.key(sample),
+                "shard": index.shard_of(sample),
+                "tokens": len(encoded.input_ids),
+                "loss_tokens": int(encoded.loss_mask.sum()),
+                "pieces": pieces(reader.chat, encoded),
+                "pictures": pictures[:_PICTURES],
+            }
+            readable.append(facts)
+    return readable, bad, len(places)
 
 
 def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """All figures of a recipe's training data, as JSON takes them, and samples to look at.
+    """Index a recipe's training data; return all figures as JSON takes them, and samples to show.
 
-    Builds the index where there is none. Raises RecipeError.
+    Raises RecipeError.
     """
     layout = build_layout(recipe, num_ranks)
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
@@ -299,3 +300,100 @@ def main(
     if figures is not None:
         write(figures, json.dumps([data for data, _ in reports], indent=1) + "\n")
     return 0
+
+
+# ------------------------------------------------------------------------------ the page
+
+
+def render_reports(
+    reports: Sequence[tuple[str, tuple[dict[str, Any], list[dict[str, Any]]]]],
+) -> str:
+    """Return the page about phases. reports: of each its title, and what `examine` returns."""
+    parts = [_part(name if len(reports) > 1 else "", *report) for name, report in reports]
+    return render(f"Data of {reports[0][1][0]['recipe']}", parts)
+
+
+def _part(title: str, figures: dict[str, Any], samples: list[dict[str, Any]]) -> Part:
+    plan, bad = figures["packing"], figures["bad"]
+    tiles = {name: number(figures[name]) for name in ("samples", "items", "shards")} | {
+        "tokens per sample": f"{figures['tokens_per_sample']:,.0f}",
+        "of tokens count in the loss": percent(figures["loss_token_fraction"]),
+        "tokens per microbatch of a lane": f"{plan['tokens_per_microbatch']['mean']:,.0f}",
+        "of a microbatch is real tokens": percent(plan["full"]),
+        "samples per step": f"{plan['samples_per_step']:,.0f}",
+        "encoder imbalance": f"{plan['encoder_imbalance']:.2f}",
+        "bad samples": number(bad["in_index"] + bad["unreadable"]),
+    }
+    if plan["of_budget"] is not None:
+        tiles["of the token budget is used"] = percent(plan["of_budget"])
+    mix = [
+        (row["holds"], *(percent(row[name]) for name in ("samples", "tokens", "rows")))
+        for row in figures["modality_mix"]
+    ]
+    loads = plan["imbalance"].items()
+    lanes = [(name, f"{load['mean']:.2f}", f"{load['worst']:.2f}") for name, load in loads]
+    per_lane = {"tokens of a lane's microbatch": plan["tokens_per_microbatch"]}
+    charts = figures["histograms"] | per_lane
+    biggest = [
+        (row["key"], number(row["tokens"]), number(row["rows"]), row["shard"])
+        for row in figures["largest"]
+    ]
+    named = [(row["key"], row["reason"], row["shard"]) for row in bad["named"]]
+    looked_at = number(figures["looked_at"])
+    note = f"Figures are of {looked_at} samples in random places, mixed as training mixes them."
+    sizes = ("tokens", "embeddings")
+    sections = [
+        Section("Warnings", note="; ".join(figures["warnings"])),
+        Section(
+            "What samples hold",
+            tables=[Table(("", "samples", *sizes), mix)],
+            note=note if figures["looked_at"] < figures["samples"] else "",
+        ),
+        Section(
+            "Lanes",
+            tables=[Table(("", "mean", "worst"), lanes)],
+            note=f"Most loaded lane over the mean of the lanes that wait for each other, in "
+            f"{plan['steps']} planned steps: at 1.10 all take a tenth longer than they need.",
+        ),
+        Section("How large", charts=[_chart(name, counts) for name, counts in charts.items()]),
+        Section("The largest samples", tables=[Table(("key", *sizes, "shard"), biggest)]),
+        Section(
+            "Bad samples",
+            tables=[Table(("key", "why", "shard"), named, words=True)],
+            note=f"The index leaves out {bad['in_index']}. Of {bad['read']} others, read in random "
+            f"places, {bad['unreadable']} cannot be used.",
+        ),
+        Section(
+            "Samples as the model sees them",
+            note="Green is what the model learns to write, orange are special tokens, and the loss "
+            "leaves out what is grey.",
+            samples=[_sample(sample) for sample in samples],
+        ),
+    ]
+    return Part(title, tiles, [section for section in sections if section.has_content])
+
+
+def _chart(title: str, counts: dict[str, Any]) -> Chart:
+    edges, most = [*map(number, counts["edges"])], max(counts["counts"])
+    bars = [
+        (max(100 * count / most, 1.4 if count else 0), f"{first} to {last}: {number(count)}")
+        for count, (first, last) in zip(counts["counts"], itertools.pairwise(edges), strict=True)
+    ]
+    least, most, median = (number(counts[name]) for name in ("least", "most", "median"))
+    below = number(counts["percentile_99"])
+    return Chart(title, bars, f"{least} to {most}, median {median}, 99 % below {below}")
+
+
+def _sample(sample: dict[str, Any]) -> Sample:
+    note = f"{sample['shard']} · {sample['tokens']} tokens, {sample['loss_tokens']} learned"
+    images = [thumbnail_url(picture, _PICTURE_SIDE) for picture in sample["pictures"]]
+    return Sample(sample["key"], note, images, [*_cut(sample["pieces"], _SHOWN_CHARACTERS)])
+
+
+def _cut(pieces: Sequence[Piece], left: int) -> Iterator[Piece]:
+    """Yield the first pieces, up to about ``left`` characters."""
+    for piece in pieces:
+        if left > 0:
+            is_short = len(piece.text) <= left
+            yield piece if is_short else replace(piece, text=f"{piece.text[:left]} …")
+            left -= len(piece.text)

@@ -80,11 +80,10 @@ def _files(folder: Path, rank: int | None) -> list[_File]:
         if name and rank in (None, int(name[1])):
             files.append(_File(path, int(name[1])))
     if rank is None:
-        files += [
-            _File(path, None) for where in folders for path in sorted(where.glob("job_*.out"))
-        ]
-        files += [_File(where / INCIDENTS, None) for where in folders]
-    return [file for file in files if file.path.exists()]
+        outputs = [path for where in folders for path in sorted(where.glob("job_*.out"))]
+        incidents = [path for where in folders if (path := where / INCIDENTS).exists()]
+        files += [_File(path, None) for path in (*outputs, *incidents)]
+    return files
 
 
 def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:
@@ -138,7 +137,7 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
 
 @dataclass(frozen=True)
 class _Error:
-    """The error of a rank. text: its lines, of which the last one has the cause."""
+    """The error of a rank. text: its lines; the last one has the cause."""
 
     rank: int
     seconds: float
@@ -171,12 +170,11 @@ def first_error(folder: Path) -> int:
     named = {rank for crash in crashes for rank in (crash.get("rank"), *crash.get("ranks", ()))}
     errors.sort(key=lambda error: (error.follows, error.rank not in named, error.seconds))
     for crash in crashes:
-        text = plain(str(crash.get("text")), _LINE_BYTES)
-        print(f"{crash.get('time')} {crash['kind']}: {text}")
+        print(plain(f"{crash.get('time')} {crash['kind']}: {crash.get('text')}", _LINE_BYTES))
     causes = [] if crashes and errors and errors[0].follows else errors[:1]
     for error in causes:
-        print(f"{error}:")
-        print("\n".join(plain(line, _LINE_BYTES) for line in error.text[-_SHOWN_LINES:]))
+        lines = (plain(line, _LINE_BYTES) for line in error.text[-_SHOWN_LINES:])
+        print(f"{error}:", *lines, sep="\n")
     if others := errors[len(causes) :]:
         print("later, or because of it:")
     for error in others:

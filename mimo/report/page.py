@@ -1,7 +1,7 @@
-"""Pages of one HTML file that need no network, tables on the console, pictures and numbers.
+"""Pages of one HTML file that need no network, and their pictures.
 
-All reports are built from it: a page has parts, a part has tiles and sections, a section has
-pictures, tables, charts and samples. Pictures are SVG in an address, where no script can run.
+A page has parts, a part has tiles and sections, a section has pictures, tables, charts and samples.
+Pictures are SVG in an address, where no script can run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 import hashlib
 import io
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -24,14 +23,10 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table as ConsoleTable
-from rich.text import Text
 
-from mimo.errors import InputError
 from mimo.report.runs import Curve
+from mimo.report.tables import Table
 
-_LOG_WIDTH = 160  # characters; a log file has no width of its own
 _PICTURE_WIDTH = 9.2  # inches, at 72 points each
 _LOG_RATIO = 50.0  # values without a unit get a logarithmic axis beyond this range
 _STYLE: Any = {  # its keys are of a type of matplotlib's
@@ -49,10 +44,9 @@ _STYLE: Any = {  # its keys are of a type of matplotlib's
 class Picture:
     """A picture as a `data:` URL.
 
-    title: shown above it, and in place of it where there are no pictures. figure: the source of
-    `write_png`, if matplotlib drew it. other_address: the same picture with the other scale, linear
-    or logarithmic, if a reader can choose. is_log: whether ``address`` has the logarithmic scale.
-    curves: JSON of the curves and their place in the picture, for the page's script.
+    figure: the source of `write_png`, if matplotlib drew it. other_address: the same picture with
+    the other scale, linear or logarithmic, if a reader can choose. is_log: whether ``address`` has
+    the logarithmic scale. curves: JSON of the curves and their place, for the page's script.
     """
 
     title: str
@@ -67,15 +61,6 @@ class Picture:
         if self.figure is not None:
             self.figure.suptitle(self.title, fontsize=10)
             self.figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
-@dataclass(frozen=True)
-class Table:
-    """words: all cells are flush left; else only the first, and numbers are flush right."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    words: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,46 +144,7 @@ def render(title: str, parts: Sequence[Part]) -> str:
     return template.render(title=title, parts=parts, script=Markup(script), digest=digest)
 
 
-def write(page: Path, text: str) -> None:
-    """Write a file and print its name. Raises InputError."""
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{page} cannot be written ({error.strerror}); name another") from error
-    print(f"written: {page}")
-
-
-def show(*tables: Table) -> None:
-    """Print the tables that have rows."""
-    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    for table in tables:
-        if table.rows:
-            shown = ConsoleTable(*table.columns)
-            for row in table.rows:
-                shown.add_row(*map(Text, row))
-            console.print(shown)
-
-
-def number(value: float | None, unit: str = "") -> str:
-    """Format a number; a dash for None."""
-    if value is None:
-        return "–"
-    text = f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
-    return f"{text} {unit}".strip()
-
-
-def percent(value: float | None) -> str:
-    """Format a share; a dash for None."""
-    return "–" if value is None else f"{100 * value:.1f} %"
-
-
 # ------------------------------------------------------------------------------- pictures
-
-
-def is_flat_zero(curve: Curve) -> bool:
-    """Whether a curve has no finite value but zeros."""
-    return not curve.finite.any()
 
 
 def data_url(content: bytes, kind: str) -> str:

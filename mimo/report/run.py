@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from mimo.errors import InputError
-from mimo.report.page import (
-    Part,
-    Picture,
-    Section,
-    Table,
-    data_url,
-    is_flat_zero,
-    lines,
-    number,
-    percent,
-    render,
-    shares,
-    show,
-    write,
-)
+from mimo.report.page import Part, Picture, Section, data_url, lines, render, shares
 from mimo.report.runs import TIMES, Curve, RunData, begun_runs, jobs_of, last_output, read_runs
+from mimo.report.tables import Table, number, percent, show, write
 from mimo.runtime.run_files import LAUNCH
 
 _MAX_ROWS = 200  # of incidents, and of a job's output: the newest
@@ -56,95 +43,97 @@ _FAMILIES = (
     ("Data", "Samples left out", "", r"skipped_samples"),
 )
 _SECTIONS = tuple(dict.fromkeys(section for section, *_ in _FAMILIES))
+_COMPARED = ("Loss", "Validation by source", "Throughput", "Where the time goes", "Memory")
 
 
-def sections_of(run: RunData) -> Iterator[Section]:
-    """Yield all sections about one run, also empty ones: the answers first."""
-    yield _predictions(run.folder)
-    pictures = _pictures(run.curves)
-    for title in _SECTIONS:
-        tables, first = list[Table](), list[Picture]()
-        if title == "Where the time goes":
-            first, tables = _times(run)
-        elif title == "Data":
-            tables = [_sources(run)]
-        elif title == "Validation by source":
-            tables = [_validations(run)]
-        yield Section(title, [*first, *pictures.pop(title, ())], tables)
-    yield Section("Other figures", pictures.get("", []))
-    yield _incidents(run)
-    yield Section("Configuration", text=run.recipe_text)
-    yield _environment(run)
+def sections_of(run: RunData) -> list[Section]:
+    """Return the sections about one run: the answers first."""
+    pictures, times = _pictures(run.curves), _times(run)
+    first = {"Where the time goes": times.pictures}
+    tables = {
+        "Where the time goes": times.tables,
+        "Data": [_sources(run)],
+        "Validation by source": [_validations(run)],
+    }
+    sections = [
+        _predictions(run.folder),
+        *(
+            Section(name, [*first.get(name, ()), *pictures.pop(name, ())], tables.get(name, ()))
+            for name in _SECTIONS
+        ),
+        Section("Other figures", pictures.get("", [])),
+        _incidents(run),
+        Section("Configuration", text=run.recipe_text),
+        _environment(run),
+    ]
+    return [section for section in sections if section.has_content]
 
 
 def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
     """Return the pictures by section, one for each family; "" has the other metrics."""
-    members = dict[int, dict[str, Curve]]()
-    others = dict[str, Curve]()
-    for name, curve in curves.items():
-        if TIMES.fullmatch(name) or is_flat_zero(curve):
-            continue
-        fits = (n for n, family in enumerate(_FAMILIES) if re.fullmatch(family[-1], name))
-        if (family := next(fits, None)) is None:
-            others[name] = curve
-        else:
-            members.setdefault(family, {})[name] = curve
-    found = dict[str, list[Picture]]()
-    for family, own in sorted(members.items()):
-        section, title, unit, _ = _FAMILIES[family]
-        found.setdefault(section, []).append(lines(title, unit, own))
-    found[""] = [lines(name, "", {name: curve}) for name, curve in others.items()]
-    return found
+    left = {n: c for n, c in curves.items() if not TIMES.fullmatch(n) and not c.is_zero}
+    pictures = dict[str, list[Picture]]()
+    for section, title, unit, pattern in _FAMILIES:
+        members = {name: left.pop(name) for name in [*left] if re.fullmatch(pattern, name)}
+        if members:
+            pictures.setdefault(section, []).append(lines(title, unit, members))
+    pictures[""] = [lines(name, "", {name: curve}) for name, curve in left.items()]
+    return pictures
 
 
-def _times(run: RunData) -> tuple[list[Picture], list[Table]]:
+def _times(run: RunData) -> Section:
     """Draw the seconds of a step by module and part: bars, curves by module, and a table."""
-    names = [match for name in run.curves if (match := TIMES.fullmatch(name))]
-    names.sort(key=lambda match: match["module"])
+    modules = dict[str, dict[str, str]]()
+    for match in filter(None, map(TIMES.fullmatch, sorted(run.curves))):
+        if not match["max"]:
+            modules.setdefault(match["module"], {})[match["phase"]] = match[0]
     bars, rows, over_time = dict[str, dict[str, float]](), list[Sequence[str]](), list[Picture]()
-    for module, found in groupby(names, lambda match: match["module"]):
-        own = [match for match in found if not match["max"]]
-        medians = {one["phase"]: run.median(one[0]) or 0.0 for one in own}
+    for module, phases in modules.items():
+        medians = {phase: run.median(name) or 0.0 for phase, name in phases.items()}
         bars[module] = medians
         for phase, seconds in sorted(medians.items(), key=lambda pair: -pair[1]):
-            largest = run.median(f"seconds_{module}_{phase}_max")
+            largest = run.median(f"{phases[phase]}_max")
             share = seconds / (sum(medians.values()) or 1.0)
             cells = (number(seconds), number(largest), percent(share))
             rows.append((module, phase.replace("_", " "), *cells))
-        curves = {one["phase"]: run.curves[one[0]] for one in own}
-        curves = {name: curve for name, curve in curves.items() if not is_flat_zero(curve)}
+        curves = {phase: run.curves[name] for phase, name in phases.items()}
+        curves = {phase: curve for phase, curve in curves.items() if not curve.is_zero}
         over_time.append(lines(f"{module}: mean over its ranks", "seconds", curves))
     columns = ("module", "part of the step", "mean of its ranks, s", "slowest rank, s", "share")
     title = "A step by module and part of the step, medians over the steps"
     pictures = [shares(title, "seconds", bars)] if bars else []
-    return [*pictures, *over_time], [Table(columns, rows)]
+    return Section("", [*pictures, *over_time], [Table(columns, rows)])
+
+
+def _entries(run: RunData, key: str) -> list[Mapping[str, Any]]:
+    """Return the mappings in a list of the recipe, which may come from anywhere."""
+    entries = run.value_of(key)
+    return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
 
 
 def _sources(run: RunData) -> Table:
     """Return the weight and the epochs of each source."""
-    given = run.value_of("data.sources")
-    sources = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
-    weights = [one.get("weight", 1.0) for one in sources]
+    sources = _entries(run, "data.sources")
+    weights = [source.get("weight", 1.0) for source in sources]
     weights = [weight if isinstance(weight, int | float) else 0.0 for weight in weights]
     rows = [
         (
-            str(number_of),
-            str(one.get("path")),
+            str(place),
+            str(source.get("path")),
             percent(weight / (sum(weights) or 1.0)),
-            number(run.last(f"epochs_{number_of}")),
+            number(run.last(f"epochs_{place}")),
         )
-        for number_of, (one, weight) in enumerate(zip(sources, weights, strict=True))
+        for place, (source, weight) in enumerate(zip(sources, weights, strict=True))
     ]
     return Table(("source", "path", "weight", "epochs"), rows)
 
 
 def _validations(run: RunData) -> Table:
     """Return path and last loss of each validation source; empty if there is only one."""
-    given = run.value_of("data.validation")
     rows = [
-        (str(source), str(one.get("path")), number(run.last(name)))
-        for source, one in enumerate(given if isinstance(given, list) else ())
-        if (name := f"validation_loss_{source}") in run.curves
+        (str(place), str(source.get("path")), number(run.last(name)))
+        for place, source in enumerate(_entries(run, "data.validation"))
+        if (name := f"validation_loss_{place}") in run.curves
     ]
     return Table(("source", "path", "validation loss"), rows)
 
@@ -157,45 +146,39 @@ def _predictions(folder: Path) -> Section:
             pictures.append(Picture(path.stem, data_url(path.read_bytes(), "png")))
     for path in sorted(folder.glob("held_out*.json")):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            names = found.get("metrics", ("exact_match", "per_word"))
-            scores = [(name, f"{found[name]:.3f}") for name in names]
-            left_out = dict(found.get("left_out", {})).items()
+            scored = json.loads(path.read_text(encoding="utf-8"))
+            scores = [(name, f"{scored[name]:.3f}") for name in scored["metrics"]]
+            left_out = scored["left_out"].items()
             scores += [(f"left out: {reason}", str(count)) for reason, count in left_out]
             rows = [
-                (one["question"], one["given"], one["expected"], "✓" if one["exact"] else "✗")
-                for one in found["samples"]
+                (a["question"], a["given"], a["expected"], "✓" if a["exact"] else "✗")
+                for a in scored["samples"]
             ]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError):
             continue  # the file is being written
-        tables.append(Table((f"split {found.get('split')}", "score"), scores))
+        tables.append(Table((f"split {scored['split']}", "score"), scores))
         tables.append(Table(("question", "answer", "expected", "exact"), rows, words=True))
     return Section("Predictions", pictures, tables)
 
 
 def _incidents(run: RunData) -> Section:
-    kinds = [str(one.get("kind")) for one in run.incidents]
-    counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
-    told = [f"{count} × {kind}" for kind, count in counts.items()]
-    shown = run.incidents[-_MAX_ROWS:]
-    note = ", ".join(told) if told else "none"
-    if len(shown) < len(run.incidents):
-        note += f"; the last {len(shown)} are shown"
+    counts = Counter(sorted(str(incident.get("kind")) for incident in run.incidents))
+    note = ", ".join(f"{count} × {kind}" for kind, count in counts.items()) or "none"
+    newest = run.incidents[-_MAX_ROWS:]
+    if len(newest) < len(run.incidents):
+        note += f"; the last {len(newest)} are shown"
     known = ("time", "kind", "step", "text")
-    rows = [
-        (
-            *("" if one.get(name) is None else str(one[name]) for name in known),
-            ", ".join(f"{key} {one[key]}" for key in one.keys() - {*known}),
-        )
-        for one in shown
-    ]
+    rows = []
+    for incident in newest:
+        facts = (f"{key} {incident[key]}" for key in incident.keys() - {*known})
+        rows.append((*_cells(incident, known), ", ".join(facts)))
     return Section("Incidents", tables=[Table((*known, "facts"), rows, words=True)], note=note)
 
 
 def _environment(run: RunData) -> Section:
     """List the starts of the run, and the environment of the last one."""
     columns = ("time", "step", "host", "ranks", "device", "slurm_job")
-    starts = [_cells(one, columns) for one in run.starts[-_MAX_ROWS:]]
+    starts = [_cells(start, columns) for start in run.starts[-_MAX_ROWS:]]
     last = dict(run.starts[-1]) if run.starts else {}
     packages = last.pop("packages", {})
     last.pop("summary", None)  # it is the page's header
@@ -209,11 +192,11 @@ def _environment(run: RunData) -> Section:
 def _jobs(folder: Path) -> Section:
     """List the submitted jobs, and the end of the newest one's output."""
     columns = ("job_id", "kind", "time", "script")
-    rows = [_cells(one, columns) for one in jobs_of(folder)[-_MAX_ROWS:]]
+    rows = [_cells(job, columns) for job in jobs_of(folder)[-_MAX_ROWS:]]
     tables = [Table(columns, rows, words=True)]
-    if found := last_output(folder, _MAX_ROWS):
-        path, lines = found
-        tables.append(Table((f"the end of {path}",), [(line,) for line in lines], words=True))
+    if output := last_output(folder, _MAX_ROWS):
+        path, end = output
+        tables.append(Table((f"the end of {path}",), [(line,) for line in end], words=True))
     return Section("Jobs", tables=tables)
 
 
@@ -232,48 +215,27 @@ def part_of(run: RunData, with_title: bool) -> Part:
         "tokens/s, median": number(run.median("tokens_per_second")),
         "MFU, median": percent(run.median("mfu")),
         "of ranks' time idle, median": percent(run.median("idle_fraction")),
-        "restarts": str(sum(one.get("kind") == "restart" for one in run.incidents)),
+        "restarts": str(sum(incident.get("kind") == "restart" for incident in run.incidents)),
         "incidents": str(len(run.incidents)),
     }
     tiles = {name: value for name, value in tiles.items() if value != "–"}
-    found = [section for section in sections_of(run) if section.has_content]
-    return Part(run.title if with_title else "", tiles, found, run.summary)
+    return Part(run.title if with_title else "", tiles, sections_of(run), run.summary)
 
 
-def report(run: Path, page: Path | None) -> int:
+def report(folder: Path, page: Path | None) -> int:
     """Write the page of a run for `mimo report`."""
-    runs = begun_runs(run)
-    parts = [part_of(one, with_title=len(runs) > 1) for one in runs]
-    if len(runs) > 1 and (answers := _predictions(run)).has_content:
+    runs = begun_runs(folder)
+    parts = [part_of(run, with_title=len(runs) > 1) for run in runs]
+    if len(runs) > 1 and (answers := _predictions(folder)).has_content:
         parts.insert(0, Part("The whole job", {}, [answers]))
-    if not runs or (run / LAUNCH).is_dir():
+    if not runs or (folder / LAUNCH).is_dir():
         tiles = {} if runs else {"state": "no rank has started"}
-        parts.append(Part("", tiles, [_jobs(run)]))
-    write(page or run / "report.html", render(f"Run {run.resolve().name}", parts))
+        parts.append(Part("", tiles, [_jobs(folder)]))
+    write(page or folder / "report.html", render(f"Run {folder.resolve().name}", parts))
     return 0
 
 
-# Metrics of the curves of `mimo compare`, with their units.
-_DRAWN = (
-    (r"loss|validation_loss.*", ""),
-    (r"grad_norm.*|update_norm.*|lr", ""),
-    (r"tokens_per_second", "1/s"),
-    (r"mfu|idle_fraction.*", ""),
-    (r"step_seconds|bridge_wait_seconds_.*", "seconds"),
-    (r"memory_gib_.*", "GiB"),
-)
-_FIGURES = (
-    "run",
-    "state",
-    "steps",
-    "loss, last 20 steps",
-    "validation loss",
-    "best",
-    "tokens/s",
-    "step, s",
-    "MFU",
-    "idle",
-)
+# ----------------------------------------------------------------------- several runs
 
 
 def figures(runs: Sequence[RunData]) -> Table:
@@ -282,21 +244,20 @@ def figures(runs: Sequence[RunData]) -> Table:
     for run in runs:
         validation = run.curves.get("validation_loss")
         best = validation.finite.min() if validation and validation.finite.size else None
-        rows.append(
-            (
-                run.title,
-                run.state,
-                f"{run.steps_done:,}",
-                number(run.last("loss", 20)),
-                number(run.last("validation_loss")),
-                number(best),
-                number(run.median("tokens_per_second")),
-                number(run.median("step_seconds")),
-                percent(run.median("mfu")),
-                percent(run.median("idle_fraction")),
-            )
-        )
-    return Table(_FIGURES, rows)
+        row = {
+            "run": run.title,
+            "state": run.state,
+            "steps": f"{run.steps_done:,}",
+            "loss, last 20 steps": number(run.last("loss", 20)),
+            "validation loss": number(run.last("validation_loss")),
+            "best": number(best),
+            "tokens/s": number(run.median("tokens_per_second")),
+            "step, s": number(run.median("step_seconds")),
+            "MFU": percent(run.median("mfu")),
+            "idle": percent(run.median("idle_fraction")),
+        }
+        rows.append(row)
+    return Table([*rows[0]], [tuple(row.values()) for row in rows])
 
 
 def differences(runs: Sequence[RunData]) -> Table:
@@ -305,12 +266,9 @@ def differences(runs: Sequence[RunData]) -> Table:
     A dash stands for a missing value.
     """
     flat = [dict(_leaves(run.recipe)) | _shards(run) for run in runs]
-    keys = sorted({key for one in flat for key in one} - {"name"})
-    rows = [
-        (key, *(str(one.get(key, "–")) for one in flat))
-        for key in keys
-        if any(key not in one or one[key] != flat[0].get(key) for one in flat)
-    ]
+    keys = sorted({key for leaves in flat for key in leaves} - {"name"})
+    rows = [(key, *(str(leaves.get(key, "–")) for leaves in flat)) for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
     return Table(("key", *(run.title for run in runs)), rows, words=True)
 
 
@@ -335,14 +293,12 @@ def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def compared_sections(runs: Sequence[RunData]) -> list[Section]:
     """Return the figures, the differences and one picture per metric."""
-    known = dict.fromkeys(name for run in runs for name in run.curves)
-    pictures = []
-    for pattern, unit in _DRAWN:
-        for name in filter(re.compile(pattern).fullmatch, known):
-            drawn = [run for run in runs if name in run.curves]
-            having = [run for run in drawn if not is_flat_zero(run.curves[name])]
-            if having:
-                curves = {run.title: run.curves[name] for run in having}
+    names, pictures = dict.fromkeys(name for run in runs for name in run.curves), []
+    for section, _, unit, pattern in _FAMILIES:
+        for name in filter(re.compile(pattern).fullmatch, names):
+            curves = {run.title: run.curves[name] for run in runs if name in run.curves}
+            curves = {title: curve for title, curve in curves.items() if not curve.is_zero}
+            if curves and section in _COMPARED:
                 pictures.append(lines(name, unit, curves))
     different = differences(runs)
     note = "" if different.rows else "The recipes are the same but for their names."
@@ -355,19 +311,13 @@ def compared_sections(runs: Sequence[RunData]) -> list[Section]:
     ]
 
 
-def _with_unique_titles(runs: Sequence[RunData]) -> list[RunData]:
-    """Return the runs, those with equal titles renamed to their folders."""
-    titles = [run.title for run in runs]
-    return [
-        replace(run, title=str(run.folder)) if titles.count(run.title) > 1 else run for run in runs
-    ]
-
-
 def compare(folders: Sequence[Path], page: Path) -> int:
     """Print the tables and write the page of `mimo compare`."""
     if len(folders) < 2:
         raise InputError("give two runs or more, such as runs/first runs/second")
-    runs = _with_unique_titles([run for folder in folders for run in read_runs(folder)])
+    runs = [run for folder in folders for run in read_runs(folder)]
+    titles = Counter(run.title for run in runs)
+    runs = [replace(r, title=str(r.folder)) if titles[r.title] > 1 else r for r in runs]
     show(figures(runs), differences(runs))
     write(page, render("Runs compared", [Part("", {}, compared_sections(runs))]))
     return 0

@@ -1,8 +1,4 @@
-"""What a run folder holds of its run and its jobs, whether the run has ended, died or goes on.
-
-A file of metrics may be long, so it is thinned while it is read: of many neighbouring steps the
-first one and the one with the highest loss are kept, so that no spike is lost.
-"""
+"""What a run folder holds of its run and its jobs, whether the run has ended, died or goes on."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,9 @@ from mimo.runtime.run_files import LAUNCH, METRICS, incidents, json_lines, start
 
 TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
 """Metrics of where time goes: the mean over a module's ranks, or the largest."""
-_BINS = 500  # points that are kept of a longer curve, at least
-_TAIL = 20  # last steps, which are all kept
+_BINS = 500  # of a longer file of metrics
+_TAIL = 20  # last lines, which are all kept
+_LOSS = b'"loss": '
 _ALIVE_SECONDS = 120.0  # far longer than the time between two heartbeats of a rank
 
 
@@ -45,14 +43,19 @@ class Curve:
         """The finite values (n',)."""
         return self.values[np.isfinite(self.values)]
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether no finite value differs from zero."""
+        return not self.finite.any()
+
 
 @dataclass(frozen=True)
 class RunData:
     """One run.
 
     curves: by the name of the metric; an entry of a mapping, such as `epochs`, is a metric such as
-    `epochs_0`. recipe: its keys as plain data. recipe_text: the text of the file.
-    starts: see `mimo.runtime.run_files`. states: of ranks that did not end well.
+    `epochs_0`. recipe: plain data. starts: see `mimo.runtime.run_files`. states: of ranks that did
+    not end well.
     """
 
     title: str
@@ -152,14 +155,14 @@ def _read_run(folder: Path, title: str, newest_bytes: int | None) -> RunData:
         with suppress(RecipeError):  # a run that was killed while it wrote its recipe
             recipe = read_yaml(path).data
     return RunData(
-        title,
-        folder,
-        read_curves(folder / METRICS, newest_bytes),
-        recipe,
-        text,
-        incidents(folder),
-        starts_of(folder),
-        read_states(folder, time.time()),
+        title=title,
+        folder=folder,
+        curves=read_curves(folder / METRICS, newest_bytes),
+        recipe=recipe,
+        recipe_text=text,
+        incidents=incidents(folder),
+        starts=starts_of(folder),
+        states=read_states(folder, time.time()),
     )
 
 
@@ -178,12 +181,10 @@ def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]
             continue
         for name, value in _flat(record):
             points.setdefault(name, {})[step] = value
-    curves = {}
-    for name, values_of in points.items():
-        ordered = sorted(values_of.items())
-        steps, values = zip(*ordered, strict=True)
-        curves[name] = Curve(np.array(steps), np.array(values, np.float64))
-    return curves
+    return {
+        name: Curve(np.array(sorted(values)), np.array([values[n] for n in sorted(values)], float))
+        for name, values in points.items()
+    }
 
 
 def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -194,59 +195,29 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-class _Thinned:
-    """The first line of every bin of neighbours, and the one with the highest loss."""
-
-    def __init__(self) -> None:
-        self._bins: list[tuple[bytes, float, bytes]] = []
-        self._width, self._count = 1, 0
-
-    def add(self, line: bytes, loss: float) -> None:
-        if self._count % self._width:
-            first, highest, _ = self._bins[-1]
-            if loss > highest:
-                self._bins[-1] = first, loss, line
-        else:
-            if len(self._bins) == 2 * _BINS:
-                pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
-                self._bins = [(a[0], *max(a[1:], b[1:])) for a, b in pairs]
-                self._width *= 2
-            self._bins.append((line, loss, line))
-        self._count += 1
-
-    def lines(self) -> Iterator[bytes]:
-        for first, _, highest in self._bins:
-            yield from dict.fromkeys((first, highest))
-
-
 def _thinned_lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
-    """Yield steps, steps with timings, and validations, each kind thinned separately."""
-    plain, measured, others = _Thinned(), _Thinned(), _Thinned()
-    tail = deque[bytes](maxlen=_TAIL)
-    with path.open("rb") as file:
-        if newest_bytes is not None:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
-        for line in file:
-            loss = _loss(line)
-            if loss is None:
-                others.add(line, 0.0)
-            elif b'"seconds_' in line:
-                measured.add(line, loss)
-            else:
-                plain.add(line, loss)
-            tail.append(line)
-    for lines in (plain, measured, others):
-        yield from lines.lines()
-    yield from tail
+    """Yield the first line of each bin of neighbours and that with the highest loss; then the end.
+
+    Steps, steps with timings, and validations have separate bins.
+    """
+
+    def lines(kind: tuple[bool, bool]) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            if newest_bytes is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
+            yield from (line for line in file if (_LOSS in line, b'"seconds_' in line) == kind)
+
+    for kind in ((True, True), (True, False), (False, True), (False, False)):
+        width = max(1, sum(1 for _ in lines(kind)) // _BINS)
+        for neighbours in batched(lines(kind), width):
+            yield from dict.fromkeys((neighbours[0], max(neighbours, key=_loss)))
+        yield from deque(lines(kind), _TAIL)
 
 
-def _loss(line: bytes) -> float | None:
+def _loss(line: bytes) -> float:
     """Return the loss of a line without parsing all of it; infinite if it is not a number."""
-    start = line.find(b'"loss": ')
-    if start < 0:
-        return None
     try:
-        loss = float(line[start + 8 : line.find(b",", start)])
+        loss = float(line.partition(_LOSS)[2].partition(b",")[0])
     except ValueError:
         return math.inf
     return math.inf if math.isnan(loss) else loss

@@ -18,8 +18,8 @@ from typing import Any
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
-from mimo.report.page import number, percent
 from mimo.report.runs import RunData, begun_runs, jobs_of, last_output
+from mimo.report.tables import number, percent
 from mimo.runtime.run_files import BAD_SAMPLES
 from mimo.runtime.run_lock import holder
 

@@ -50,14 +50,14 @@ OTHER_LAYOUTS = {
 }
 
 
-def check(found: Parity, family: str) -> None:
-    assert found.tolerance == TOLERANCE["fp32"] == 1e-5
-    assert found.passed, verdict(found)
-    errors = {line.point: line.error for line in found.points}
+def check(parity: Parity, family: str) -> None:
+    assert parity.tolerance == TOLERANCE["fp32"] == 1e-5
+    assert parity.passed, verdict(parity)
+    errors = {result.point: result.error for result in parity.points}
     assert all(errors[point] == 0 for point in INPUTS)
     assert errors[LOGITS] <= 1e-5
-    assert found.step.worst("weights") == 0, "weights change on their way in"
-    assert 0 < found.step.worst("gradients") <= 1e-5
+    assert parity.step.worst("weights") == 0, "weights change on their way in"
+    assert 0 < parity.step.worst("gradients") <= 1e-5
     points = {"vision.embedding", "vision.blocks.3", "vision.rows", "language.layers.3"}
     if family == "qwen3_vl":
         points |= {"vision.level 0", "vision.level 1"}
@@ -80,9 +80,9 @@ def test_of_a_large_model_some_gradients_are_left_out_and_said_to_be(
     assert whole.compared == whole.total == len(whole.step.gradients)
     assert "and every gradient within" in verdict(whole)
     monkeypatch.setattr(parity_module, "_GRADIENT_ELEMENTS", 10_000)
-    found = runners["qwen3_vl"].run([])
-    assert 0 < found.compared == len(found.step.gradients) < found.total
-    assert f"gradients of the {found.compared} smallest of {found.total}" in verdict(found)
+    parity = runners["qwen3_vl"].run([])
+    assert 0 < parity.compared == len(parity.step.gradients) < parity.total
+    assert f"gradients of the {parity.compared} smallest of {parity.total}" in verdict(parity)
 
 
 @pytest.mark.parametrize("family", quick(OTHER_LAYOUTS, "gemma3"))
@@ -95,18 +95,11 @@ def test_layouts_of_several_kinds_at_once_are_equal_too(
 # --------------------------------------------------------- what is broken is named
 
 
+ROTARY = "language.model.rotary_base=20000.0"
 # Overrides that make a model another one, and the first module that can tell.
 BROKEN = {
-    "rotary base of the language model": (
-        "qwen2_5_vl",
-        ["language.model.rotary_base=20000.0"],
-        "language.layers.0",
-    ),
-    "rotary base of global layers": (
-        "gemma3",
-        ["language.model.rotary_base=20000.0"],
-        "language.layers.1",
-    ),
+    "rotary base of the language model": ("qwen2_5_vl", [ROTARY], "language.layers.0"),
+    "rotary base of global layers": ("gemma3", [ROTARY], "language.layers.1"),
     "sliding window": ("gemma3", ["language.model.sliding_window=4"], "language.layers.0"),
     "norm epsilon of the tower": (
         "qwen3_vl",
@@ -118,11 +111,7 @@ BROKEN = {
         ["encoders.vision.model.full_attention_layers=[3]"],
         "vision.blocks.1",
     ),
-    "mean of pixels": (
-        "gemma3",
-        ["encoders.vision.model.image_mean=[0.4, 0.5, 0.5]"],
-        "pixels",
-    ),
+    "mean of pixels": ("gemma3", ["encoders.vision.model.image_mean=[0.4, 0.5, 0.5]"], "pixels"),
 }
 
 
@@ -133,10 +122,10 @@ def test_a_setting_that_is_wrong_is_found_where_it_first_matters(
     what: str, runners: dict[str, ParityRunner]
 ) -> None:
     family, overrides, expected = BROKEN[what]
-    found = runners[family].run(overrides)
-    assert found.first is not None
-    assert found.first.point == expected
-    assert f"first diverging module: {expected} on" in verdict(found)
+    parity = runners[family].run(overrides)
+    assert parity.first is not None
+    assert parity.first.point == expected
+    assert f"first diverging module: {expected} on" in verdict(parity)
 
 
 # What an importer might overlook: family, by module the settings, and the first module that tells.
@@ -175,9 +164,9 @@ def test_a_setting_that_the_importer_overlooks_is_found(
     family, overlooked, expected = OVERLOOKED[what]
     for module, keys in overlooked.items():
         overlook(monkeypatch, family, module, keys)
-    found = runners[family].run()
-    assert found.first is not None
-    assert found.first.point == expected
+    parity = runners[family].run()
+    assert parity.first is not None
+    assert parity.first.point == expected
 
 
 def overlook(
@@ -188,10 +177,10 @@ def overlook(
     kind = architecture.language_family() if module == "language" else architecture.encoder_family()
     real = kind.settings_from_hf
 
-    def without(*given: Any) -> dict[str, Any]:
-        found = real(*given)
-        assert set(keys) <= found.keys()
-        return {key: value for key, value in found.items() if key not in keys}
+    def without(*args: Any) -> dict[str, Any]:
+        settings = real(*args)
+        assert set(keys) <= settings.keys()
+        return {key: value for key, value in settings.items() if key not in keys}
 
     monkeypatch.setattr(kind, "settings_from_hf", without)
 
@@ -215,21 +204,21 @@ def change_one_weight() -> None:
 def test_a_weight_that_is_wrong_is_found_in_its_layer_and_on_its_rank(
     layout: str, runners: dict[str, ParityRunner]
 ) -> None:
-    found = runners["qwen3_vl"].run(LAYOUTS[layout], fault=change_one_weight)
-    assert found.first is not None
-    assert found.first.point == "language.layers.2"
-    assert found.first.where == f"language, rank {1 if layout == 'pp2' else 0}"
-    assert found.step.worst("weights") > 0.01
+    parity = runners["qwen3_vl"].run(LAYOUTS[layout], fault=change_one_weight)
+    assert parity.first is not None
+    assert parity.first.point == "language.layers.2"
+    assert parity.first.where == f"language, rank {1 if layout == 'pp2' else 0}"
+    assert parity.step.worst("weights") > 0.01
 
 
 def test_gradients_that_are_wrong_are_found_where_the_forward_is_right(
     runners: dict[str, ParityRunner],
 ) -> None:
-    found = runners["qwen3_vl"].run(fault=double_gradients)
-    assert found.first is None
-    assert found.step.first is not None
-    assert found.step.first.what == "gradient"
-    assert not found.passed
+    parity = runners["qwen3_vl"].run(fault=double_gradients)
+    assert parity.first is None
+    assert parity.step.first is not None
+    assert parity.step.first.what == "gradient"
+    assert not parity.passed
 
 
 def double_gradients() -> None:
@@ -267,16 +256,16 @@ def test_the_command_prints_a_table_and_ends_with_1_where_something_differs(
     overrides = [f"language.model.norm_eps={epsilon}"]
     code = main(tmp_path / "x", overrides, None, tmp_path / "errors.json")
     printed = capsys.readouterr().out
-    found = json.loads((tmp_path / "errors.json").read_text())
-    points = [point["point"] for point in found["points"]]
+    report = json.loads((tmp_path / "errors.json").read_text())
+    points = [point["point"] for point in report["points"]]
     assert points[0] == "tokens"
     assert points[-1] == LOGITS
     assert all(point in printed for point in points)
-    assert len(found["gradients"]) > 50
+    assert len(report["gradients"]) > 50
     if epsilon == "3.0e-4":  # the checkpoint's own
-        assert (code, found["passed"]) == (0, True)
+        assert (code, report["passed"]) == (0, True)
         assert printed.splitlines()[-1].startswith("equal: ")
     else:
-        assert (code, found["passed"]) == (1, False)
-        assert found["first_diverging"]["point"] == "language.layers.0"
+        assert (code, report["passed"]) == (1, False)
+        assert report["first_diverging"]["point"] == "language.layers.0"
         assert "first diverging module: language.layers.0" in printed

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mimo.check.parity import (
-    Parity,
-    ParityRunner,
-    main,
-    on_engine,
-    other_side,
-    verdict,
-)
+from mimo.check.parity import Parity, ParityRunner, main, on_engine, other_side, verdict
 from mimo.check.points import INPUTS, LOGITS
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError
 from tests.cases import quick
 from tests.mimo.check.test_parity import check as check_equal
+from tests.mimo.check.test_verify_fsdp import forget_heads_of_other_ranks
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
 
@@ -54,15 +47,12 @@ def test_engines_agree_on_every_point_and_gradient_whatever_their_layouts(
     family: str, runners: dict[str, ParityRunner]
 ) -> None:
     megatron, fsdp = [*on_engine("megatron"), *PP2], [*on_engine("fsdp"), *TP2]
-    found = runners[family].run(fsdp, against=megatron)
-    check(found, family)
-    points = [line.point for line in found.points]
-    assert points[: len(INPUTS)] == [*INPUTS]
-    assert points[len(INPUTS)] == "vision.embedding"
-    assert points[-5:] == [f"language.{name}" for name in ("layers.1", "layers.2", "layers.3")] + [
-        "language.norm",
-        LOGITS,
-    ]
+    parity = runners[family].run(fsdp, against=megatron)
+    check(parity, family)
+    points = [result.point for result in parity.points]
+    assert points[: len(INPUTS) + 1] == [*INPUTS, "vision.embedding"]
+    layers = [f"language.layers.{number}" for number in (1, 2, 3)]
+    assert points[-5:] == [*layers, "language.norm", LOGITS]
     check(runners[family].run([*on_engine("megatron"), *TP2], against=on_engine("fsdp")), family)
 
 
@@ -83,24 +73,11 @@ def shift_layer_two() -> None:
 
     init = language.LanguageModel.__init__
 
-    def broken(model: language.LanguageModel, *given: object) -> None:
-        init(model, *given)  # type: ignore[arg-type]
-        model.units[2].register_forward_hook(lambda *given: 1.001 * given[-1])  # type: ignore[operator]
+    def broken(model: language.LanguageModel, *args: object) -> None:
+        init(model, *args)  # type: ignore[arg-type]
+        model.units[2].register_forward_hook(lambda *args: 1.001 * args[-1])  # type: ignore[operator]
 
     language.LanguageModel.__init__ = broken  # type: ignore[method-assign]
-
-
-def forget_sums() -> None:
-    """Norms on queries and keys keep the gradient of this rank's heads."""
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-    from mimo.engines.fsdp import plans
-
-    class Alone(ParallelStyle):
-        def _apply(self, module: Any, device_mesh: Any) -> Any:
-            return module
-
-    plans.head_norm = Alone
 
 
 @pytest.mark.slow
@@ -108,21 +85,23 @@ def test_the_first_layer_that_differs_between_engines_is_named(
     runners: dict[str, ParityRunner],
 ) -> None:
     megatron, fsdp = on_engine("megatron"), [*on_engine("fsdp"), *TP2]
-    found = runners["qwen3_vl"].run(fsdp, fault=shift_layer_two, against=megatron)
-    assert found.first is not None
-    assert found.first.point == "language.layers.2"
-    assert found.first.where in {"language, rank 0", "language, rank 1"}
-    assert "first diverging module: language.layers.2 on language" in verdict(found)
+    parity = runners["qwen3_vl"].run(fsdp, fault=shift_layer_two, against=megatron)
+    assert parity.first is not None
+    assert parity.first.point == "language.layers.2"
+    assert parity.first.where in {"language, rank 0", "language, rank 1"}
+    assert "first diverging module: language.layers.2 on language" in verdict(parity)
 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_not_summed_is_named_where_the_forward_is_right(
     runners: dict[str, ParityRunner],
 ) -> None:
-    found = runners["qwen3_vl"].run([*on_engine("fsdp"), *TP2[:1]], fault=forget_sums)
-    assert found.first is None
-    assert found.step.first is not None
-    wrong = {name for name, errors in found.step.gradients.items() if max(errors) > 0.1}
+    parity = runners["qwen3_vl"].run(
+        [*on_engine("fsdp"), *TP2[:1]], fault=forget_heads_of_other_ranks
+    )
+    assert parity.first is None
+    assert parity.step.first is not None
+    wrong = {name for name, errors in parity.step.gradients.items() if max(errors) > 0.1}
     assert len(wrong) == 8
     assert all(name.endswith(("q_layernorm.weight", "k_layernorm.weight")) for name in wrong)
 

@@ -8,27 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mimo.check.layouts import SWEEP, Cell, SweepCell, recipe_cells, sweep_cells, sweep_recipe
+from mimo.check.layouts import SWEEP, SweepCell, recipe_cells, sweep_cells
 from mimo.check.scale import ScaledRecipe, reference_recipe, scale_recipe
 from mimo.check.shrink import place
 from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.model.dataset import (
-    item_processors,
-    linear_tokens,
-    open_dataset,
-    open_tokenizer,
-    token_budget,
-)
-from mimo.model.step_plan import StepPlan, StepPlanner
 from mimo.parallel.build import build_layout
-from mimo.parallel.grids import LANGUAGE, GridSpec, num_microbatches
+from mimo.parallel.grids import LANGUAGE, GridSpec
 from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
+from tests.mimo.check.cells import RECIPE, check_equal, plan_first_step, run_cell
 from tests.mimo.check.minimums import check_minimums
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 MIXED = ["data.sources=[{path: a.tar, weight: 9.0}, {path: b.tar}]"]
 BY_TOKENS = ["train.micro_batch_size=1", "data.tokens_per_microbatch=4096"]
@@ -83,30 +75,21 @@ TWO_ENCODERS = {
 }
 
 
-def check(verifier: Verifier, cell: Cell) -> None:
-    result = verifier.run(cell)
-    assert result.comparison is not None, result.failure
-    assert result.passed, str(result.comparison.first)
-
-
 @pytest.mark.parametrize(
     "cell",
-    quick_values(
-        {cell.name: cell for cell in REPRESENTATIVE},
-        "colocated → tp2 cp2 · adapters · recompute",
-    ),
+    quick_values({c.name: c for c in REPRESENTATIVE}, "colocated → tp2 cp2 · adapters · recompute"),
 )
 def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(
     verifier: Verifier, cell: SweepCell
 ) -> None:
     assert cell in SWEEP
-    check(verifier, Cell(cell.name, *sweep_recipe(load_recipe(RECIPE), cell)))
+    check_equal(run_cell(verifier, cell))
 
 
 def test_a_language_model_without_encoders_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, ["encoders={}", "language.grid={tp: 2, sp: true}"])
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
-    check(verifier, cell)
+    check_equal(verifier.run(cell))
 
 
 @pytest.mark.slow
@@ -116,21 +99,16 @@ def test_images_and_clips_in_the_same_samples_take_the_steps_of_one_rank(
 ) -> None:
     recipe = load_recipe(RECIPE, [AUDIO, *TWO_ENCODERS[layout]])
     (cell,) = recipe_cells(recipe, None, 8, full=True).cells
-    result = verifier.run(cell)
-    assert result.comparison is not None, result.failure
-    assert result.passed, str(result.comparison.first)
-    media = [
-        one.media
-        for one in scale_recipe(recipe, cell.layout, verifier.folder, "fp32").workload.items
-    ]
-    assert sorted(media) == ["audio", "image"]
+    check_equal(verifier.run(cell))
+    workload = scale_recipe(recipe, cell.layout, verifier.folder, "fp32").workload
+    assert sorted(items.media for items in workload.items) == ["audio", "image"]
 
 
 @pytest.mark.slow
 def test_a_recipe_that_packs_by_tokens_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, [*BY_TOKENS, "language.grid={tp: 1, cp: 2, dp: 2}"])
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
-    check(verifier, cell)
+    check_equal(verifier.run(cell))
 
 
 @pytest.mark.slow
@@ -146,7 +124,7 @@ def test_sgd_untied_weights_and_a_rate_per_module_are_those_of_the_recipe(
     ]
     recipe = load_recipe(RECIPE, overrides)
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
-    check(verifier, cell)
+    check_equal(verifier.run(cell))
     scaled = scale_recipe(recipe, cell.layout, verifier.folder, "fp32").recipe
     rates = scaled.language.learning_rate, scaled.train.learning_rate
     assert rates == pytest.approx((0.01, 0.1))  # 1e-4 and the recipe's 1e-3
@@ -159,8 +137,7 @@ def test_in_fp64_errors_are_those_of_fp64(
 ) -> None:
     exact = Verifier(tmp_path_factory.mktemp("exact"), "fp64")
     assert exact.tolerance == 1e-10
-    cell = SweepCell("tp2 sp pp2", "dp3")
-    check(exact, Cell(cell.name, *sweep_recipe(load_recipe(RECIPE), cell)))
+    check_equal(run_cell(exact, SweepCell("tp2 sp pp2", "dp3")))
 
 
 @pytest.mark.slow
@@ -168,9 +145,9 @@ def test_layouts_with_the_same_model_and_batches_share_the_run_on_one_rank(
     verifier: Verifier,
 ) -> None:
     for cell in (SweepCell("", "dp2"), SweepCell("", "dp3"), SweepCell("tp2", "dp2")):
-        check(verifier, Cell(cell.name, *sweep_recipe(load_recipe(RECIPE), cell)))
+        check_equal(run_cell(verifier, cell))
     before = len(verifier._references)
-    check(verifier, Cell("again", *sweep_recipe(load_recipe(RECIPE), SweepCell("dp3", ""))))
+    check_equal(run_cell(verifier, SweepCell("dp3", "")))
     assert len(verifier._references) == before
 
 
@@ -229,9 +206,9 @@ def test_layouts_that_a_family_refuses_are_left_out_of_the_matrix_with_its_reaso
 
 
 def test_encoders_that_the_matrix_has_no_room_for_are_named() -> None:
-    one = "{family: qwen_vl, media: M, placeholder: '<M>', model: {num_layers: 2, "
-    one += "hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2}}"
-    more = [f"encoders.{name}={one.replace('M', name)}" for name in ("clips", "audio")]
+    encoder = "{family: qwen_vl, media: M, placeholder: '<M>', model: {num_layers: 2, "
+    encoder += "hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2}}"
+    more = [f"encoders.{name}={encoder.replace('M', name)}" for name in ("clips", "audio")]
     built = sweep_cells(load_recipe(RECIPE, more), max_ranks=8, precision="fp32")
     assert any(note.endswith("not run: audio") for note in built.notes)
 
@@ -244,48 +221,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("workloads")
 
 
-def plan_first_step(scaled: ScaledRecipe) -> StepPlan:
-    recipe = scaled.recipe
-    scaled.workload.write(scaled.directory)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
-    planner = StepPlanner(
-        scaled.layout,
-        {name: tuple(encoder.media_tokens) for name, encoder in recipe.encoders.items()},
-        dataset.indexes,
-        dataset.order,
-        recipe.train.micro_batch_size,
-        num_microbatches(recipe, scaled.layout),
-        budget=token_budget(recipe),
-        linear_tokens=linear_tokens(recipe),
-    )
-    return planner.finish(planner.microbatches(0))
-
-
 def scaled_to(
     folder: Path, lanes: int, encoder_lanes: int, overrides: Sequence[str] = ()
 ) -> ScaledRecipe:
-    layout = place(
-        GridSpec(LANGUAGE, dp=lanes),
-        {"vision": GridSpec("vision", dp=encoder_lanes)},
-        (),
-    )
+    encoders = {"vision": GridSpec("vision", dp=encoder_lanes)}
+    layout = place(GridSpec(LANGUAGE, dp=lanes), encoders, ())
     return scale_recipe(load_recipe(RECIPE, overrides), layout, folder, "fp32")
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 5, 8, 16])
-def test_the_data_differ_between_lanes_for_any_number_of_them(folder: Path, lanes: int) -> None:
-    for encoder_lanes in (1, 2, 3, 4, 7, 16):
-        for overrides in ([], MIXED):
-            scaled = scaled_to(folder, lanes, encoder_lanes, overrides)
-            check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
-
-
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
-def test_the_data_differ_between_lanes_that_are_packed_by_tokens(folder: Path, lanes: int) -> None:
-    for encoder_lanes in (1, 2, 3, 7):
-        for overrides in (BY_TOKENS, [*MIXED, *BY_TOKENS]):
-            scaled = scaled_to(folder, lanes, encoder_lanes, overrides)
+@pytest.mark.parametrize(
+    ("lanes", "encoder_lanes", "packing"),
+    [
+        *((lanes, (1, 2, 3, 4, 7, 16), []) for lanes in (1, 2, 3, 4, 5, 8, 16)),
+        *((lanes, (1, 2, 3, 7), BY_TOKENS) for lanes in (1, 2, 3, 4, 8)),
+    ],
+)
+def test_the_data_differ_between_lanes_for_any_number_of_them(
+    folder: Path, lanes: int, encoder_lanes: tuple[int, ...], packing: list[str]
+) -> None:
+    for size in encoder_lanes:
+        for sources in ([], MIXED):
+            scaled = scaled_to(folder, lanes, size, [*sources, *packing])
             check_minimums(scaled.recipe, scaled.layout, plan_first_step(scaled))
 
 
@@ -321,23 +277,18 @@ def test_a_workload_that_is_a_toy_is_refused(folder: Path) -> None:
     scaled = scaled_to(folder, 2, 2)
     recipe, layout, plan = scaled.recipe, scaled.layout, plan_first_step(scaled)
     check_minimums(recipe, layout, plan)
-    alike = replace(
-        plan,
-        microbatches=tuple(
-            replace(m, samples=replace(m.samples, loss_tokens=m.samples.loss_tokens * 0 + 3))
-            for m in plan.microbatches
-        ),
+    equal = tuple(
+        replace(m, samples=replace(m.samples, loss_tokens=m.samples.loss_tokens * 0 + 3))
+        for m in plan.microbatches
     )
-    with pytest.raises(AssertionError, match="lanes 0 and 1 are alike"):
-        check_minimums(recipe, layout, alike)
-    busy = replace(plan, microbatches=tuple(m for m in plan.microbatches if len(m.samples.item)))
-    with pytest.raises(AssertionError, match="every microbatch has items"):
-        check_minimums(recipe, layout, busy)
+    busy = tuple(m for m in plan.microbatches if len(m.samples.item))
     deep = replace(layout, language=replace(layout.language, pp=8))
-    with pytest.raises(AssertionError, match="a stage"):
-        check_minimums(recipe, deep, plan)
-    few = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"global_batch_size": 12})}
-    )
-    with pytest.raises(AssertionError, match="2 microbatches, but"):
-        check_minimums(few, layout, plan)
+    train = recipe.train.model_copy(update={"global_batch_size": 12})
+    for match, *toy in (
+        ("lanes 0 and 1 are alike", recipe, layout, replace(plan, microbatches=equal)),
+        ("every microbatch has items", recipe, layout, replace(plan, microbatches=busy)),
+        ("a stage", recipe, deep, plan),
+        ("2 microbatches, but", recipe.model_copy(update={"train": train}), layout, plan),
+    ):
+        with pytest.raises(AssertionError, match=match):
+            check_minimums(*toy)

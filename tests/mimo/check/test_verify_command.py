@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 import mimo.check.verify as command
 from mimo.check.compare import Fault
-from mimo.check.layouts import Cell, SweepCell, sweep_recipe
+from mimo.check.layouts import Cell, SweepCell
 from mimo.check.verify import CellResult, Verifier, print_results, write_results
-from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.cli.main import app
 from tests.conftest import RunRanks
+from tests.mimo.check.cells import RECIPE, run_cell
 from tests.mimo.check.test_verify_faults import average_encoder_gradients
 
-RECIPE = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")
 SMALL = 2e-5  # twice the tolerance
 UNEVEN = ["language.grid={dp: 1}", "encoders.vision.grid.dp=2"]
 
 
 def verify(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["verify", RECIPE, *arguments])
+    return CliRunner().invoke(app, ["verify", str(RECIPE), *arguments])
 
 
 class FaultyVerifier(Verifier):
@@ -57,7 +56,7 @@ def test_an_equal_layout_ends_with_0_and_every_error_in_the_json(
     assert layout["gradients"].keys() == layout["weights"].keys()
     assert "vision.merger.linear_fc2.weight" in layout["gradients"]
     assert "language.decoder.layers.3.mlp.linear_fc2.weight" in layout["gradients"]
-    errors = [e for what in ("gradients", "weights") for own in layout[what].values() for e in own]
+    errors = [e for what in ("gradients", "weights") for es in layout[what].values() for e in es]
     assert 0 < max(errors) <= 1e-5
 
 
@@ -73,10 +72,8 @@ def test_every_phase_is_compared_on_its_own_layout_with_its_own_freezing(
     assert "phase 1 of 2, adapt\nthe recipe: vision 1 rank" in result.output
     assert "[2/2] equal   all: the recipe's layout" in result.output
     first, second = json.loads(path.read_text())["layouts"]
-    assert (first["name"], second["name"]) == (
-        "adapt: the recipe's layout",
-        "all: the recipe's layout",
-    )
+    names = [f"{phase}: the recipe's layout" for phase in ("adapt", "all")]
+    assert [first["name"], second["name"]] == names
     assert (first["grids"]["language"]["dp"], second["grids"]["language"]["pp"]) == (2, 2)
     learns = [
         any(n.startswith("language.") and e for n, e in s["gradients"].items())
@@ -218,8 +215,7 @@ DISTRIBUTED = SweepCell("dp2", "", ("distributed optimizer",))
 
 
 def run_doubtful(verifier: Verifier, cell: SweepCell, fault: Fault) -> CellResult:
-    recipe, layout = sweep_recipe(load_recipe(Path(RECIPE)), cell)
-    result = verifier.run(Cell(cell.name, recipe, layout), fault)
+    result = run_cell(verifier, cell, fault)
     assert result.failure is None, result.failure
     assert result.comparison is not None
     assert verifier.tolerance < result.comparison.error < 1e-4
@@ -228,8 +224,8 @@ def run_doubtful(verifier: Verifier, cell: SweepCell, fault: Fault) -> CellResul
 
 
 def printed(result: CellResult) -> str:
-    stream = io.StringIO()
-    print_results(Console(width=200, file=stream), [result], 1e-5)
+    with redirect_stdout(io.StringIO()) as stream:
+        print_results([result], 1e-5)
     return stream.getvalue()
 
 
@@ -241,7 +237,7 @@ def test_what_fp64_does_not_show_is_rounding(verifier: Verifier, tmp_path: Path)
     assert 0 < result.repeated.error < 1e-10
     assert "equal (fp64)" in printed(result)
     path = tmp_path / "report.json"
-    write_results(path, [result], Path(RECIPE), "fp32", 1e-5, [])
+    write_results(path, [result], RECIPE, "fp32", 1e-5, [])
     report = json.loads(path.read_text())
     assert report["passed"] is True
     (layout,) = report["layouts"]

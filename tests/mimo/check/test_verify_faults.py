@@ -6,23 +6,17 @@ it are equal, so it is the fault that is found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from encoders.qwen_vl import PROJECTOR
-from mimo.check.compare import TOLERANCE, Fault
-from mimo.check.layouts import Cell, SweepCell, sweep_recipe
-from mimo.check.verify import CellResult, Verifier
-from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.check.layouts import SweepCell
+from mimo.check.verify import Verifier
 from mimo.families.keymap import is_adapter
 from tests.cases import quick
-
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-
+from tests.mimo.check.cells import Case, check_equal, check_fault, run_cell
 
 # --------------------------------------------------------- faults, applied inside ranks
 
@@ -188,32 +182,14 @@ def take_adapter_inputs_of_own_rank() -> None:
 # ---------------------------------------------------------------------------- tests
 
 
-@dataclass(frozen=True)
-class Case:
-    """A fault, the layout in which it shows, and the first parameter that differs.
-
-    named: or its copies, where they are several.
-    spared: a module whose gradients are right in the first step.
-    overrides: of the recipe. what: differs first.
-    """
-
-    fault: Fault
-    cell: SweepCell
-    named: str | tuple[str, str]
-    spared: str | None = None
-    overrides: tuple[str, ...] = ()
-    what: str = "gradient"
-
-
 CASES = {
     "encoder gradients averaged over unequal lanes": Case(
-        average_encoder_gradients, SweepCell("", "dp2"), "vision.patch_embed.weight", "language"
+        average_encoder_gradients, SweepCell("", "dp2"), spared="language"
     ),
     "gradients of rows gathered over tp summed": Case(
         sum_gradients_of_gathered_rows,
         SweepCell("tp2", "dp2"),
-        "vision.patch_embed.weight",
-        "language",
+        spared="language",
     ),
     "tied embedding without its group": Case(
         drop_group_of_tied_embeddings,
@@ -225,32 +201,21 @@ CASES = {
     "sequence cut without its backward": Case(
         cut_sequence_without_gather_in_backward,
         SweepCell("tp2 sp", "", ("replicated",)),
-        "vision.patch_embed.weight",
     ),
     "sequence scatter missing": Case(
         take_first_slice_of_sequence,
         SweepCell("tp2 sp", "", ("replicated",)),
-        "vision.patch_embed.weight",
     ),
-    "segments lost on a middle stage": Case(
-        lose_segments_on_middle_stage, SweepCell("pp3", ""), "vision.patch_embed.weight"
-    ),
-    "loss normalised per rank": Case(
-        normalise_loss_per_rank, SweepCell("dp2", ""), "vision.patch_embed.weight"
-    ),
-    "labels shifted over segments": Case(
-        shift_labels_over_segments, SweepCell("dp2", ""), "vision.patch_embed.weight"
-    ),
+    "segments lost on a middle stage": Case(lose_segments_on_middle_stage, SweepCell("pp3", "")),
+    "loss normalised per rank": Case(normalise_loss_per_rank, SweepCell("dp2", "")),
+    "labels shifted over segments": Case(shift_labels_over_segments, SweepCell("dp2", "")),
     "gradients of one cp rank only": Case(
         keep_gradients_of_first_cp_rank,
         SweepCell("cp2", ""),
-        "vision.patch_embed.weight",
-        "language",
+        spared="language",
     ),
     # The bridge's own map is left alone, so the rows land on other positions than the text.
-    "zigzag order swapped": Case(
-        swap_zigzag_order, SweepCell("cp2", ""), "vision.patch_embed.weight"
-    ),
+    "zigzag order swapped": Case(swap_zigzag_order, SweepCell("cp2", "")),
     "slices of adapters under sp not summed": Case(
         forget_slices_of_adapters,
         SweepCell("tp2 sp", "dp2", ("adapters",)),
@@ -266,54 +231,20 @@ CASES = {
 }
 
 
-def run(
-    verifier: Verifier, cell: SweepCell, fault: Fault | None, overrides: Sequence[str] = ()
-) -> CellResult:
-    recipe, layout = sweep_recipe(load_recipe(RECIPE, overrides), cell)
-    return verifier.run(Cell(cell.name, recipe, layout), fault)
-
-
-def check_fault_is_found(verifier: Verifier, case: Case) -> None:
-    check_first_difference(run(verifier, case.cell, case.fault, case.overrides), case)
-
-
-def check_first_difference(result: CellResult, case: Case) -> None:
-    assert not result.passed
-    assert result.comparison is not None, result.failure
-    first = result.comparison.first
-    assert first is not None
-    assert (first.step, first.what) == (1, case.what), str(first)
-    assert first.name in ((case.named,) if isinstance(case.named, str) else case.named), str(first)
-    assert first.error > 10 * TOLERANCE["fp32"]
-    assert result.repeated is None, "so large an error is no rounding"
-    assert "stage" in first.where
-    for name, (error, _) in result.comparison.gradients.items():
-        if name.partition(".")[0] == case.spared:
-            assert error <= TOLERANCE["fp32"], f"{name} should be right in the first step"
-
-
-@pytest.mark.parametrize(
-    "name",
-    quick(
-        CASES,
-        "encoder gradients averaged over unequal lanes",
-    ),
-)
+@pytest.mark.parametrize("name", quick(CASES, "encoder gradients averaged over unequal lanes"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, name: str
 ) -> None:
-    check_fault_is_found(verifier, CASES[name])
+    check_fault(verifier, CASES[name])
 
 
 @pytest.mark.slow  # the same layouts are in `test_verify.py`
 @pytest.mark.parametrize(
-    "cell", dict.fromkeys(one.cell for one in CASES.values()), ids=lambda c: c.name
+    "cell", dict.fromkeys(case.cell for case in CASES.values()), ids=lambda c: c.name
 )
 def test_without_a_fault_the_same_layouts_are_equal(verifier: Verifier, cell: SweepCell) -> None:
-    result = run(verifier, cell, None)
-    assert result.passed, result.failure or str(result.comparison and result.comparison.first)
-    assert result.comparison is not None
-    compared, weights = result.comparison.gradients.keys(), result.comparison.weights.keys()
+    comparison = check_equal(run_cell(verifier, cell))
+    compared, weights = comparison.gradients.keys(), comparison.weights.keys()
     if "adapters" in cell.options:
         assert compared == {
             n for n in weights if is_adapter(n) or n.removeprefix("vision.").startswith(PROJECTOR)
@@ -333,12 +264,8 @@ def fail_on_last_rank() -> None:
 
 
 def test_a_rank_that_fails_is_named_with_its_error(verifier: Verifier) -> None:
-    result = run(verifier, SweepCell("", ""), fail_on_last_rank)
+    result = run_cell(verifier, SweepCell("", ""), fail_on_last_rank)
     assert not result.passed
     assert result.comparison is None
     assert result.failure is not None
-    assert (
-        result.failure.strip()
-        .splitlines()[-1]
-        .endswith("rank 1 failed: ValueError: this rank has a bad day")
-    )
+    assert result.failure.strip().endswith("rank 1 failed: ValueError: this rank has a bad day")

@@ -10,19 +10,24 @@ from typing import Any
 
 import pytest
 
-from mimo.check.compare import Fault, gradient_floor
-from mimo.check.layouts import SWEEP, Cell, SweepCell, recipe_cells, sweep_cells, sweep_recipe
+from mimo.check.compare import gradient_floor
+from mimo.check.layouts import SWEEP, SweepCell, recipe_cells, sweep_cells, sweep_recipe
 from mimo.check.scale import scale_recipe
-from mimo.check.verify import CellResult, Verifier
+from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
-from tests.mimo.check.test_verify import plan_first_step
-from tests.mimo.check.test_verify_faults import Case, check_first_difference
+from tests.mimo.check.cells import (
+    RECIPES,
+    Case,
+    check_equal,
+    check_fault,
+    plan_first_step,
+    run_cell,
+)
 
-RECIPES = Path(__file__).parents[3] / "recipes"
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "gemma3")
 CELLS = {cell.name: cell for cell in SWEEP if "fsdp" in cell.name}
 
@@ -30,40 +35,22 @@ CELLS = {cell.name: cell for cell in SWEEP if "fsdp" in cell.name}
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recipe]:
     """By family; each starts from a checkpoint."""
-    found = {}
+    recipes = {}
     for family in FAMILIES:
         folder = tmp_path_factory.mktemp("checkpoints") / family
         write_tiny(TinyCheckpoint(family), folder)
-        path = RECIPES / f"{family}_tiny.yaml"
-        found[family] = load_recipe(path, [f"init_from={folder}"])
-    return found
-
-
-def run(
-    verifier: Verifier, recipe: Recipe, cell: SweepCell, fault: Fault | None = None
-) -> CellResult:
-    return verifier.run(Cell(cell.name, *sweep_recipe(recipe, cell)), fault)
-
-
-def check(result: CellResult) -> None:
-    assert result.comparison is not None, result.failure
-    assert result.passed, str(result.comparison.first)
+        recipes[family] = load_recipe(RECIPES / f"{family}_tiny.yaml", [f"init_from={folder}"])
+    return recipes
 
 
 # ---------------------------------------------------------------------------- layouts
 
 
-@pytest.mark.parametrize(
-    "cell",
-    quick_values(
-        CELLS,
-        "fsdp dp3 → fsdp tp2 sp dp2",
-    ),
-)
+@pytest.mark.parametrize("cell", quick_values(CELLS, "fsdp dp3 → fsdp tp2 sp dp2"))
 def test_modules_of_transformers_take_the_steps_of_one_rank(
     verifier: Verifier, recipes: dict[str, Recipe], cell: SweepCell
 ) -> None:
-    check(run(verifier, recipes["qwen3_vl"], cell))
+    check_equal(run_cell(verifier, cell, recipe=recipes["qwen3_vl"]))
 
 
 OTHERS = [
@@ -79,7 +66,7 @@ OTHERS = [
 def test_other_families_too(
     verifier: Verifier, recipes: dict[str, Recipe], family: str, name: str
 ) -> None:
-    check(run(verifier, recipes[family], CELLS[name]))
+    check_equal(run_cell(verifier, CELLS[name], recipe=recipes[family]))
 
 
 @pytest.mark.slow
@@ -92,21 +79,21 @@ def test_a_text_model_of_transformers_takes_the_steps_of_one_rank(
     overrides += ["language.grid={tp: 2, sp: true, dp: 2}", "encoders={}"]
     recipe = load_recipe(RECIPES / "qwen3_vl_tiny.yaml", overrides)
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
-    check(verifier.run(cell))
+    check_equal(verifier.run(cell))
 
 
 @pytest.mark.slow
 def test_in_fp64_errors_are_those_of_fp64(
     run_ranks: RunRanks, recipes: dict[str, Recipe], tmp_path: Path
 ) -> None:
-    exact = Verifier(tmp_path, "fp64")
-    check(run(exact, recipes["qwen3_vl"], CELLS["fsdp dp3 → fsdp tp2 sp dp2"]))
+    cell = CELLS["fsdp dp3 → fsdp tp2 sp dp2"]
+    check_equal(run_cell(Verifier(tmp_path, "fp64"), cell, recipe=recipes["qwen3_vl"]))
 
 
 def test_a_recipe_without_such_an_architecture_is_swept_without_and_says_so() -> None:
-    found = sweep_cells(load_recipe(RECIPES / "quickstart.yaml"), 8, "fp32")
-    assert not any("fsdp" in cell.name for cell in found.cells)
-    (note,) = (note for note in found.notes if "a tiny checkpoint" in note)
+    swept = sweep_cells(load_recipe(RECIPES / "quickstart.yaml"), 8, "fp32")
+    assert not any("fsdp" in cell.name for cell in swept.cells)
+    (note,) = (note for note in swept.notes if "a tiny checkpoint" in note)
     assert all(name in note for name in CELLS)
 
 
@@ -133,13 +120,10 @@ def test_every_tensor_of_the_stand_in_counts(
 ) -> None:
     cell = SweepCell("fsdp dp2", "fsdp dp2", ("clipped",))
     scaled = scale_recipe(*sweep_recipe(recipes[family], cell), verifier.folder, "fp32")
-    found = verifier._reference(scaled).parameters
-    floor = gradient_floor(one.gradients[0] for one in found.values())
-    weak = {
-        name: size
-        for name, one in found.items()
-        if (size := abs(one.gradients[0]).max()) < 30 * floor
-    }
+    parameters = verifier._reference(scaled).parameters
+    gradients = {name: parameter.gradients[0] for name, parameter in parameters.items()}
+    floor = gradient_floor(gradients.values())
+    weak = [name for name, gradient in gradients.items() if abs(gradient).max() < 30 * floor]
     assert not weak, f"errors below {floor:.1e} are noise"
 
 
@@ -174,11 +158,11 @@ def normalise_over_own_vocabulary() -> None:
 
     from mimo.engines.fsdp import language
 
-    def own(hidden: Any, weight: Any, labels: Any, *rest: Any) -> Any:
+    def local_loss(hidden: Any, weight: Any, labels: Any, *rest: Any) -> Any:
         logits = functional.linear(hidden, weight)
         return functional.cross_entropy(logits, labels % len(weight), reduction="none")
 
-    language.linear_cross_entropy = own
+    language.linear_cross_entropy = local_loss
 
 
 def derive_positions_from_shard() -> None:
@@ -191,8 +175,8 @@ def derive_positions_from_shard() -> None:
 
     def run(self: Any, *, position_ids: Any, **rest: Any) -> Any:
         parts = self.border.tp.size()
-        own = position_ids.chunk(parts, -1)[0]
-        return whole(self, position_ids=torch.cat([own] * parts, -1), **rest)
+        first = position_ids.chunk(parts, -1)[0]
+        return whole(self, position_ids=torch.cat([first] * parts, -1), **rest)
 
     LanguageModel.run = run  # type: ignore[method-assign]
 
@@ -229,7 +213,7 @@ CASES = {
         "vision",
     ),
     "gradients averaged over lanes": Case(
-        average_over_lanes, SweepCell("", "fsdp dp2"), "vision.patch_embed.weight", "language"
+        average_over_lanes, SweepCell("", "fsdp dp2"), spared="language"
     ),
     "loss over a rank's own vocabulary": Case(
         normalise_over_own_vocabulary,
@@ -249,8 +233,7 @@ CASES = {
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, recipes: dict[str, Recipe], name: str
 ) -> None:
-    case = CASES[name]
-    check_first_difference(run(verifier, recipes["qwen3_vl"], case.cell, case.fault), case)
+    check_fault(verifier, CASES[name], recipes["qwen3_vl"])
 
 
 @pytest.mark.slow
@@ -258,15 +241,15 @@ def test_a_fault_is_reported_with_the_first_parameter_that_differs(
 def test_without_a_fault_the_same_layouts_are_equal(
     verifier: Verifier, recipes: dict[str, Recipe], name: str
 ) -> None:
-    check(run(verifier, recipes["qwen3_vl"], CASES[name].cell))
+    check_equal(run_cell(verifier, CASES[name].cell, recipe=recipes["qwen3_vl"]))
 
 
 @pytest.mark.slow
 def test_a_lane_that_skips_its_collectives_ends_in_a_diagnosis(
     verifier: Verifier, recipes: dict[str, Recipe]
 ) -> None:
-    cell = SweepCell("fsdp", "fsdp dp2")
-    result = run(verifier, recipes["qwen3_vl"], cell, skip_lanes_without_items)
+    cell, recipe = SweepCell("fsdp", "fsdp dp2"), recipes["qwen3_vl"]
+    result = run_cell(verifier, cell, skip_lanes_without_items, recipe=recipe)
     assert not result.passed
     # Whoever gives up first: the bridge, whose peer does not answer, or FSDP2.
     assert result.failure is not None

@@ -15,8 +15,14 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Train
 from mimo.train.schedule import learning_rate
 from tests.cases import quick
-from tests.mimo.check.test_verify import RECIPE, plan_first_step
-from tests.mimo.check.test_verify_faults import Case, check_fault_is_found, run
+from tests.mimo.check.cells import (
+    RECIPE,
+    Case,
+    check_equal,
+    check_fault,
+    plan_first_step,
+    run_cell,
+)
 
 # --------------------------------------------------------- faults, applied inside ranks
 
@@ -95,17 +101,14 @@ def ignore_weights_of_sources() -> None:
 WARMUPS = ("encoders.vision.warmup_steps=30",)
 RATES = ("encoders.vision.learning_rate=5.0e-3",)
 SOURCES = ("data.sources=[{path: a.tar}, {path: b.tar, weight: 2.0}]",)
-PATCHES = "vision.patch_embed.weight"
 
 CASES = {
-    "warm-up ignored": Case(
-        ignore_warm_up, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
-    ),
+    "warm-up ignored": Case(ignore_warm_up, SweepCell("", ""), overrides=RATES, what="weight"),
     "an encoder's own warm-up ignored": Case(
-        ignore_warm_up_of_encoder, SweepCell("", ""), PATCHES, overrides=WARMUPS, what="weight"
+        ignore_warm_up_of_encoder, SweepCell("", ""), overrides=WARMUPS, what="weight"
     ),
     "an encoder's own learning rate ignored": Case(
-        ignore_rate_of_encoder, SweepCell("", ""), PATCHES, overrides=RATES, what="weight"
+        ignore_rate_of_encoder, SweepCell("", ""), overrides=RATES, what="weight"
     ),
     "learning rate of the first parameter group only": Case(
         step_first_parameter_group_only,
@@ -115,7 +118,7 @@ CASES = {
         what="weight",
     ),
     "weights of data sources ignored": Case(
-        ignore_weights_of_sources, SweepCell("dp2", ""), PATCHES, overrides=SOURCES
+        ignore_weights_of_sources, SweepCell("dp2", ""), overrides=SOURCES
     ),
 }
 
@@ -124,23 +127,18 @@ CASES = {
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, name: str
 ) -> None:
-    check_fault_is_found(verifier, CASES[name])
+    check_fault(verifier, CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "overrides"),
-    [
-        (SweepCell("", ""), RATES),
-        (SweepCell("", ""), WARMUPS),
-        (SweepCell("dp2", ""), SOURCES),
-    ],
+    [(SweepCell("", ""), RATES), (SweepCell("", ""), WARMUPS), (SweepCell("dp2", ""), SOURCES)],
 )
 def test_without_a_fault_the_same_layouts_are_equal(
     verifier: Verifier, cell: SweepCell, overrides: tuple[str, ...]
 ) -> None:
-    result = run(verifier, cell, None, overrides)
-    assert result.passed, result.failure or str(result.comparison and result.comparison.first)
+    check_equal(run_cell(verifier, cell, overrides=overrides))
 
 
 def scaled(folder: Path, *overrides: str) -> ScaledRecipe:
@@ -157,16 +155,16 @@ def test_the_workload_has_two_data_sources_where_the_recipe_has_several(
     tmp_path: Path, weights: tuple[float, ...], expected: tuple[float, ...]
 ) -> None:
     sources = ", ".join(f"{{path: a.tar, weight: {float(weight)}}}" for weight in weights)
-    found = scaled(tmp_path, f"data.sources=[{sources}]").recipe.data.sources
-    assert tuple(source.weight for source in found) == expected
+    scaled_sources = scaled(tmp_path, f"data.sources=[{sources}]").recipe.data.sources
+    assert tuple(source.weight for source in scaled_sources) == expected
 
 
 def test_two_data_sources_differ_and_mix_in_a_microbatch(tmp_path: Path) -> None:
-    found = scaled(tmp_path, *SOURCES)
-    of_microbatches = [set(m.samples.source.tolist()) for m in plan_first_step(found).microbatches]
-    assert {0, 1} in of_microbatches
-    one, other = (Path(source.path).read_bytes() for source in found.recipe.data.sources)
-    assert one != other
+    mixed = scaled(tmp_path, *SOURCES)
+    microbatches = plan_first_step(mixed).microbatches
+    assert {0, 1} in [set(m.samples.source.tolist()) for m in microbatches]
+    first, second = (Path(source.path).read_bytes() for source in mixed.recipe.data.sources)
+    assert first != second
 
 
 @pytest.mark.parametrize(
@@ -188,8 +186,9 @@ def test_the_workload_has_the_rates_of_the_modules_and_a_warm_up_where_the_recip
     tmp_path: Path, overrides: list[str], expected: tuple[float | None, ...]
 ) -> None:
     recipe = scaled(tmp_path, *overrides).recipe
-    own = recipe.language.learning_rate, recipe.encoders["vision"].learning_rate
-    assert (recipe.train.learning_rate, *own, recipe.train.warmup_steps) == pytest.approx(expected)
+    rates = recipe.language.learning_rate, recipe.encoders["vision"].learning_rate
+    train = recipe.train
+    assert (train.learning_rate, *rates, train.warmup_steps) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
@@ -197,20 +196,20 @@ def test_warm_ups_of_modules_that_differ_differ_in_the_workload(
     tmp_path: Path, schedule: str
 ) -> None:
     warmups = ["train.warmup_steps=20", "encoders.vision.warmup_steps=30"]
-    given = [*warmups, f"train.schedule={schedule}", "train.steps=100"]
-    recipe = load_recipe(RECIPE, given)
-    of_modules = scaled(tmp_path, *given).recipe.warmup_steps
-    assert [of_modules(name) for name in recipe.modules] == [2, 3]
-    told = [line for line in changes(recipe, "fp32") if "warm-up" in line]
-    assert told == ["warm-up of 2 steps instead of 20", "warm-up of 3 steps instead of 30"]
+    overrides = [*warmups, f"train.schedule={schedule}", "train.steps=100"]
+    recipe = load_recipe(RECIPE, overrides)
+    warmup_steps = scaled(tmp_path, *overrides).recipe.warmup_steps
+    assert [warmup_steps(name) for name in recipe.modules] == [2, 3]
+    lines = [line for line in changes(recipe, "fp32") if "warm-up" in line]
+    assert lines == ["warm-up of 2 steps instead of 20", "warm-up of 3 steps instead of 30"]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
 def test_the_schedule_of_the_reference_is_that_of_training(schedule: str) -> None:
     for warmup in (0, 1, 2, 7):
         decays = ["train.decay_steps=4"] if schedule == "wsd" else []
-        given = ["train.steps=12", "train.warmup_steps=0", f"train.schedule={schedule}", *decays]
-        train = load_recipe(RECIPE, given).train
+        settings = ["train.steps=12", "train.warmup_steps=0", f"train.schedule={schedule}"]
+        train = load_recipe(RECIPE, [*settings, *decays]).train
         expected = [learning_rate(train, 0.3, warmup, step) for step in range(14)]
         rates = [scheduled_rate(train, 0.3, warmup, step) for step in range(14)]
         assert rates == pytest.approx(expected, rel=1e-12)

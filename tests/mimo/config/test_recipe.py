@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.cli.recipe_keys import recipe_keys
 from mimo.config.schema import KEY_OF, Recipe
 from mimo.errors import RecipeError, nearest
+from tests.recipe_keys import recipe_keys
 
 RECIPE = """\
 name: tiny

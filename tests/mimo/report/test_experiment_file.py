@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mimo.errors import RecipeError
-from mimo.report.experiment_file import STRICT_STEPS, Experiment, bound, follow, read_experiment
+from mimo.report.experiment_file import Experiment, read_experiment
+from mimo.report.experiment_results import STRICT_STEPS, bound, follow
 
 HEAD = "name: some\nrecipe: recipe.yaml\nsteps: 5\n"
 TWO = "layouts:\n  - {name: a}\n  - {name: b, language.grid.tp: 2}\n"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import EXIT_CONTINUE
-from mimo.report.experiment_file import Layout, follow
+from mimo.report.experiment_file import Layout
+from mimo.report.experiment_results import follow
 from mimo.report.experiment_runs import Run
 from tests.conftest import RunRanks
 from tests.mimo import tiny

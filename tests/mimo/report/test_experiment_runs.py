@@ -257,10 +257,10 @@ def test_a_layout_whose_files_do_not_answer_is_a_row_with_its_error(
 ) -> None:
     recipe = Run.recipe
 
-    def fail_for_one(run: Run, path: Path) -> Recipe:
+    def fail_for_one(run: Run) -> Recipe:
         if run.layout.name == "two" and started:
             raise StartError("config.json: cannot be read: Stale file handle\nmore")
-        return recipe(run, path)
+        return recipe(run)
 
     monkeypatch.setattr(Run, "recipe", fail_for_one)
     assert main(file, []) == 1

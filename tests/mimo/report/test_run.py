@@ -26,6 +26,7 @@ SECTIONS = [
     *("Loss", "Throughput", "Where the time goes", "Balance", "Memory", "Data"),
     *("Incidents", "Configuration", "Environment"),
 ]
+SCORED = {"split": "test", "metrics": ["exact_match"], "left_out": {}}
 HOSTILE = "<script>alert(1)</script> $\\frac{ \" ' {{ 7007 * 7 }}"
 
 
@@ -158,7 +159,7 @@ def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:
     draw([answer], folder / "held_out_test.png")
     sample = {"question": HOSTILE, "given": "a", "expected": HOSTILE, "exact": False}
     (folder / "held_out_test.json").write_text(
-        json.dumps({"split": "test", "exact_match": 0.5, "per_word": 0.25, "samples": [sample]})
+        json.dumps({**SCORED, "exact_match": 0.5, "samples": [sample]})
     )
     (folder / "held_out_half.json").write_text('{"split": "va')
     assert report(folder, tmp_path / "page.html") == 0
@@ -224,7 +225,7 @@ def test_a_job_of_phases_has_one_page(tmp_path: Path) -> None:
     assert re.findall(r"<h2>(.*)</h2>", page) == phases
     sample = {"question": "what?", "given": "a", "expected": "a", "exact": True}
     (tmp_path / "job" / "held_out_test.json").write_text(
-        json.dumps({"split": "test", "exact_match": 1.0, "per_word": 1.0, "samples": [sample]})
+        json.dumps({**SCORED, "exact_match": 1.0, "samples": [sample]})
     )
     assert report(tmp_path / "job", None) == 0
     page = (tmp_path / "job" / "report.html").read_text()
@@ -242,7 +243,7 @@ def test_runs_are_beside_each_other_with_the_keys_that_differ(
         ("train.learning_rate", "0.1", "0.3"),
     ]
     best = figures(runs).rows
-    assert best[0][:7] == ("one", "ended", "100", "110.5", "7", "7", "1,001")
+    assert tuple(best[0][:7]) == ("one", "ended", "100", "110.5", "7", "7", "1,001")
     assert best[1][:4] == ("two", "stopped after step 50", "50", "160.5")
     assert compare(folders, tmp_path / "page.html") == 0
     said, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()

@@ -2,7 +2,7 @@
 
 Types, limits and defaults are the schema's, the sentences are the docstrings of its fields.
 
-    python -m mimo.cli.recipe_keys docs/recipe_keys.md
+    python -m tests.recipe_keys docs/recipe_keys.md
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mimo.families.registry import encoder_families, language_families
 _INTRO = """\
 # Recipe keys
 
-Generated from the schema by `python -m mimo.cli.recipe_keys docs/recipe_keys.md`; edit the
+Generated from the schema by `python -m tests.recipe_keys docs/recipe_keys.md`; edit the
 docstrings of the fields, not this file. [recipes.md](recipes.md) explains how recipes are read.
 
 `<name>` is a name of your choice, `[]` an entry of a list. A key with the default *required* has to
@@ -41,20 +41,20 @@ def recipe_keys() -> str:
         (encoder_families(), "encoder", "encoders.<name>.model"),
     ):
         parts.append(f"## Settings of {module} families\n\nKeys under `{place}`.\n")
-        parts += [_section("###", own.Settings, [name], "") for name, own in families.items()]
+        parts += [_section("###", f.Settings, [name], "") for name, f in families.items()]
     return "\n".join(parts)
 
 
 def _sections(
-    model: type[BaseModel], place: str, found: dict[type[BaseModel], list[str]]
+    model: type[BaseModel], place: str, places: dict[type[BaseModel], list[str]]
 ) -> dict[type[BaseModel], list[str]]:
-    """Every model of keys below ``model``, with the places in a recipe where it stands."""
-    found.setdefault(model, []).append(place)
+    """Return every model of keys below ``model``, with the places in a recipe where it stands."""
+    places.setdefault(model, []).append(place)
     for name, field in model.model_fields.items():
-        here = f"{place}.{name}" if place else name
+        key = f"{place}.{name}" if place else name
         for below, suffix in _models_in(field.annotation, ""):
-            _sections(below, here + suffix, found)
-    return found
+            _sections(below, key + suffix, places)
+    return places
 
 
 def _models_in(annotation: Any, suffix: str) -> Iterator[tuple[type[BaseModel], str]]:

@@ -1,0 +1,96 @@
+"""Runs of single cells, and what tests assert about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mimo.check.compare import TOLERANCE, Comparison, Fault
+from mimo.check.layouts import Cell, SweepCell, sweep_recipe
+from mimo.check.scale import ScaledRecipe
+from mimo.check.verify import CellResult, Verifier
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
+from mimo.model.dataset import (
+    item_processors,
+    linear_tokens,
+    open_dataset,
+    open_tokenizer,
+    token_budget,
+)
+from mimo.model.step_plan import StepPlan, StepPlanner
+from mimo.parallel.grids import num_microbatches
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPE = RECIPES / "quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, the layout in which it shows, and the first parameter that differs.
+
+    named: or its copies, where they are several. spared: a module whose gradients are right in the
+    first step. overrides: of the recipe. what: differs first.
+    """
+
+    fault: Fault
+    cell: SweepCell
+    named: str | tuple[str, str] = "vision.patch_embed.weight"
+    spared: str | None = None
+    overrides: tuple[str, ...] = ()
+    what: str = "gradient"
+
+
+def run_cell(
+    verifier: Verifier,
+    cell: SweepCell,
+    fault: Fault | None = None,
+    overrides: Sequence[str] = (),
+    recipe: Recipe | None = None,
+) -> CellResult:
+    """Run a cell of a recipe; else of the quickstart with overrides."""
+    recipe, layout = sweep_recipe(recipe or load_recipe(RECIPE, overrides), cell)
+    return verifier.run(Cell(cell.name, recipe, layout), fault)
+
+
+def check_equal(result: CellResult) -> Comparison:
+    assert result.comparison is not None, result.failure
+    assert result.passed, str(result.comparison.first)
+    return result.comparison
+
+
+def check_fault(verifier: Verifier, case: Case, recipe: Recipe | None = None) -> None:
+    """Check that a fault is reported with the first parameter that differs."""
+    result = run_cell(verifier, case.cell, case.fault, case.overrides, recipe)
+    assert not result.passed
+    assert result.comparison is not None, result.failure
+    first = result.comparison.first
+    assert first is not None
+    assert (first.step, first.what) == (1, case.what), str(first)
+    assert first.name in ((case.named,) if isinstance(case.named, str) else case.named), str(first)
+    assert first.error > 10 * TOLERANCE["fp32"]
+    assert result.repeated is None, "so large an error is no rounding"
+    assert "stage" in first.where
+    for name, (error, _) in result.comparison.gradients.items():
+        if name.partition(".")[0] == case.spared:
+            assert error <= TOLERANCE["fp32"], f"{name} should be right in the first step"
+
+
+def plan_first_step(scaled: ScaledRecipe) -> StepPlan:
+    """Write the data of a scaled recipe and plan its first step."""
+    recipe = scaled.recipe
+    scaled.workload.write(scaled.directory)
+    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
+    assert dataset is not None
+    planner = StepPlanner(
+        scaled.layout,
+        {name: tuple(encoder.media_tokens) for name, encoder in recipe.encoders.items()},
+        dataset.indexes,
+        dataset.order,
+        recipe.train.micro_batch_size,
+        num_microbatches(recipe, scaled.layout),
+        budget=token_budget(recipe),
+        linear_tokens=linear_tokens(recipe),
+    )
+    return planner.finish(planner.microbatches(0))
