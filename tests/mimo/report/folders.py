@@ -23,7 +23,7 @@ def make_run(
     num_steps: int = 100,
     metrics: Mapping[str, float] | None = None,
 ) -> Path:
-    """A run whose loss at step n is 200 - n, every tenth step measured; the last line is cut.
+    """Write a run with loss 200 - n at step n, every tenth step measured and the last line cut.
 
     metrics: further ones of every step.
     """
@@ -51,8 +51,8 @@ def make_run(
 
 
 def say(folder: Path, rank: int, **state: Any) -> None:
-    """The file of a rank that answers, or of one that failed."""
-    given = {"who": "vision, lane 0", "host": "a", "step": 3, "activity": "update", **state}
+    """Write the file of a rank that answers, or of a rank that failed."""
+    state = {"who": "vision, lane 0", "host": "a", "step": 3, "activity": "update", **state}
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    told = json.dumps(asdict(RankState(rank, **given)))
-    (folder / "ranks" / f"rank_{rank}.json").write_text(told)
+    text = json.dumps(asdict(RankState(rank, **state)))
+    (folder / "ranks" / f"rank_{rank}.json").write_text(text)

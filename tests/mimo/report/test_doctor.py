@@ -9,7 +9,6 @@ from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +22,7 @@ from mimo.model.dataset import (
     open_tokenizer,
 )
 from mimo.report import doctor
-from mimo.report.doctor import (
-    examine,
-    histogram,
-    look,
-    main,
-    pieces,
-    render_reports,
-)
+from mimo.report.doctor import examine, histogram, look, main, pieces, render_reports
 from mimo.report.page import Piece
 from tests.mimo import tiny
 
@@ -45,74 +37,65 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def opened(recipe: Path, *overrides: str) -> Dataset:
-    read = load_recipe(recipe, overrides)
-    dataset = open_dataset(read, "sources", open_tokenizer(read), item_processors(read))
+    loaded = load_recipe(recipe, overrides)
+    dataset = open_dataset(loaded, "sources", open_tokenizer(loaded), item_processors(loaded))
     assert dataset is not None
     return dataset
 
 
 def test_figures_are_those_of_the_samples_themselves(recipe: Path) -> None:
-    loaded = load_recipe(recipe, LANES)
-    got, shown = examine(loaded, None)
+    figures, shown = examine(load_recipe(recipe, LANES), None)
     (reader,) = opened(recipe, *LANES).readers
     index = reader.index
-    tokens = [len(reader.sample(n).input_ids) for n in range(12)]
-    learned = [reader.sample(n).loss_mask.sum() for n in range(12)]
-    rows = [
-        sum(int(np.prod(reader.plan(i).row_grid)) for i in index.items_of_sample(n))
-        for n in range(12)
-    ]
-    assert (got["samples"], got["looked_at"], got["shards"]) == (12, 12, 1)
-    assert got["items"] == sum(tiny.IMAGES_PER_SAMPLE) == index.num_items
-    assert got["tokens_per_sample"] == pytest.approx(sum(tokens) / 12)
-    assert got["loss_token_fraction"] == pytest.approx(sum(learned) / sum(tokens))
-    with_images = [count > 0 for count in tiny.IMAGES_PER_SAMPLE]
-    mix = {one["holds"]: one for one in got["modality_mix"]}
-    assert mix["image"]["samples"] == pytest.approx(sum(with_images) / 12)
-    assert mix["text alone"]["tokens"] == pytest.approx(
-        sum(t for t, has in zip(tokens, with_images, strict=True) if not has) / sum(tokens)
-    )
+    samples, items = range(12), range(index.num_items)
+    tokens = [len(reader.sample(n).input_ids) for n in samples]
+    learned = [reader.sample(n).loss_mask.sum() for n in samples]
+    item_rows = [int(np.prod(reader.plan(item).row_grid)) for item in items]
+    rows = [sum(item_rows[item] for item in index.items_of_sample(n)) for n in samples]
+    assert (figures["samples"], figures["looked_at"], figures["shards"]) == (12, 12, 1)
+    assert figures["items"] == sum(tiny.IMAGES_PER_SAMPLE) == index.num_items
+    assert figures["tokens_per_sample"] == pytest.approx(sum(tokens) / 12)
+    assert figures["loss_token_fraction"] == pytest.approx(sum(learned) / sum(tokens))
+    text_tokens = [tokens[n] for n in samples if not tiny.IMAGES_PER_SAMPLE[n]]
+    mix = {row["holds"]: row for row in figures["modality_mix"]}
+    assert mix["image"]["samples"] == pytest.approx(1 - len(text_tokens) / 12)
+    assert mix["text alone"]["tokens"] == pytest.approx(sum(text_tokens) / sum(tokens))
     assert (mix["image"]["rows"], mix["text alone"]["rows"]) == (1.0, 0.0)
-    largest = [(one["key"], one["tokens"], one["rows"]) for one in got["largest"]]
-    assert len(largest) == 10
-    expected = {index.key(n): (tokens[n], rows[n]) for n in range(12)}
-    assert all(expected[key] == (size, own) for key, size, own in largest)
-    assert [one[1] for one in largest] == sorted(tokens, reverse=True)[:10]
+    expected = {index.key(n): (tokens[n], rows[n]) for n in samples}
+    largest = figures["largest"]
+    assert all(expected[sample["key"]] == (sample["tokens"], sample["rows"]) for sample in largest)
+    assert [sample["tokens"] for sample in largest] == sorted(tokens, reverse=True)[:10]
 
     sizes = [
-        reader.decoded(item, file).size
-        for item in range(index.num_items)
-        for file in index.files_of_part(item)
+        reader.decoded(item, file).size for item in items for file in index.files_of_part(item)
     ]
-    of = got["histograms"]
     for name, values in {
         "tokens of a sample": tokens,
         "text tokens of a sample": np.subtract(tokens, rows).tolist(),
         "embeddings of a sample with items": [count for count in rows if count],
-        "image: embeddings of an item": [
-            int(np.prod(reader.plan(i).row_grid)) for i in range(index.num_items)
-        ],
+        "image: embeddings of an item": item_rows,
         "image: first by second number (aspect ratio, or seconds)": [w / h for w, h in sizes],
         "image: size of a file, first number (width, or samples)": [w for w, _ in sizes],
     }.items():
-        edges, counts = of[name]["edges"], of[name]["counts"]
+        histogram = figures["histograms"][name]
+        edges, counts = histogram["edges"], histogram["counts"]
         for place, (low, high) in enumerate(pairwise(edges)):
             last = place == len(counts) - 1
             inside = [low <= value < high or (last and value == high) for value in values]
             assert counts[place] == sum(inside), name
         assert sum(counts) == len(values)
-        assert of[name]["mean"] == pytest.approx(np.mean(values))
-        assert (of[name]["least"], of[name]["most"]) == (min(values), max(values))
+        assert histogram["mean"] == pytest.approx(np.mean(values))
+        assert (histogram["least"], histogram["most"]) == (min(values), max(values))
 
     assert len(shown) == 12
-    assert {one["key"] for one in shown} == set(expected)
-    assert sum(len(one["pictures"]) for one in shown) == index.num_items
-    assert json.loads(json.dumps(got)) == got
+    assert {sample["key"] for sample in shown} == set(expected)
+    assert sum(len(sample["pictures"]) for sample in shown) == index.num_items
+    assert json.loads(json.dumps(figures)) == figures
 
 
 def test_figures_of_steps_are_those_of_their_samples(recipe: Path) -> None:
     loaded = load_recipe(recipe, [*LANES, "train.steps=3", "train.global_batch_size=8"])
-    got = examine(loaded, None)[0]["packing"]
+    plan = examine(loaded, None)[0]["packing"]
     dataset = opened(recipe, *LANES)
     linear = linear_tokens(loaded)
     real, imbalances = [], []
@@ -122,18 +105,18 @@ def test_figures_of_steps_are_those_of_their_samples(recipe: Path) -> None:
         real += lengths.sum(axis=1).tolist()
         load = (lengths * (linear + lengths)).sum(axis=1)
         imbalances.append(load.max() / load.mean())
-    assert (got["steps"], got["samples_per_step"], got["full"]) == (3, 8, 1.0)
-    assert got["tokens_per_microbatch"]["mean"] == pytest.approx(np.mean(real))
-    assert got["tokens_per_microbatch"]["most"] == max(real)
-    assert got["imbalance"]["language"]["mean"] == pytest.approx(np.mean(imbalances))
-    assert got["imbalance"]["language"]["worst"] == pytest.approx(max(imbalances))
+    assert (plan["steps"], plan["samples_per_step"], plan["full"]) == (3, 8, 1.0)
+    assert plan["tokens_per_microbatch"]["mean"] == pytest.approx(np.mean(real))
+    assert plan["tokens_per_microbatch"]["most"] == max(real)
+    assert plan["imbalance"]["language"]["mean"] == pytest.approx(np.mean(imbalances))
+    assert plan["imbalance"]["language"]["worst"] == pytest.approx(max(imbalances))
     # One encoder, which encodes a microbatch at a time.
-    assert got["imbalance"]["vision"]["mean"] == pytest.approx(got["encoder_imbalance"])
-    assert got["encoder_imbalance"] > 1
+    assert plan["imbalance"]["vision"]["mean"] == pytest.approx(plan["encoder_imbalance"])
+    assert plan["encoder_imbalance"] > 1
     by_tokens = ["data.tokens_per_microbatch=128", "train.micro_batch_size=1"]
-    got = examine(load_recipe(recipe, [*by_tokens, "language.grid.cp=2"]), None)[0]["packing"]
-    assert got["of_budget"] == pytest.approx(got["tokens_per_microbatch"]["mean"] / 128)
-    assert 0.5 < got["full"] < 1
+    plan = examine(load_recipe(recipe, [*by_tokens, "language.grid.cp=2"]), None)[0]["packing"]
+    assert plan["of_budget"] == pytest.approx(plan["tokens_per_microbatch"]["mean"] / 128)
+    assert 0.5 < plan["full"] < 1
 
 
 def test_of_a_large_index_a_bounded_number_of_samples_is_looked_at(recipe: Path) -> None:
@@ -151,25 +134,25 @@ def test_a_histogram_has_every_value_once() -> None:
         rng.random(100) * 1000,
         np.array([0.1] * 3),
     ):
-        found = histogram(values)
-        assert found is not None
-        assert sum(found["counts"]) == len(values)
-        assert found["edges"] == sorted(found["edges"])
+        counted = histogram(values)
+        assert counted is not None
+        assert sum(counted["counts"]) == len(values)
+        assert counted["edges"] == sorted(counted["edges"])
     assert histogram(np.array([0, 0])) is None
 
 
 def test_pieces_tell_special_tokens_and_what_is_learned(recipe: Path) -> None:
     (reader,) = opened(recipe).readers
-    found = pieces(reader.chat, reader.sample(0))
-    texts = "".join(one.text * one.times for one in found)
+    parts = pieces(reader.chat, reader.sample(0))
+    texts = "".join(part.text * part.times for part in parts)
     # The words of this tokenizer stand between blanks.
     assert texts.replace(" ", "") == reader.chat.text(reader.sample(0).input_ids).replace(" ", "")
-    learned = [one for one in found if one.learned]
-    assert sum(one.special for one in learned) == 1  # the end of the answer
+    learned = [part for part in parts if part.learned]
+    assert sum(part.special for part in learned) == 1  # the end of the answer
     assert learned[-1].text == "<|im_end|>"
-    rows = sum(one.times for one in found if one.text == "<|image_pad|>")
+    rows = sum(part.times for part in parts if part.text == "<|image_pad|>")
     assert rows == sum(np.prod(reader.plan(i).row_grid) for i in reader.index.items_of_sample(0))
-    special = Counter(one.text for one in found if one.special)
+    special = Counter(part.text for part in parts if part.special)
     assert special["<|im_start|>"] == 2
 
 
@@ -211,7 +194,7 @@ def test_the_page_needs_no_other_file_and_escapes_what_strangers_wrote(
     assert "onerror=alert(1)&gt;" in text
     (report,) = json.loads(figures.read_text())
     assert report["bad"]["in_index"] == 1
-    assert [one["key"] for one in report["bad"]["named"]] == [f"a{HOSTILE}"]
+    assert [bad["key"] for bad in report["bad"]["named"]] == [f"a{HOSTILE}"]
     for tag in ("table", "div", "svg", "figure", "pre", "tr"):
         assert text.count(f"<{tag}") == text.count(f"</{tag}>"), tag
 
@@ -237,10 +220,10 @@ def test_unreadable_samples_are_named_beside_those_of_the_index(
     data[first + 8 : first + 40] = bytes(32)
     shard.write_bytes(data)
     monkeypatch.setattr(doctor, "_RENDERED", 3)
-    got: dict[str, Any]
-    got, shown = examine(load_recipe(recipe), None)
-    assert (got["bad"]["in_index"], got["bad"]["read"], got["bad"]["unreadable"]) == (0, 12, 1)
-    (one,) = got["bad"]["named"]
-    assert (one["key"], one["item"]) == ("sample0000", 0)
+    figures, shown = examine(load_recipe(recipe), None)
+    bad = figures["bad"]
+    assert (bad["in_index"], bad["read"], bad["unreadable"]) == (0, 12, 1)
+    (named,) = bad["named"]
+    assert (named["key"], named["item"]) == ("sample0000", 0)
     assert len(shown) == 3
     assert "sample0000" not in {sample["key"] for sample in shown}

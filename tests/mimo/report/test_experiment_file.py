@@ -29,13 +29,13 @@ def read(folder: Path, text: str, *overrides: str) -> Experiment:
 
 
 def test_axes_become_all_combinations_with_readable_names(tmp_path: Path) -> None:
-    found = read(tmp_path, HEAD + VARY)
-    assert [*found.layouts] == [
+    experiment = read(tmp_path, HEAD + VARY)
+    assert [*experiment.layouts] == [
         *("disjoint-tp2", "disjoint-pp2-dp3"),
         *("colocated-tp2", "colocated-pp2-dp3"),
     ]
-    assert found.reference == "disjoint-tp2"
-    assert found.layouts["colocated-tp2"].overrides[-2:] == (
+    assert experiment.reference == "disjoint-tp2"
+    assert experiment.layouts["colocated-tp2"].overrides[-2:] == (
         'encoders.vision.placement="colocated"',
         'language.grid={"tp": 2}',
     )
@@ -63,10 +63,10 @@ def test_names_say_what_varies_and_of_what_module_where_that_is_not_clear(
 def test_overrides_come_from_all_layouts_then_the_command_line_then_the_layout(
     tmp_path: Path,
 ) -> None:
-    found = read(tmp_path, f"{HEAD}set: {{train.seed: 3}}\n{TWO}", "train.seed=4")
+    experiment = read(tmp_path, f"{HEAD}set: {{train.seed: 3}}\n{TWO}", "train.seed=4")
     shared = ("train.save_every=null", "train.seed=3", "train.steps=5", "train.seed=4")
-    assert found.shared == shared
-    assert found.layouts["b"].overrides == (*shared, "language.grid.tp=2")
+    assert experiment.shared == shared
+    assert experiment.layouts["b"].overrides == (*shared, "language.grid.tp=2")
 
 
 def test_the_reference_is_the_layout_that_is_named_or_else_the_first(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_the_reference_is_the_layout_that_is_named_or_else_the_first(tmp_path: P
 
 
 def test_repeats_are_in_alternation(tmp_path: Path) -> None:
-    found = read(tmp_path, f"{HEAD}repeats: 2\n{TWO}")
-    rounds = [(layout.name, repeat) for layout, repeat in found.rounds]
+    experiment = read(tmp_path, f"{HEAD}repeats: 2\n{TWO}")
+    rounds = [(layout.name, repeat) for layout, repeat in experiment.rounds]
     assert rounds == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
@@ -85,13 +85,15 @@ def test_the_recipe_is_looked_for_beside_the_file_then_in_the_working_folder(
 ) -> None:
     assert read(tmp_path, HEAD + TWO).recipe == tmp_path / "recipe.yaml"
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "own.yaml").touch()
+    (tmp_path / "other" / "second.yaml").touch()
     monkeypatch.chdir(tmp_path / "other")
-    assert read(tmp_path, HEAD.replace("recipe.yaml", "own.yaml") + TWO).recipe == Path("own.yaml")
+    assert read(tmp_path, HEAD.replace("recipe.yaml", "second.yaml") + TWO).recipe == Path(
+        "second.yaml"
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         (HEAD, "", "give either `layouts`"),
         (HEAD + TWO + VARY, "", "give either `layouts`"),
@@ -111,11 +113,14 @@ def test_the_recipe_is_looked_for_beside_the_file_then_in_the_working_folder(
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(
-    tmp_path: Path, text: str, line: str, said: str
+    tmp_path: Path, text: str, line: str, message: str
 ) -> None:
     with pytest.raises(RecipeError) as error:
         read(tmp_path, text)
-    assert any(f"experiment.yaml{line}: " in one and said in one for one in error.value.problems)
+    assert any(
+        f"experiment.yaml{line}: " in problem and message in problem
+        for problem in error.value.problems
+    )
 
 
 STEPS = 150
@@ -131,7 +136,7 @@ def train(order: int = 0, *, rate: float = 1.0, encoder: float = 1.0) -> list[di
     weights = [rng.normal(0, 0.3, (8, 16)), rng.normal(0, 0.3, (16, 1))]
     weights = [w.astype(np.float32) for w in weights]
     moments = [(np.zeros_like(w), np.zeros_like(w)) for w in weights]
-    shuffle, found = np.random.default_rng(order), []
+    shuffle, records = np.random.default_rng(order), []
     for step in range(STEPS):
         x = rng.normal(size=(64, 8)).astype(np.float32)
         y = np.sin(x.sum(1, keepdims=True))
@@ -143,14 +148,14 @@ def train(order: int = 0, *, rate: float = 1.0, encoder: float = 1.0) -> list[di
         back = (2 * off / 64) @ weights[1].T * (1 - hidden**2)
         gradients = [np.float32(encoder) * (x.T @ back), hidden.T @ (2 * off / 64)]
         norms = {f"grad_norm_{n}": float(np.linalg.norm(g)) for n, g in enumerate(gradients)}
-        found.append({"step": step, "loss": float((off**2).mean()), **norms})
+        records.append({"step": step, "loss": float((off**2).mean()), **norms})
         lr = np.float32(rate * 0.01 * min(1, (step + 1) / 50))
         for w, g, (mean, square) in zip(weights, gradients, moments, strict=True):
             mean += 0.1 * (g - mean)
             square += 0.05 * (g * g - square)
             scale = np.float32((1 - 0.95 ** (step + 1)) ** 0.5 / (1 - 0.9 ** (step + 1)))
             w -= lr * scale * mean / (np.sqrt(square) + np.float32(1e-8))
-    return found
+    return records
 
 
 REFERENCE = train()
@@ -158,11 +163,11 @@ REFERENCE = train()
 
 @pytest.mark.parametrize("order", range(1, 6))
 def test_sums_in_another_order_follow_over_all_steps(order: int) -> None:
-    found = follow(train(order), REFERENCE, "fp32")
-    assert found.problem == ""
-    allowed = bound(found.at, "fp32")
+    followed = follow(train(order), REFERENCE, "fp32")
+    assert followed.problem == ""
+    allowed = bound(followed.at, "fp32")
     assert allowed is not None
-    assert 0 < found.difference < allowed
+    assert 0 < followed.difference < allowed
 
 
 @pytest.mark.parametrize(
@@ -182,12 +187,12 @@ def test_a_wrong_rate_or_gradient_does_not_follow(
 
 
 def test_what_goes_wrong_later_is_told_with_its_step() -> None:
-    late = [dict(one) for one in REFERENCE]
-    for one in late[40:]:
-        one["loss"] *= 1.001
-    found = follow(late, REFERENCE, "fp32")
-    assert found.problem.startswith("loss of step 41 is off by 1.0e-03")
-    assert found.difference == pytest.approx(1e-3)
+    late = [dict(record) for record in REFERENCE]
+    for record in late[40:]:
+        record["loss"] *= 1.001
+    followed = follow(late, REFERENCE, "fp32")
+    assert followed.problem.startswith("loss of step 41 is off by 1.0e-03")
+    assert followed.difference == pytest.approx(1e-3)
 
 
 def of_loss(loss: float | None) -> list[dict[str, Any]]:
@@ -216,13 +221,13 @@ def test_of_long_runs_only_means_have_to_be_alike(factor: float, follows: bool) 
     rng, reference = np.random.default_rng(1), list[dict[str, Any]]()
     for step in range(400):
         reference.append({"step": step, "loss": 0.1 + rng.random(), "grad_norm": 1.0})
-    chaotic = [dict(one) for one in reference]
-    for one in chaotic[200:]:  # some single losses are off by far more
-        one["loss"] *= factor * rng.choice([0.5, 1.0, 1.5])
-    found = follow(chaotic, reference, "fp32")
-    assert (found.problem == "") == follows
-    assert follows or "the mean loss of 100 steps" in found.problem
-    assert found.difference == 0, "that of steps which can be compared"
+    chaotic = [dict(record) for record in reference]
+    for record in chaotic[200:]:  # some single losses are off by far more
+        record["loss"] *= factor * rng.choice([0.5, 1.0, 1.5])
+    followed = follow(chaotic, reference, "fp32")
+    assert (followed.problem == "") == follows
+    assert follows or "the mean loss of 100 steps" in followed.problem
+    assert followed.difference == 0, "that of steps which can be compared"
 
 
 @pytest.mark.parametrize(("jump", "problem"), [(24.9, ""), (25.1, "steps of step 151 is off by")])
@@ -230,7 +235,7 @@ def test_a_mean_is_over_100_losses_that_of_its_own_step_among_them(
     jump: float, problem: str
 ) -> None:
     reference = [{"step": step, "loss": 1.0, "grad_norm": 1.0} for step in range(300)]
-    jumps = [dict(one) for one in reference]
+    jumps = [dict(record) for record in reference]
     jumps[150]["loss"] += jump
-    found = follow(jumps, reference, "fp32").problem
-    assert problem in found if problem else found == ""
+    message = follow(jumps, reference, "fp32").problem
+    assert problem in message if problem else message == ""

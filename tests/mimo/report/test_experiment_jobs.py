@@ -21,9 +21,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An experiment of two layouts; sbatch keeps what it got, squeue says what `queue` has."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    does = {"sbatch": f'echo "$2" >> {tmp_path}/submitted; echo 12'}
-    does["squeue"] = f"cat {tmp_path}/queue"
-    for name, line in does.items():
+    programs = {"sbatch": f'echo "$2" >> {tmp_path}/submitted; echo 12'}
+    programs["squeue"] = f"cat {tmp_path}/queue"
+    for name, line in programs.items():
         (commands / name).write_text(f"#!/bin/sh\n{line}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
@@ -90,10 +90,10 @@ def test_where_slurm_does_not_say_nothing_is_submitted_again_and_what_is_done_is
     capsys.readouterr()
     assert submit(file) == 0
     assert len(submitted(file)) == 1
-    said = capsys.readouterr().out
-    assert "two.1: not submitted again; 12_1 (array): submitted" in said
-    assert "SLURM does not answer: error: no controller" in said
-    assert "one.1" not in said
+    printed = capsys.readouterr().out
+    assert "two.1: not submitted again; 12_1 (array): submitted" in printed
+    assert "SLURM does not answer: error: no controller" in printed
+    assert "one.1" not in printed
     assert main(file, []) == EXIT_CONTINUE
     assert "1 of 2 layouts follow the losses of one" in capsys.readouterr().out
 
@@ -107,9 +107,9 @@ def test_a_layout_that_slurm_refuses_does_not_keep_the_others_away(
     text = sbatch.read_text().replace("#!/bin/sh", f"#!/bin/sh\nif grep -q made/one $2; {refuses}")
     sbatch.write_text(text)
     assert submit(file) == 1
-    told = capsys.readouterr()
-    assert told.out.startswith("two.1: job 12_0\n")
-    assert "one.1: sbatch refused" in told.err
+    printed = capsys.readouterr()
+    assert printed.out.startswith("two.1: job 12_0\n")
+    assert "one.1: sbatch refused" in printed.err
 
 
 def test_a_job_that_ended_too_early_is_told_and_submitted_again_alone(

@@ -66,7 +66,7 @@ def test_layouts_follow_each_other_and_one_that_was_interrupted_goes_on(tmp_path
     assert (folder / "index.html").stat().st_size > 100_000
 
 
-def double_the_encoder(given: object, *_: object) -> None:
+def double_the_encoder(*_: object) -> None:
     """Runs inside ranks."""
     from mimo.engines.megatron.module import MegatronModule
 
@@ -88,10 +88,8 @@ def test_doubled_gradients_of_an_encoder_do_not_follow(
         grid = "language.grid.dp=2" if name == "again" else "language.grid.dp=1"
         run(run_ranks, recipe, *ADAM, f"name={name}", grid, "train.micro_batch_size=2")
     train = disturbing(monkeypatch, f"{__name__}:double_the_encoder", None)
-    given = [*ADAM, "name=doubled", "train.micro_batch_size=2"]
-    assert train(recipe, given) == 0
-    reference, again, doubled = (
-        metrics(recipe, name) for name in ("reference", "again", "doubled")
-    )
+    assert train(recipe, [*ADAM, "name=doubled", "train.micro_batch_size=2"]) == 0
+    names = ("reference", "again", "doubled")
+    reference, again, doubled = (metrics(recipe, name) for name in names)
     assert follow(again, reference, "fp32").problem == ""
     assert "grad_norm" in follow(doubled, reference, "fp32").problem

@@ -33,13 +33,17 @@ Trainer = Callable[[Run], int]
 
 def line(step: int, layout: str) -> dict[str, object]:
     speed = 100.0 if layout == "one" else 250.0
-    own = {"step": step, "loss": 3.0 - step / 10 + (1e-7 if layout == "two" else 0.0)}
-    own |= {"grad_norm": 1.0, "tokens_per_second": 1.0 if step < 4 else speed, "idle_fraction": 0.5}
+    record = {"step": step, "loss": 3.0 - step / 10 + (1e-7 if layout == "two" else 0.0)}
+    record |= {
+        "grad_norm": 1.0,
+        "tokens_per_second": 1.0 if step < 4 else speed,
+        "idle_fraction": 0.5,
+    }
     if (step + 1) % 10 == 0:
-        own |= {"seconds_vision_encode": 0.25, "seconds_vision_encode_max": 0.5}
-        own |= {"idle_fraction_vision": 0.125, "memory_gib_vision": step / 10}
-        own |= {"bridge_bytes_vision_forward": 2**21, "bridge_least_bytes_vision_forward": 2**20}
-    return own
+        record |= {"seconds_vision_encode": 0.25, "seconds_vision_encode_max": 0.5}
+        record |= {"idle_fraction_vision": 0.125, "memory_gib_vision": step / 10}
+        record |= {"bridge_bytes_vision_forward": 2**21, "bridge_least_bytes_vision_forward": 2**20}
+    return record
 
 
 def trains(run: Run, last: int = STEPS) -> None:
@@ -169,7 +173,7 @@ def test_a_layout_that_fails_is_a_row_on_the_page_with_its_log_and_the_others_go
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "error"),
+    ("code", "text", "error"),
     [
         (2, "x.yaml:3: train: wrong\nx.yaml:4: more\n", "x.yaml:3: train: wrong"),
         (1, "Traceback\nrank 1 failed\n", "rank 1 failed"),
@@ -178,20 +182,16 @@ def test_a_layout_that_fails_is_a_row_on_the_page_with_its_log_and_the_others_go
     ],
 )
 def test_the_error_of_a_run_is_one_line_of_what_it_said(
-    file: Path, monkeypatch: pytest.MonkeyPatch, code: int, told: str, error: str
+    file: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str, error: str
 ) -> None:
-    use(monkeypatch, [], lambda run: (run.errors.write_text(told) and code) or code)
+    use(monkeypatch, [], lambda run: (run.errors.write_text(text) and code) or code)
     assert main(file, ["train.seed=7"]) == 1
     assert rows(file)[0]["problem"] == error
 
 
 @pytest.mark.parametrize(("code", "steps"), [(0, 7), (EXIT_CONTINUE, 7), (0, 0)])
 def test_a_run_that_ends_early_is_a_row_with_its_steps_and_is_gone_on_with(
-    file: Path,
-    started: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    steps: int,
+    file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch, code: int, steps: int
 ) -> None:
     def early(run: Run) -> int:
         trains(run, steps if run.name == "two.2" else STEPS)
@@ -202,8 +202,8 @@ def test_a_run_that_ends_early_is_a_row_with_its_steps_and_is_gone_on_with(
         assert main(file, []) == 1
     one, two = rows(file)
     assert one["state"] == "follows"
-    told = f"it ended with exit code {code} after {steps} of 20 steps"
-    assert (two["state"], two["runs"], two["problem"]) == ("failed", "1", told)
+    message = f"it ended with exit code {code} after {steps} of 20 steps"
+    assert (two["state"], two["runs"], two["problem"]) == ("failed", "1", message)
     started.clear()
     assert main(file, []) == 0
     assert started == ["two.2"]
@@ -214,7 +214,7 @@ def test_without_its_reference_nothing_is_said_to_follow(
 ) -> None:
     use(monkeypatch, started, lambda run: 1 if run.layout.name == "one" else trains(run) or 0)
     assert main(file, []) == 1
-    assert [one["state"] for one in rows(file)] == ["failed", "cannot be compared"]
+    assert [row["state"] for row in rows(file)] == ["failed", "cannot be compared"]
 
 
 def test_a_layout_with_other_losses_ends_the_experiment_with_1(
@@ -224,7 +224,7 @@ def test_a_layout_with_other_losses_ends_the_experiment_with_1(
     path = folder_of(file) / "two.2" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"loss": 2.8', '"loss": 2.9'))
     assert main(file, []) == 1
-    (two,) = [one for one in rows(file) if one["layout"] == "two"]
+    (two,) = [row for row in rows(file) if row["layout"] == "two"]
     assert two["state"] == "differs"
     assert two["problem"].startswith("loss of step 3 is off by")
 
@@ -232,8 +232,8 @@ def test_a_layout_with_other_losses_ends_the_experiment_with_1(
 def test_csv_and_page_have_medians_without_the_first_steps(file: Path, started: list[str]) -> None:
     assert main(file, []) == 0
     one, two = rows(file)
-    found = [float(row["tokens_per_second"]) for row in (one, two)]
-    assert found == [100.0, 250.0]
+    speeds = [float(row["tokens_per_second"]) for row in (one, two)]
+    assert speeds == [100.0, 250.0]
     assert one["runs"] == "2"
     assert float(two["tokens_per_second_least"]) == 250.0
     assert float(one["idle_fraction_vision"]) == 0.125

@@ -76,10 +76,9 @@ def test_logs_of_jobs_are_found_where_the_recipe_puts_them(
     (run / "launch" / "recipe.yaml").write_text(
         f"cluster: {{log_dir: {log_dir.format(tmp_path)}}}\n"
     )
-    own, other = (tmp_path / "logs" / name for name in (run.name, "other"))
-    for folder in (own, other):
-        folder.mkdir(parents=True)
-        (folder / "rank_0.log").write_text("elsewhere\n")
+    for name in (run.name, "other"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+        (tmp_path / "logs" / name / "rank_0.log").write_text("elsewhere\n")
     assert logs(run, None, follow=False) == 0
     assert printed(capsys) == ["[rank 0] elsewhere"]
 
@@ -99,18 +98,18 @@ def test_only_the_end_of_huge_files_is_merged(
     monkeypatch.setattr("mimo.report.logs._MERGED_BYTES", 2**15)
     (run / "log_rank_0.txt").write_text("".join(f"line {n:09}\n" for n in range(10_000)))
     assert logs(run, None, follow=False) == 0
-    told = printed(capsys)
-    assert told[-1] == "[rank 0] line 000009999"
-    assert len(told) == 2**15 // 15
+    lines = printed(capsys)
+    assert lines[-1] == "[rank 0] line 000009999"
+    assert len(lines) == 2**15 // 15
 
 
 def test_following_prints_what_comes_until_the_run_ends(run: Path) -> None:
     path = run / "launch" / "rank_0.log"
     (run / "launch" / "rank_1.log").write_text("of another rank\n")
     say(run, 0)
-    given = ["logs", str(run), "--rank", "0", "--follow"]
+    arguments = ["logs", str(run), "--rank", "0", "--follow"]
     set_up = "from mimo.report import logs; logs._LOOK_SECONDS = 0; from mimo.cli.main import app"
-    command = [sys.executable, "-c", f"{set_up}; app({given})"]
+    command = [sys.executable, "-c", f"{set_up}; app({arguments})"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         time.sleep(1.5)  # it looks before there is a file
@@ -135,13 +134,13 @@ def test_the_first_error_is_the_one_that_others_followed_from(
         at(run / f"error_rank_{rank}.txt", now + rank)
     record(run, "crash", "rank 2 (vision, lane 0) failed: ZeroDivisionError: ...", 7, rank=2)
     assert first_error(run) == 0
-    told = printed(capsys)
-    assert told[0].endswith("crash: rank 2 (vision, lane 0) failed: ZeroDivisionError: ...")
-    assert told[1].startswith("rank 2 (")
-    assert told[2:6] == CAUSE.replace("by zero", "again").splitlines()
-    assert told[6] == "later, or because of it:"
-    assert told[7].endswith("error_rank_1.txt): ZeroDivisionError: division by zero")
-    assert told[8].endswith("error_rank_0.txt): mimo.RankLost: rank 2 failed")
+    lines = printed(capsys)
+    assert lines[0].endswith("crash: rank 2 (vision, lane 0) failed: ZeroDivisionError: ...")
+    assert lines[1].startswith("rank 2 (")
+    assert lines[2:6] == CAUSE.replace("by zero", "again").splitlines()
+    assert lines[6] == "later, or because of it:"
+    assert lines[7].endswith("error_rank_1.txt): ZeroDivisionError: division by zero")
+    assert lines[8].endswith("error_rank_0.txt): mimo.RankLost: rank 2 failed")
 
 
 def test_an_error_is_found_in_the_output_of_tasks_and_slurm_is_quoted(
@@ -154,10 +153,10 @@ def test_an_error_is_found_in_the_output_of_tasks_and_slurm_is_quoted(
         "job 7, start 2, on a\nsrun: error: node2: task 1: Killed\n"
     )
     assert first_error(run) == 0
-    told = printed(capsys)
-    assert told[0].startswith("rank 1 (")
-    assert told[1:5] == CAUSE.splitlines()
-    assert told[5:] == ["SLURM says:", "srun: error: node2: task 1: Killed"]
+    lines = printed(capsys)
+    assert lines[0].startswith("rank 1 (")
+    assert lines[1:5] == CAUSE.splitlines()
+    assert lines[5:] == ["SLURM says:", "srun: error: node2: task 1: Killed"]
 
 
 def test_an_incident_that_all_errors_followed_from_is_told_first(
@@ -191,8 +190,8 @@ def test_of_a_job_that_ended_before_its_ranks_began_its_own_words_are_shown(
     (tmp_path / "launch" / "jobs.jsonl").write_text('{"job_id": "7", "kind": "job"}\n')
     (tmp_path / "launch" / "job_7.out").write_text("x.yaml:3: no\x1b[2J\nexit code 2 at noon\n")
     first_error(tmp_path)
-    said = ["job_7.out: x.yaml:3: no [2J", "job_7.out: exit code 2 at noon"]
-    assert printed(capsys) == ["no rank has failed, as far as the run folder tells", *said]
+    expected = ["job_7.out: x.yaml:3: no [2J", "job_7.out: exit code 2 at noon"]
+    assert printed(capsys) == ["no rank has failed, as far as the run folder tells", *expected]
 
 
 def test_what_makes_no_sense_together_is_refused(run: Path) -> None:

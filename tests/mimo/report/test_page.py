@@ -17,13 +17,13 @@ def curve(*values: float) -> Curve:
 
 
 def test_the_script_is_told_where_the_axes_are_and_all_values() -> None:
-    found = json.loads(lines("Loss", "", {"a": curve(3.0, math.nan, 1.5), "b": curve(2.0)}).curves)
-    first, second = found["curves"]
+    script = json.loads(lines("Loss", "", {"a": curve(3.0, math.nan, 1.5), "b": curve(2.0)}).curves)
+    first, second = script["curves"]
     assert (first["name"], first["steps"], first["values"]) == ("a", [1, 2, 3], [3.0, None, 1.5])
     assert (second["steps"], second["values"]) == ([1], [2.0])
     assert first["color"] != second["color"]
     assert first["color"].startswith("#")
-    for plot in found["plots"]:
+    for plot in script["plots"]:
         assert 0 < plot["left"] < plot["right"] < 1
         assert 0 <= plot["top"] < plot["bottom"] < 1
         assert plot["first"] < 1 < 3 < plot["last"]
@@ -44,8 +44,8 @@ def test_the_script_is_told_where_the_axes_are_and_all_values() -> None:
 def test_values_above_zero_have_a_linear_and_a_logarithmic_axis(
     values: tuple[float, ...], unit: str, has_both: bool, is_log: bool
 ) -> None:
-    found = lines("some", unit, {"a": curve(*values)})
-    assert (bool(found.other_address), found.is_log) == (has_both, is_log)
-    assert found.address != found.other_address
-    assert found.figure is not None
-    assert (found.figure.axes[0].get_yscale() == "log") == is_log, "a file has what is shown"
+    picture = lines("some", unit, {"a": curve(*values)})
+    assert (bool(picture.other_address), picture.is_log) == (has_both, is_log)
+    assert picture.address != picture.other_address
+    assert picture.figure is not None
+    assert (picture.figure.axes[0].get_yscale() == "log") == is_log, "a file has what is shown"

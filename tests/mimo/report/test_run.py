@@ -60,14 +60,14 @@ def test_logged_steps_say_where_the_time_of_every_module_went(trained: Path) -> 
     assert not [name for name in first if name.startswith(("seconds_", "idle_", "memory_"))]
     common = {"data", "sync", "other", "backward", "bridge_wait", "gradients", "update"}
     for line in (second, last):
-        for module, own in (("vision", "encode"), ("language", "forward")):
+        for module, work in (("vision", "encode"), ("language", "forward")):
             phases = {
                 name.removeprefix(f"seconds_{module}_"): value
                 for name, value in line.items()
                 if name.startswith(f"seconds_{module}_")
             }
             means = {name for name in phases if not name.endswith("_max")}
-            assert means == {*common, own}
+            assert means == {*common, work}
             assert all(0 < phases[name] <= phases[f"{name}_max"] for name in means)
             assert 0 < line[f"idle_fraction_{module}"] < 1
             assert line[f"memory_gib_{module}"] > 0
@@ -81,7 +81,7 @@ def test_logged_steps_say_where_the_time_of_every_module_went(trained: Path) -> 
 def test_the_trace_of_the_chosen_rank_and_step_has_the_phases_by_name(trained: Path) -> None:
     (path,) = (trained.parent / "runs" / "tiny" / "profile").iterdir()
     assert path.name == "rank_1_steps_1_to_1.json"
-    names = [one.get("name") for one in json.loads(path.read_text())["traceEvents"]]
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
     expected = ["data", "language forward 0", "language forward 1", "language backward"]
     expected += ["language gradients", "language update", "sync"]
     expected += ["language bridge_wait vision_forward 0"]
@@ -110,8 +110,8 @@ def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) 
 def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     recipe = RECIPE.replace("]}", "], validation: [{path: held_out.tar}, {path: documents.tar}]}")
     sources = {"validation_loss_0": 6.5, "validation_loss_1": 7.5}
-    given = {"something_else": 2, "grad_norm_vision": 0.5, **sources}
-    folder = make_run(tmp_path / "made", recipe, metrics=given)
+    extra = {"something_else": 2, "grad_norm_vision": 0.5, **sources}
+    folder = make_run(tmp_path / "made", recipe, metrics=extra)
     (tmp_path / "made" / "environment.json").write_text('[{"host": "n1"}, {"host": "n2"}, {}]')
     record(folder, "signal", "SIGTERM came", 12, rank=3)
     record(folder, "restart", "restart 1 of 2", 20)
@@ -127,23 +127,23 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
         "restarts": "1",
         "incidents": "2",
     }
-    found = {section.title: section for section in part.sections}
-    assert [picture.title for picture in found["Other figures"].pictures] == ["something_else"]
-    assert "Gradient norm" in [picture.title for picture in found["Loss"].pictures]
-    (times,) = found["Where the time goes"].tables
+    sections = {section.title: section for section in part.sections}
+    assert [picture.title for picture in sections["Other figures"].pictures] == ["something_else"]
+    assert "Gradient norm" in [picture.title for picture in sections["Loss"].pictures]
+    (times,) = sections["Where the time goes"].tables
     assert sorted(map(tuple, times.rows)) == [
         ("vision", "bridge wait", "2", "–", "50.0 %"),
         ("vision", "encode", "2", "3", "50.0 %"),
     ]
-    assert found["Data"].tables[0].rows == [
+    assert sections["Data"].tables[0].rows == [
         ("0", "a.tar", "75.0 %", "0.99"),
         ("1", "b.tar", "25.0 %", "0.5"),
     ]
-    assert found["Validation by source"].tables[0].rows == [
+    assert sections["Validation by source"].tables[0].rows == [
         ("0", "held_out.tar", "6.5"),
         ("1", "documents.tar", "7.5"),
     ]
-    signal, restart = found["Incidents"].tables[0].rows
+    signal, restart = sections["Incidents"].tables[0].rows
     assert signal[1:] == ("signal", "12", "SIGTERM came", "rank 3")
     assert restart[1:] == ("restart", "20", "restart 1 of 2", "")
 
@@ -174,12 +174,14 @@ def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:
 
 
 def test_curves_that_are_zero_throughout_are_not_drawn(tmp_path: Path) -> None:
-    zeros = {"skipped_samples": 0, "grad_norm": 1.0, "grad_norm_vision": 0.0, "own": 0}
+    zeros = {"skipped_samples": 0, "grad_norm": 1.0, "grad_norm_vision": 0.0, "zero": 0}
     (run,) = read_runs(make_run(tmp_path, metrics=zeros))
-    pictures = [picture for one in part_of(run, False).sections for picture in one.pictures]
-    drawn = {one.title: one.curves for one in pictures}
-    assert not {"Samples left out", "own"} & drawn.keys()
-    assert [one["name"] for one in json.loads(drawn["Gradient norm"])["curves"]] == ["grad_norm"]
+    pictures = [picture for section in part_of(run, False).sections for picture in section.pictures]
+    drawn = {picture.title: picture.curves for picture in pictures}
+    assert not {"Samples left out", "zero"} & drawn.keys()
+    assert [curve["name"] for curve in json.loads(drawn["Gradient norm"])["curves"]] == [
+        "grad_norm"
+    ]
 
 
 def test_a_run_that_has_not_done_a_step_has_a_page_too(tmp_path: Path) -> None:
@@ -242,12 +244,12 @@ def test_runs_are_beside_each_other_with_the_keys_that_differ(
         ("data.sources.1.weight", "–", "2"),
         ("train.learning_rate", "0.1", "0.3"),
     ]
-    best = figures(runs).rows
-    assert tuple(best[0][:7]) == ("one", "ended", "100", "110.5", "7", "7", "1,001")
-    assert best[1][:4] == ("two", "stopped after step 50", "50", "160.5")
+    rows = figures(runs).rows
+    assert rows[0][:7] == ("one", "ended", "100", "110.5", "7", "7", "1,001")
+    assert rows[1][:4] == ("two", "stopped after step 50", "50", "160.5")
     assert compare(folders, tmp_path / "page.html") == 0
-    said, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
-    for text in (said, page):
+    printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    for text in (printed, page):
         assert "train.learning_rate" in text
         assert "110.5" in text
         assert "train.steps" not in text

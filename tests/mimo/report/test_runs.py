@@ -35,47 +35,48 @@ def test_a_long_file_is_thinned_and_keeps_its_spikes_its_ends_and_its_measuremen
         return loads(line)
 
     monkeypatch.setattr(runs.json, "loads", count)
-    found = read_curves(path)
+    curves = read_curves(path)
     assert parsed < 5000
-    loss = dict(zip(found["loss"].steps.tolist(), found["loss"].values.tolist(), strict=True))
+    loss = dict(zip(curves["loss"].steps.tolist(), curves["loss"].values.tolist(), strict=True))
     assert loss[778] == 50.0
     assert loss[12_346] == 90.0
     assert math.isnan(loss[15_001])
     assert {1, *range(num_steps - 19, num_steps + 1)} <= loss.keys()
-    assert len(found["seconds_vision_encode"].steps) >= 500
-    assert np.diff(found["loss"].steps).max() < num_steps / 100
+    assert len(curves["seconds_vision_encode"].steps) >= 500
+    assert np.diff(curves["loss"].steps).max() < num_steps / 100
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    good = '{"step": 0, "loss": 3.0, "flag": true, "name": "x"}\n'
+    good = b'{"step": 0, "loss": 3.0, "flag": true, "name": "x"}\n'
     skipped = b'{"step": 1, "loss": null, "tokens": 5}\n'
-    path.write_bytes(
-        good.encode() + skipped + b'null\n[1]\n{"loss": 1.0}\n\xff\xfe\n\n{"step": 1, "los'
-    )
-    found = read_curves(path)
-    assert found.keys() == {"loss", "tokens"}
-    assert found["loss"].values.tolist() == [3.0]
+    damaged = b'null\n[1]\n{"loss": 1.0}\n\xff\xfe\n\n{"step": 1, "los'
+    path.write_bytes(good + skipped + damaged)
+    curves = read_curves(path)
+    assert curves.keys() == {"loss", "tokens"}
+    assert curves["loss"].values.tolist() == [3.0]
     assert read_curves(tmp_path / "nowhere") == {}
 
 
 def test_a_run_ended_stopped_or_is_running(tmp_path: Path) -> None:
     (ended,) = read_runs(make_run(tmp_path / "ended"))
     assert (ended.state, ended.steps_done) == ("ended", 100)
-    (stopped,) = read_runs(make_run(tmp_path / "stopped", num_steps=40))
-    assert stopped.state == "stopped after step 40"
-    record(tmp_path / "stopped", "signal", "ended by SIGINT", 38)
-    (stopped,) = read_runs(tmp_path / "stopped")
-    assert stopped.state == "stopped after step 40", "it has gone on since"
-    record(tmp_path / "stopped", "signal", "ended by SIGTERM, with a checkpoint", 39)
-    (stopped,) = read_runs(tmp_path / "stopped")
-    assert stopped.state == "ended by SIGTERM, with a checkpoint"
-    (tmp_path / "stopped" / "incidents.jsonl").unlink()
-    say(tmp_path / "stopped", 1, failure="OSError: the disk is full")
-    (stopped,) = read_runs(tmp_path / "stopped")
-    assert stopped.state == "stopped after step 40"
-    say(tmp_path / "stopped", 0)
-    (running,) = read_runs(tmp_path / "stopped")
+    folder = make_run(tmp_path / "stopped", num_steps=40)
+
+    def state() -> str:
+        (run,) = read_runs(folder)
+        return run.state
+
+    assert state() == "stopped after step 40"
+    record(folder, "signal", "ended by SIGINT", 38)
+    assert state() == "stopped after step 40", "it has gone on since"
+    record(folder, "signal", "ended by SIGTERM, with a checkpoint", 39)
+    assert state() == "ended by SIGTERM, with a checkpoint"
+    (folder / "incidents.jsonl").unlink()
+    say(folder, 1, failure="OSError: the disk is full")
+    assert state() == "stopped after step 40"
+    say(folder, 0)
+    (running,) = read_runs(folder)
     assert (running.state, running.alive) == ("running", [0])
 
 
@@ -89,9 +90,9 @@ def test_phases_are_runs_in_their_order_and_other_folders_are_none(tmp_path: Pat
     make_run(tmp_path / "job" / "phase_10_last")
     make_run(tmp_path / "job" / "phase_2_first", num_steps=3)
     (tmp_path / "job" / "recipe.yaml").write_text(RECIPE)
-    found = read_runs(tmp_path / "job")
-    assert [run.title for run in found] == ["job/phase_2_first", "job/phase_10_last"]
-    assert [run.steps_done for run in found] == [3, 100]
+    phases = read_runs(tmp_path / "job")
+    assert [run.title for run in phases] == ["job/phase_2_first", "job/phase_10_last"]
+    assert [run.steps_done for run in phases] == [3, 100]
     for wrong in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match="give the folder of a run"):
             read_runs(wrong)

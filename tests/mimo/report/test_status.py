@@ -29,13 +29,13 @@ def facts(folder: Path) -> dict[str, str]:
     return dict(facts_of(look(folder)))
 
 
-def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    """A squeue that says so."""
-    squeue_does(folder, monkeypatch, f"cat <<'END'\n{said}\nEND")
+def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """Install a squeue that prints ``answer``."""
+    squeue_does(folder, monkeypatch, f"cat <<'END'\n{answer}\nEND")
 
 
 def squeue_does(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
-    """A squeue that runs so."""
+    """Install a squeue that runs ``lines``."""
     (folder / "bin").mkdir()
     program = folder / "bin" / "squeue"
     program.write_text(f"#!/bin/sh\n{lines}\n")
@@ -60,20 +60,20 @@ def test_a_run_that_goes_on_is_told_in_one_screen(
     (run / "checkpoints" / "step_50" / "progress.json").touch()
     (run / "checkpoints" / "latest").write_text("step_50")
     record(run, "restart", "restart 1 of 3: rank 1 was killed\nby \x1b[31msomebody", 20)
-    found = facts(run)
-    assert found["state"] == "running, 2 of 3 ranks answer"
-    assert found["furthest behind"] == "rank 1 (language, lane 0) at step 59, in 'gradients'"
-    assert found["step"] == "60 of 100 (60.0 %)"
-    assert found["loss"] == "150.5, validation 7"  # the mean of 160, 159, ...
-    assert found["rate"] == "1,001 tokens/s, MFU –"
-    assert found["left"] == "0:00:20 at 0.5 s a step, without checkpoints"
-    assert found["idle"] == "vision 25.0 %"
-    assert found["checkpoint"].startswith("checkpoints/step_50, 0:00:0")
-    assert found["restarts"] == "1"
+    shown = facts(run)
+    assert shown["state"] == "running, 2 of 3 ranks answer"
+    assert shown["furthest behind"] == "rank 1 (language, lane 0) at step 59, in 'gradients'"
+    assert shown["step"] == "60 of 100 (60.0 %)"
+    assert shown["loss"] == "150.5, validation 7"  # the mean of 160, 159, ...
+    assert shown["rate"] == "1,001 tokens/s, MFU –"
+    assert shown["left"] == "0:00:20 at 0.5 s a step, without checkpoints"
+    assert shown["idle"] == "vision 25.0 %"
+    assert shown["checkpoint"].startswith("checkpoints/step_50, 0:00:0")
+    assert shown["restarts"] == "1"
     assert status(run) == 0
-    told = capsys.readouterr().out
-    assert "restart: restart 1 of 3: rank 1 was killed by  [31msomebody" in told
-    assert "\x1b" not in told
+    printed = capsys.readouterr().out
+    assert "restart: restart 1 of 3: rank 1 was killed by  [31msomebody" in printed
+    assert "\x1b" not in printed
 
 
 def test_a_run_that_was_killed_has_stopped_and_one_that_failed_says_how(tmp_path: Path) -> None:
@@ -193,21 +193,21 @@ def test_a_job_that_slurm_has_forgotten_is_gone_and_hides_no_other(
 
 
 @pytest.mark.parametrize(
-    ("does", "told"),
+    ("command", "answer"),
     [
         (LOST, "SLURM does not answer: slurm_load_jobs error: Unable to contact slurm controller"),
         ("exec sleep 60", "SLURM did not answer within 0.5 s"),
     ],
 )
 def test_where_slurm_does_not_say_a_run_may_be_queued_unless_it_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, answer: str
 ) -> None:
-    if does != LOST:
+    if command != LOST:
         monkeypatch.setattr("mimo.report.status._SQUEUE_SECONDS", 0.5)
-    squeue_does(tmp_path, monkeypatch, does)
+    squeue_does(tmp_path, monkeypatch, command)
     submitted(tmp_path / "run", "7")
     view = look(tmp_path / "run")
-    assert view.jobs == [f"7 (train): submitted now; {told}"]
+    assert view.jobs == [f"7 (train): submitted now; {answer}"]
     assert (view.is_queued, view.goes_on) == (None, True)
     assert not look(make_run(tmp_path / "run")).goes_on
 
@@ -221,8 +221,8 @@ def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
     squeue(tmp_path, monkeypatch, "7|RUNNING|0:01|1:00|node1")
     assert "job_7.out" not in facts(run)
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{INVALID}\n")
-    said = [value for name, value in facts_of(look(run)) if name == "job_7.out"]
-    assert said == ["b", "x.yaml:3: no", "exit code 2 at noon"]
+    lines = [value for name, value in facts_of(look(run)) if name == "job_7.out"]
+    assert lines == ["b", "x.yaml:3: no", "exit code 2 at noon"]
     make_run(run)
     assert "job_7.out" not in facts(run), "it has ended well"
 
