@@ -64,10 +64,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class PointPart:
-    """What one rank holds of a point.
-
-    index: (n,) rows of the whole tensor. columns: the first column. values: (n, k).
-    """
+    """Rows ``index`` (n,) of a point's whole tensor from a first column on: values (n, k)."""
 
     point: str
     where: str
@@ -267,10 +264,7 @@ class Comparison:
 
 
 def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
-    """Compare every metric and every rank's part of every parameter, after every step.
-
-    Raises IncomparableError if the layout's parameters are not those of the reference.
-    """
+    """Compare every rank's metrics and parameters after every step. Raises IncomparableError."""
     comparison, shards = Comparison(), _shards_by_name(results)
     _check_parameters(shards, reference)
     for step, expected in enumerate(reference.steps):

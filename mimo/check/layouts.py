@@ -199,10 +199,7 @@ SWEEP = (
 
 
 def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bool) -> Cells:
-    """Return the recipe's layout, shrunk to ``max_ranks``, or in full size.
-
-    Raises InputError for a recipe that cannot run or cannot be shrunk far enough.
-    """
+    """Return the recipe's layout, shrunk to ``max_ranks`` or in full size. Raises InputError."""
     layout, title = check_recipe(recipe, num_ranks), "the recipe's layout"
     if full:
         return Cells([Cell(title, recipe, layout)], [describe(layout)])
@@ -263,10 +260,7 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
 
 
 def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
-    """Return the recipe with a cell's encoders and options, and the cell's layout.
-
-    Raises RecipeError for a recipe without an encoder.
-    """
+    """Return the recipe with a cell's encoders and options, and the cell's layout."""
     if not recipe.encoders:
         raise RecipeError("encoders: the sweep needs a recipe with at least one encoder")
     names = [*recipe.encoders, _SECOND][: len(cell.encoders)]

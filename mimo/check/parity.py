@@ -235,10 +235,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 def _in_our_names(
     computed: Reference, weights: Mapping[str, Weight], results: Sequence[RankSteps]
 ) -> Reference:
-    """Convert the parameters of transformers to ours. Raises IncomparableError if no rank has one.
-
-    weights: those to compare, by our name.
-    """
+    """Give the parameters of transformers our names and shapes. Raises IncomparableError."""
     shards = {shard.name: shard for result in results for shard in result.shards}
     if missing := weights.keys() - shards.keys():
         raise IncomparableError(f"no rank has {', '.join(sorted(missing))}")
@@ -260,10 +257,7 @@ def _pack(weight: Weight, tensors: Mapping[str, np.ndarray], shard: Shard) -> np
 
 
 def _weights_to_compare(weights: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Return the parameters whose gradients are compared, in the order of the model.
-
-    They are all parameters, or the smallest of a large model: norms, biases and towers.
-    """
+    """Return all parameters, or the smallest of a large model, in the order of the model."""
     sizes = {name: num_elements([weight]) for name, weight in weights.items()}
     by_size = sorted(sizes, key=lambda name: sizes[name])
     running = np.cumsum([sizes[name] for name in by_size])

@@ -223,10 +223,7 @@ def run_transformers(
 
 
 def _encode(processor: Any, model: Any, sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
-    """Put the chat through the checkpoint's template and processor.
-
-    Returns the model's inputs, and (L - 1,) bool: whether the next token counts in the loss.
-    """
+    """Return the model's inputs, and (L - 1,) bool: whether the next token counts in the loss."""
     pictures = [Image.open(io.BytesIO(item.content)) for item in sample.items]
     images = {"images": [pictures]} if pictures else {}
 
@@ -278,10 +275,7 @@ class _Recorder:
         self._kept.setdefault(point, []).append(values.detach().numpy().copy())
 
     def points(self) -> dict[str, np.ndarray]:
-        """Return whole tensors in forward order, inputs first.
-
-        The order is that of the first sample, which has pictures and so reaches every point.
-        """
+        """Return whole tensors, inputs first, as in the first sample, which has all points."""
         names = sorted(self._kept, key=lambda name: name not in INPUTS)
         return {name: np.concatenate(self._kept[name]) for name in names}
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, override
 
-import torch
 from torch import Tensor, nn
 
 from mimo.checkpoint.assets import recipe_of
@@ -76,7 +75,7 @@ def replay(run: Path, step: int, checkpoint: Path | None = None) -> Replay:
     nearest checkpoint before the step, or the weights that the run began with.
     Raises InputError if there are no weights, or if data or recipe have changed since.
     """
-    nearest, recipe = _nearest_checkpoint(run, step), _recipe_of_step(run, step)
+    nearest, recipe = _nearest_checkpoint(run, step)
     weights = checkpoint or nearest
     if step >= recipe.train.steps:
         raise InputError(f"--step {step}: the run has steps 0 to {recipe.train.steps - 1}")
@@ -111,23 +110,16 @@ def replay(run: Path, step: int, checkpoint: Path | None = None) -> Replay:
     )
 
 
-def _checkpoints(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run by their number of steps, ascending."""
-    paths = (path.parent for path in (run / "checkpoints").glob("step_*/progress.json"))
-    return dict(sorted((read_progress(path).step, path) for path in paths))
-
-
-def _nearest_checkpoint(run: Path, step: int) -> Path | None:
+def _nearest_checkpoint(run: Path, step: int) -> tuple[Path | None, Recipe]:
+    """Return the last checkpoint before the step, and the recipe that the step had."""
     if not (run / "recipe.yaml").is_file():
         raise InputError(f"{run}: no run in this folder; give a run's folder, or that of one phase")
-    earlier = [path for done, path in _checkpoints(run).items() if done <= step]
-    return earlier[-1] if earlier else None
-
-
-def _recipe_of_step(run: Path, step: int) -> Recipe:
-    """Return the recipe of the step: a resumed run may have another later."""
-    later = [path for done, path in _checkpoints(run).items() if done > step]
-    return recipe_of(later[0]) if later else load_recipe(run / "recipe.yaml")
+    paths = (path.parent for path in (run / "checkpoints").glob("step_*/progress.json"))
+    checkpoints = sorted((read_progress(path).step, path) for path in paths)
+    earlier = [path for done, path in checkpoints if done <= step]
+    later = [path for done, path in checkpoints if done > step]
+    recipe = recipe_of(later[0]) if later else load_recipe(run / "recipe.yaml")
+    return (earlier[-1] if earlier else None), recipe
 
 
 def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
@@ -215,34 +207,30 @@ def _check_same(
 
 
 class Statistics:
-    """Root mean square and maximum of the finite elements of all tensors that are added."""
+    """Norm, root mean square and maximum of the finite elements of all tensors that are added."""
 
     def __init__(self) -> None:
-        self._elements = 0
-        self._parts: list[Tensor] = []  # (squares, largest, non-finite) of each
+        self._elements = self._non_finite = 0
+        self._squares = self._largest = 0.0
 
     def add(self, values: Tensor) -> None:
-        """Count a tensor; the host does not wait for it."""
+        """Count a tensor."""
         wide = values.detach().double()
-        finite = wide.isfinite()
-        kept = torch.where(finite, wide, 0.0)
+        finite = wide[wide.isfinite()]
         self._elements += wide.numel()
-        if wide.numel():
-            parts = kept.square().sum(), kept.abs().amax(), (~finite).sum().double()
-            self._parts.append(torch.stack(parts))
+        self._non_finite += wide.numel() - finite.numel()
+        self._squares += float(finite.square().sum())
+        if finite.numel():
+            self._largest = max(self._largest, float(finite.abs().amax()))
 
     def result(self) -> dict[str, float]:
-        """Return the numbers; the host waits for the device."""
-        if not self._parts:
-            return {"elements": 0, "norm": 0.0, "rms": 0.0, "max": 0.0, "non_finite": 0}
-        parts = torch.stack(self._parts)
-        squares, bad = float(parts[:, 0].sum()), int(parts[:, 2].sum())
+        """Return the numbers by name."""
         return {
             "elements": self._elements,
-            "norm": math.sqrt(squares),
-            "rms": math.sqrt(squares / max(self._elements - bad, 1)),
-            "max": float(parts[:, 1].max()),
-            "non_finite": bad,
+            "norm": math.sqrt(self._squares),
+            "rms": math.sqrt(self._squares / max(self._elements - self._non_finite, 1)),
+            "max": self._largest,
+            "non_finite": self._non_finite,
         }
 
 
@@ -312,15 +300,12 @@ def main(run: Path, step: int, checkpoint: Path | None = None, target: Path | No
     place = f"{distance} step{'s' if distance > 1 else ''} {side} this step"
     print(f"weights: {name}, {place if distance else 'exactly those of the step'}")
     if result.logged is not None:
-        loss, norm = (_format_logged(result.logged[key]) for key in ("loss", "grad_norm"))
+        logged = (result.logged[key] for key in ("loss", "grad_norm"))
+        loss, norm = ("not finite" if v is None else f"{v:.6g}" for v in logged)
         print(f"logged: loss {loss} grad_norm {norm}")
     print(f"written: {target}")
     print(f"step={step} loss={result.loss:.6g} grad_norm={result.grad_norm:.6g}")
     return 0
-
-
-def _format_logged(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.6g}"
 
 
 def _rows(result: Replay) -> list[list[str]]:

@@ -36,10 +36,7 @@ class Part(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """Layouts that together cover a layout that is too large.
-
-    uncovered: pairs of axes that occur together in none of them.
-    """
+    """Layouts that cover a larger one; uncovered: pairs of axes that no layout has together."""
 
     parts: list[Part]
     uncovered: list[tuple[Axis, Axis]]
@@ -90,10 +87,7 @@ def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
 
 
 def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
-    """Return the layout with all parallel axes but ``axes`` set to 1.
-
-    None if a colocated encoder would then not fit its ranks.
-    """
+    """Set other axes than ``axes`` to 1; None if a colocated encoder does not fit then."""
 
     def reduced(grid: GridSpec) -> GridSpec:
         sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}
@@ -112,10 +106,7 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
 
 
 def shrink(layout: Layout) -> Layout:
-    """Return the smallest layout of the same kind.
-
-    Each axis above 1 gets the smallest size above 1 that keeps the kind of every lane ratio.
-    """
+    """Return the layout of the same kind with the smallest size above 1 of each axis above 1."""
     language, candidates = layout.language, {}
     for sizes in product(*(_sizes(getattr(language, axis)) for axis in _AXES)):
         axes = dict(zip(_AXES, sizes, strict=True))
@@ -131,10 +122,7 @@ def shrink(layout: Layout) -> Layout:
 
 
 def cover(layout: Layout, max_ranks: int) -> Cover:
-    """Return all maximal sets of parallel axes whose shrunk layout fits into ``max_ranks``.
-
-    Raises ValueError naming the axes that no fitting layout has.
-    """
+    """Return maximal sets of axes whose shrunk layout fits. Raises ValueError naming the others."""
     axes, parts = parallel_axes(layout), []
     for count in range(len(axes), -1, -1):
         for chosen in map(frozenset, combinations(axes, count)):
@@ -192,10 +180,7 @@ def _fewest_blocks(layout: Layout) -> int:
 
 
 def _replicas(grid: GridSpec, lanes: int) -> int | None:
-    """Return the fewest copies of the weights for this many lanes; None if impossible.
-
-    They are one, as many as lanes, or fewer, like the copies of the grid.
-    """
+    """Return the fewest copies of the weights of the grid's kind: one, one per lane, or fewer."""
     if grid.dp_replicate == 1:
         return 1
     if grid.dp_replicate == grid.dp:

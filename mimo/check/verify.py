@@ -99,11 +99,7 @@ class Verifier:
         return result
 
     def _compare(self, result: CellResult, fault: Fault | None) -> None:
-        """Fill in the comparisons.
-
-        A difference in fp32 between the tolerance and `_DOUBTFUL` tolerances is rounding or a small
-        bug. Then everything runs again in fp64: rounding shrinks, the effect of a bug does not.
-        """
+        """Fill in the comparisons; repeat a small fp32 error in fp64: only rounding shrinks."""
         cell = result.cell
         scaled = scale_recipe(cell.recipe, cell.layout, self.folder, self.precision)
         reference, got = self._reference(scaled), _run_layout(scaled, fault)

@@ -10,11 +10,11 @@ from mimo.config.schema import Recipe
 from mimo.families.contracts import FamilySettings
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.model.step_plan import StepPlan
-from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, num_microbatches, run_ahead
+from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 
 
 def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:
-    """Raise AssertionError if the comparison would be trivial: that is a bug of ours.
+    """Raise AssertionError if the comparison would be trivial.
 
     Every pipeline chunk has a layer of every kind; there are more microbatches than pipeline
     depth and run-ahead; language lanes differ in rows and loss tokens, encoder lanes in rows;
@@ -40,14 +40,10 @@ def _check_stages(recipe: Recipe, layout: Layout) -> None:
     for name, grid in layout.grids.items():
         kinds = settings[name].layer_kinds()
         assert len(kinds) == settings[name].num_layers
-        size = len(kinds) // _stages(grid)
+        size = len(kinds) // (grid.pp * grid.vpp)
         for first in range(0, len(kinds), max(size, 1)):
-            own = set(kinds[first : first + size])
-            assert own == set(kinds), f"{name}: layers {first}.. of a stage are only {own}"
-
-
-def _stages(grid: GridSpec) -> int:
-    return grid.pp * grid.vpp
+            present = set(kinds[first : first + size])
+            assert present == set(kinds), f"{name}: layers {first}.. of a stage are only {present}"
 
 
 def _check_items(recipe: Recipe, plan: StepPlan) -> None:
@@ -87,9 +83,9 @@ def _check_lanes(layout: Layout, plan: StepPlan) -> None:
     for name, grid in layout.encoders.items():
         encoded = []
         for planned in plan.microbatches:
-            own = planned.encoders[name]
-            weights = planned.samples.item_rows[own.item]
-            encoded.append(np.bincount(own.lane, weights=weights, minlength=grid.dp))
+            encoder = planned.encoders[name]
+            weights = planned.samples.item_rows[encoder.item]
+            encoded.append(np.bincount(encoder.lane, weights=weights, minlength=grid.dp))
         # Items are balanced over the lanes, so lanes differ only where items are few.
         rows_of_lanes = np.array(encoded)
         uneven = (rows_of_lanes != rows_of_lanes[:, :1]).any()
@@ -98,6 +94,6 @@ def _check_lanes(layout: Layout, plan: StepPlan) -> None:
 
 def _assert_lanes_differ(values: np.ndarray, what: str) -> None:
     """values: (microbatches, lanes). Every pair of lanes differs in some microbatch."""
-    for one, other in combinations(range(values.shape[1]), 2):
-        differ = (values[:, one] != values[:, other]).any()
-        assert differ, f"{what}: lanes {one} and {other} are alike in every microbatch"
+    for lane, other in combinations(range(values.shape[1]), 2):
+        differ = (values[:, lane] != values[:, other]).any()
+        assert differ, f"{what}: lanes {lane} and {other} are alike in every microbatch"

@@ -20,38 +20,30 @@ CROPS = {
     "pan_and_scan_max_num_crops": 3,
     "pan_and_scan_min_ratio_to_activate": 1.3,
 }
+ROTARY = {"rope_type": "default", "factor": 8.0}
+
+
+def rope(parameters: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {"config.json": {"text_config": {"rope_parameters": parameters}}}
+
+
 # family, and by file what it says instead (None: nothing any more).
 FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "rotary keys that their kind does not read": (
         "gemma3",
-        {
-            "config.json": {
-                "text_config": {
-                    "rope_parameters": {
-                        "full_attention": {
-                            **{"rope_type": "default", "rope_theta": 2e4, "factor": 8.0},
-                            **{"partial_rotary_factor": 0.5, "attention_factor": 2.0},
-                        },
-                        "sliding_attention": {
-                            **{"rope_type": "default", "rope_theta": 3e3, "factor": 8.0},
-                        },
-                    }
-                }
+        rope(
+            {
+                "full_attention": {
+                    **(ROTARY | {"rope_theta": 2e4}),
+                    **{"partial_rotary_factor": 0.5, "attention_factor": 2.0},
+                },
+                "sliding_attention": ROTARY | {"rope_theta": 3e3},
             }
-        },
+        ),
     ),
     "rotary sections that are not said to be interleaved": (
         "qwen3_vl",
-        {
-            "config.json": {
-                "text_config": {
-                    "rope_parameters": {
-                        **{"rope_type": "default", "rope_theta": 2e4, "factor": 8.0},
-                        **{"mrope_section": [8, 4, 4], "mrope_interleaved": False},
-                    }
-                },
-            }
-        },
+        rope({**ROTARY, "rope_theta": 2e4, "mrope_section": [8, 4, 4], "mrope_interleaved": False}),
     ),
     "crops that the processor's own default switches off": (
         "gemma3",
@@ -73,13 +65,7 @@ FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    quick(
-        FOLDERS,
-        "one number for all channels",
-    ),
-)
+@pytest.mark.parametrize("what", quick(FOLDERS, "one number for all channels"))
 def test_what_decides_in_transformers_decides_here(what: str, tmp_path: Path) -> None:
     family, changes = FOLDERS[what]
     folder = tmp_path / "checkpoint"
@@ -87,18 +73,12 @@ def test_what_decides_in_transformers_decides_here(what: str, tmp_path: Path) ->
     for name, change in changes.items():
         content = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(overlaid(content, change)))
-    found = ParityRunner(folder, tmp_path, timeout_seconds=120).run([])
-    assert found.passed, verdict(found)
+    parity = ParityRunner(folder, tmp_path, timeout_seconds=120).run([])
+    assert parity.passed, verdict(parity)
 
 
 def overlaid(content: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """Sections are changed, values replaced, and taken out where they become None."""
-    result = dict(content)
-    for key, value in change.items():
-        if isinstance(value, dict) and key == "text_config":
-            result[key] = overlaid(content[key], value)
-        elif value is None:
-            result.pop(key, None)
-        else:
-            result[key] = value
-    return result
+    """Change `text_config`, replace other values, and take out keys that become None."""
+    if "text_config" in change:
+        change = {"text_config": content["text_config"] | change["text_config"]}
+    return {key: value for key, value in (content | change).items() if value is not None}

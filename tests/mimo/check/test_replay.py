@@ -21,7 +21,7 @@ from tests.mimo.model.test_fsdp_runs import FSDP, TP, make, trained
 LAYOUTS = {
     "megatron, pp": ["language.grid={pp: 2, dp: 1}"],
     "megatron, packed by tokens": [
-        *("data.tokens_per_microbatch=256", "data.packing_window=5", "train.global_batch_size=2"),
+        *("data.tokens_per_microbatch=256", "data.packing_window=5", "train.global_batch_size=2")
     ],
     "fsdp, tp": [*FSDP, *TP],
 }
@@ -34,17 +34,17 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("replay"), "qwen3_vl")
 
 
-def again(rank: int, run: Path, steps: list[int], *given: Any) -> list[Replay | str]:
-    """What each step was again; its message where it is refused."""
+def replay_steps(rank: int, run: Path, steps: list[int]) -> list[Any]:
+    """Replay each step; the message of a step that is refused."""
     from mimo.check.replay import replay
 
-    found: list[Replay | str] = []
-    for step in steps:
+    def result(step: int) -> Replay | str:
         try:
-            found.append(replay(run, step, *given))
+            return replay(run, step)
         except InputError as error:
-            found.append(str(error))
-    return found
+            return str(error)
+
+    return [*map(result, steps)]
 
 
 def logged(run: Path) -> list[dict]:
@@ -58,32 +58,31 @@ def test_a_step_is_what_it_was_with_the_weights_that_it_began_with(
 ) -> None:
     name = f"run_{list(LAYOUTS.values()).index(layout)}"
     run = trained(run_ranks, recipe, name, *layout)
-    (found,) = run_ranks(again, 1, run, [0, 2, 3, 4])
-    first, exact, later, beyond = found
+    ((first, exact, later, beyond),) = run_ranks(replay_steps, 1, run, [0, 2, 3, 4])
     lines = logged(run)
-    for one in (first, exact):
-        line = lines[one.step]
-        assert one.updates_before == 0
-        assert one.loss == pytest.approx(line["loss"], rel=1e-5)
-        assert one.grad_norm == pytest.approx(line["grad_norm"], rel=1e-4)
-        assert one.logged == line
+    for repeated in (first, exact):
+        line = lines[repeated.step]
+        assert repeated.updates_before == 0
+        assert repeated.loss == pytest.approx(line["loss"], rel=1e-5)
+        assert repeated.grad_norm == pytest.approx(line["grad_norm"], rel=1e-4)
+        assert repeated.logged == line
     assert first.weights is None
     assert Path(exact.weights).name == Path(later.weights).name == "step_2"
     assert later.updates_before == 1
     assert later.loss != pytest.approx(lines[3]["loss"], rel=1e-5)
-    assert {one["key"] for one in exact.samples} != {one["key"] for one in later.samples}
+    assert {s["key"] for s in exact.samples} != {s["key"] for s in later.samples}
     assert beyond == "--step 4: the run has steps 0 to 3"
 
-    squares = [one["norm"] ** 2 for one in exact.gradients.values()]
+    squares = [numbers["norm"] ** 2 for numbers in exact.gradients.values()]
     assert math.sqrt(sum(squares)) == pytest.approx(exact.grad_norm, rel=1e-5)
     layers = [key for key in exact.activations if ".layers." in key]
     owners = {key.partition(".layers.")[0] for key in layers}
     assert owners == {"language.decoder", "vision.blocks"}
     for key in layers:
-        one = exact.activations[key]
-        assert 0 < one["rms"] < one["max"]
-        assert one["non_finite"] == 0
-        assert any(own.startswith(f"{key}.") for own in exact.gradients)
+        numbers = exact.activations[key]
+        assert 0 < numbers["rms"] < numbers["max"]
+        assert numbers["non_finite"] == 0
+        assert any(name.startswith(f"{key}.") for name in exact.gradients)
 
 
 def write(rank: int, run: Path, checkpoint: Path) -> str:
@@ -92,20 +91,19 @@ def write(rank: int, run: Path, checkpoint: Path) -> str:
 
     from mimo.check.replay import main
 
-    told = io.StringIO()
-    with redirect_stdout(told):
+    with redirect_stdout(io.StringIO()) as printed:
         assert main(run, 1, checkpoint) == 0
-    return told.getvalue()
+    return printed.getvalue()
 
 
 @pytest.mark.slow
 def test_weights_may_be_others_and_samples_that_have_changed_are_refused(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
-    run = trained(run_ranks, recipe, "told", *ALONE, "train.validate_every=null")
-    (told,) = run_ranks(write, 1, run, run / "checkpoints" / "step_4")
-    assert "step_4, 3 steps after this step" in told
-    assert "language.decoder.layers.0" in told
+    run = trained(run_ranks, recipe, "alone", *ALONE, "train.validate_every=null")
+    (printed,) = run_ranks(write, 1, run, run / "checkpoints" / "step_4")
+    assert "step_4, 3 steps after this step" in printed
+    assert "language.decoder.layers.0" in printed
     kept = json.loads((run / "replays" / "step_1.json").read_text())
     assert kept["samples"]
     assert kept["gradients"]["language.decoder.final_layernorm.weight"]["non_finite"] == 0
@@ -117,18 +115,18 @@ def test_weights_may_be_others_and_samples_that_have_changed_are_refused(
         path = checkpoint / "recipe.yaml"
         path.write_text(path.read_text().replace("seed: 1", "seed: 2"))
         write_manifest(checkpoint)
-    (found,) = run_ranks(again, 1, run, [1, 2])
-    assert "sample another" in found[0]
-    assert all("samples are not those of the run any more" in one for one in found)
+    (messages,) = run_ranks(replay_steps, 1, run, [1, 2])
+    assert "sample another" in messages[0]
+    assert all("samples are not those of the run any more" in message for message in messages)
     assert load_recipe(run / "recipe.yaml").train.seed == 1
 
 
 def test_statistics_are_of_what_is_finite_and_count_the_rest() -> None:
-    found = Statistics()
-    found.add(torch.tensor([[3.0, -4.0], [torch.nan, torch.inf]]))
-    found.add(torch.tensor([12.0, 0.0], dtype=torch.bfloat16))
-    found.add(torch.zeros(0, 5))
-    assert found.result() == {
+    statistics = Statistics()
+    statistics.add(torch.tensor([[3.0, -4.0], [torch.nan, torch.inf]]))
+    statistics.add(torch.tensor([12.0, 0.0], dtype=torch.bfloat16))
+    statistics.add(torch.zeros(0, 5))
+    assert statistics.result() == {
         "elements": 6,
         "norm": 13.0,
         "rms": pytest.approx(6.5),

@@ -17,8 +17,8 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import InputError
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+from tests.mimo.check.cells import RECIPE
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 AXES = ("tp", "cp", "pp", "dp")
 
 
@@ -89,12 +89,12 @@ def test_a_shrunk_layout_keeps_every_kind_and_is_not_larger(layout: Layout) -> N
     assert disjoint_order(small) == disjoint_order(layout)
     assert (small.blocks > 1) == (layout.blocks > 1)
     for name, grid in layout.grids.items():
-        own = small.grids[name]
-        assert (own.sp, own.vpp > 1) == (grid.sp, grid.vpp > 1)
-        kinds = [(g.dp_replicate > 1, g.dp_replicate == g.dp) for g in (own, grid)]
+        shrunk = small.grids[name]
+        assert (shrunk.sp, shrunk.vpp > 1) == (grid.sp, grid.vpp > 1)
+        kinds = [(g.dp_replicate > 1, g.dp_replicate == g.dp) for g in (shrunk, grid)]
         assert kinds[0] == kinds[1]
-        assert own.dp % own.dp_replicate == 0
-        assert [getattr(own, a) > 1 for a in AXES] == [getattr(grid, a) > 1 for a in AXES]
+        assert shrunk.dp % shrunk.dp_replicate == 0
+        assert [getattr(shrunk, a) > 1 for a in AXES] == [getattr(grid, a) > 1 for a in AXES]
     for name in small.colocated:
         assert small.encoders[name].ranks == small.language.ranks
     assert shrink(small).world_size == small.world_size
@@ -141,11 +141,11 @@ def test_covering_layouts_fit_and_have_every_axis_and_every_pair_that_fits(
         assert set(parallel_axes(part.layout)) == part.axes
     sets = [part.axes for part in covered.parts]
     assert set().union(*sets) == set(axes)
-    assert not any(one < other for one in sets for other in sets)
-    for one, other in combinations(axes, 2):
-        together = any({one, other} <= own for own in sets)
-        assert together != ((one, other) in covered.uncovered)
-        alone = keep_axes(layout, frozenset({one, other}))
+    assert not any(smaller < larger for smaller in sets for larger in sets)
+    for pair in combinations(axes, 2):
+        together = any({*pair} <= kept for kept in sets)
+        assert together != (pair in covered.uncovered)
+        alone = keep_axes(layout, frozenset(pair))
         if alone is not None and _fits(alone, max_ranks):
             assert together
 
@@ -172,10 +172,10 @@ def test_the_scaled_recipe_is_accepted_on_the_shrunk_layout(
         name: recipe.encoders[name].model_copy(update={"run_ahead": run_ahead})
         for name in layout.encoders
     }
-    own = recipe.model_copy(update={"encoders": encoders})
+    ahead = recipe.model_copy(update={"encoders": encoders})
     small = shrink(layout)
     # Builds the layout from the recipe's keys and compares; families check their sizes.
-    scaled = scale_recipe(own, small, Path("never-written"), "fp32")
+    scaled = scale_recipe(ahead, small, Path("never-written"), "fp32")
     assert scaled.recipe.data.tokenizer.startswith("never-written")
     assert scaled.layout == small
 
