@@ -177,17 +177,10 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One step: the summed loss of this rank and its share of the squared gradient norm."""
-        from mimo.engines.megatron.parallel import (
-            finish_gradients,
-            squared_gradient_norm,
-            step_optimizer,
-            zero_gradients,
-        )
         from mimo.engines.megatron.schedule import hidden_shapes, run_schedule
 
-        for chunk in self.chunks:
-            chunk.train()
-        zero_gradients(self.chunks, self.optimizer)
+        module = self.module()
+        module.begin_step(forward_only=False)
         lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
         batch = [one for lane in lanes for one in microbatches(step, lane, self.job.dense)]
         config = self.raw[0].config
@@ -195,9 +188,9 @@ class Trainer:
         sizes = [one.ids.shape for one in batch]
         shapes = [hidden_shapes(config, self.groups, s // cp, b) for b, s in sizes]
         logged = run_schedule(self._forward_step, batch, self.chunks, self.groups, shapes)
-        finish_gradients(self.chunks, self.groups, count_loss_tokens(self.job, step))
-        norm = squared_gradient_norm(self.optimizer, self.groups)
-        step_optimizer(self.optimizer, self.groups, self.job.learning_rate, 1.0)
+        module.finish_gradients(count_loss_tokens(self.job, step))
+        norm = module.squared_norm()
+        module.update(self.job.learning_rate, 1.0)
         first = self.groups.tp.rank() == 0
         return {"loss": float(sum(logged)) if first else 0.0, "squared_norm": float(norm)}
 

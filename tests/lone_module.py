@@ -265,8 +265,10 @@ def run_language(
     """
     import importlib
 
+    from megatron.core.distributed import finalize_model_grads
+
     from mimo.engines.megatron import PackedSegments
-    from mimo.engines.megatron.parallel import finish_gradients, wrap_data_parallel
+    from mimo.engines.megatron.parallel import wrap_data_parallel
 
     languages = importlib.import_module(f"mimo.families.languages.{family}")
     ctx = _context(tp, sp)
@@ -289,7 +291,7 @@ def run_language(
         padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
         own = torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank]
         logits.backward(own)
-        finish_gradients([wrapped], ctx.groups, 1)
+        finalize_model_grads([wrapped], num_tokens=None, pg_collection=ctx.groups)
         for param in model.parameters():
             param.grad = param.main_grad  # type: ignore[attr-defined]
         return found | {"gradients": gradients(model), "shards": _gradient_shards(model, ctx)}

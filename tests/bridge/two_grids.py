@@ -189,8 +189,10 @@ def make_end(
     **options: Any,
 ) -> BridgeEnd:
     """One end of a bridge named vision, in fp32. groups: forward and backward."""
-    sizes = hidden_size, torch.float32, wire_dtype
-    return BridgeEnd("vision", rank, *groups, *sizes, torch.device(device), trainable, **options)
+    forward, backward = groups
+    dtype, device = torch.float32, torch.device(device)
+    transport = forward, backward, hidden_size, dtype, wire_dtype, device
+    return BridgeEnd("vision", rank, *transport, trainable, **options)
 
 
 def encoder_part(case: Case, rows: torch.Tensor, t: int) -> torch.Tensor:

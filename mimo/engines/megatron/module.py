@@ -1,49 +1,42 @@
-"""One module's part on this rank, run by Megatron: an implementation of the engines' contract."""
+"""One module's part on this rank, run by Megatron: an implementation of the engines' contract.
+
+Gradients are summed over data parallelism, never averaged: every module's config has
+`calculate_per_token_loss`, and `finish_gradients` divides once by the global token count. See
+docs/parallelism.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule as MegatronBase
 from torch import Tensor, nn
 
 from mimo.device import local_device
 from mimo.engines.contract import Chunk, Piece, Purpose
 from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.config import ProcessGroupCollection
-from mimo.engines.megatron.parallel import (
-    MegatronOptimizer,
-    finish_gradients,
-    follow_weights,
-    optimizer_tensors,
-    squared_gradient_norm,
-    step_optimizer,
-    wait_param_gather,
-    zero_gradients,
-)
-from mimo.engines.megatron.schedule import (
-    accumulate_only,
-    begin_step,
-    hidden_shapes,
-    pass_token,
-    run_schedule,
-    sum_losses,
-)
+from mimo.engines.megatron.schedule import hidden_shapes, pass_token, run_schedule, sum_losses
 from mimo.engines.megatron.weights import gradient_pieces, module_pieces
+from mimo.engines.optimizer import MeasuredStep, advance_average, restart_average, squared_norm
 from mimo.ops.attention_plan import LayerForm
 
 
 @dataclass
 class MegatronModule:
-    """Implementation of `mimo.engines.contract.Module`, where the methods are documented.
+    """Implements `mimo.engines.contract.Module`, which documents the methods.
 
-    raw: its model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP
-    where this rank has weights to update. optimizer: None where it has none. ema_decay: decay of
-    the moving average of the weights; None for no average.
+    raw: the model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP if
+    this rank has weights to update. optimizer: None if it has none. ema_decay: decay of the moving
+    average of the weights; None for no average.
     """
 
     name: str
@@ -63,12 +56,12 @@ class MegatronModule:
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """The ranks of its lanes, and those that share a lane's sequences."""
+        """The data-parallel and context-parallel ranks."""
         return self.groups.dp_cp
 
     @property
     def sequence_parts(self) -> int:
-        """How many ranks the module's output is cut over: 1 without sequence parallelism."""
+        """The number of ranks that the output is cut over: 1 without sequence parallelism."""
         config = cast("Any", self.raw[0]).config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
@@ -82,12 +75,28 @@ class MegatronModule:
         return forms_in(self.raw)
 
     def begin_step(self, forward_only: bool) -> None:
-        """Clear gradients, and choose between training and evaluation."""
+        """Clear gradients, and choose between training and evaluation.
+
+        With ``train.fp8``, a step's first microbatch makes Transformer Engine's linears quantize
+        their weights again and *overwrite* DDP's sum with their next weight gradient. A schedule
+        marks it in every call, but a step may have several calls or, in a colocated encoder, none.
+        So it is marked here, and schedules are kept from marking others.
+        """
         for chunk in self.chunks:
             chunk.train(not forward_only)
-        begin_step(self.chunks)
+            if isinstance(chunk, MegatronBase):  # others have no such linears
+                type(chunk).set_is_first_microbatch(chunk)
+                cast("Any", chunk).set_is_first_microbatch = _do_nothing
         if self.optimizer is not None and not forward_only:
-            zero_gradients(cast("Any", self.chunks), self.optimizer)
+            for chunk in self._ddp:
+                chunk.zero_grad_buffer()
+            # In fp32 `param.grad` is DDP's buffer, to which the next backward would add twice.
+            self.optimizer.zero_grad()
+
+    @property
+    def _ddp(self) -> list[DistributedDataParallel]:
+        """The chunks of a rank that has weights to update."""
+        return cast("list[DistributedDataParallel]", self.chunks)
 
     def run_language(
         self,
@@ -140,50 +149,102 @@ class MegatronModule:
         """Run one forward of a colocated encoder, which has one chunk."""
         return self.chunks[0](patches, items)
 
-    def accumulate_only(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients are summed but not reduced."""
-        return accumulate_only(self.chunks if self.has_trainable_params else [])
+    @contextmanager
+    def accumulate_only(self) -> Iterator[None]:
+        """Keep DDP from reducing gradients.
+
+        A schedule turns the reduction on for its last microbatch by `no_sync_func`: that is unset.
+        """
+        chunks = cast("Any", self.chunks if self.has_trainable_params else [])
+        switches = [(chunk.config, chunk.config.no_sync_func) for chunk in chunks]
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            for config, _ in switches:
+                config.no_sync_func = None
+            try:
+                yield
+            finally:
+                for config, switch in switches:
+                    config.no_sync_func = switch
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
-        """Complete the gradients, if this rank has any."""
+        """Sum over DP and CP, over TP for norms that saw a slice, over stages if tied; divide."""
         if self.has_trainable_params:
-            finish_gradients(cast("Any", self.chunks), self.groups, num_loss_tokens)
+            finalize_model_grads(list(self.chunks), num_tokens=None, pg_collection=self.groups)
+            for chunk in self._ddp:
+                chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm of the whole gradient."""
-        if self.optimizer is None:
-            return torch.zeros((), dtype=torch.float64, device=local_device())
-        return squared_gradient_norm(self.optimizer, self.groups)
+        """This rank's share of the squared norm; each gradient's norm is in its own dtype.
+
+        Replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only, tied
+        weights once. A distributed optimizer has no replicas: each rank counts its share.
+        """
+        if self.optimizer is not None:
+            self.optimizer.prepare_grads()
+            if gradients := self._counted_gradients():
+                return squared_norm(gradients)
+        return torch.zeros((), dtype=torch.float64, device=local_device())
+
+    def _counted_gradients(self) -> list[Tensor]:
+        """The prepared gradients that this rank counts in a norm."""
+        assert self.optimizer is not None
+        is_distributed = isinstance(self.optimizer, DistributedOptimizer)
+        counts = is_distributed or self.groups.dp_cp.rank() == 0
+        return self.optimizer.get_grads_for_grad_norm() if counts else []
 
     def update(
         self, learning_rate: float, gradient_factor: float, measured: bool = False
     ) -> Tensor | float:
-        """Update the weights, if this rank has any to update."""
-        if self.optimizer is None:
-            return 0.0
-        return step_optimizer(
-            self.optimizer,
-            self.groups,
-            learning_rate,
-            gradient_factor,
-            ema_decay=self.ema_decay,
-            measured=measured,
-        )
+        """Update the weights; ranks of a distributed optimizer gather them, or begin to."""
+        optimizer, change = self.optimizer, 0.0
+        if optimizer is None:
+            return change
+        base = _torch_optimizer(optimizer)
+        if gradient_factor != 1.0:
+            gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
+            cast("Any", torch)._foreach_mul_(gradients, gradient_factor)
+        for group in base.param_groups:
+            group["lr"] = learning_rate
+        if measured:
+            counted = {id(gradient): gradient for gradient in self._counted_gradients()}
+            step = MeasuredStep(base, lambda param: id(param.grad) in counted)
+            optimizer.optimizer = cast("Any", step)  # Megatron calls nothing but its `step`
+            optimizer.step_with_ready_grads()
+            optimizer.optimizer, change = base, step.squared_change
+        else:
+            optimizer.step_with_ready_grads()
+        if self.ema_decay is not None:
+            advance_average(base, self.ema_decay)
+        if isinstance(optimizer, DistributedOptimizer):
+            for chunk in self._ddp:
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync()
+        return change
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Tensors in memory; gradients are DDP's buffers."""
+        """Tensors in memory; gradients are DDP's buffers, updated weights part of the state."""
         tensors = dict[str, list[Tensor]]()
         tensors["parameters"] = [param for chunk in self.raw for param in chunk.parameters()]
         if self.optimizer is not None:
-            chunks = [cast("Any", chunk) for chunk in self.chunks]
+            chunks = cast("Any", self.chunks)
             buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
             tensors["gradients"] = [buffer.grad_data for buffer in buffers]
-            tensors["optimizer state"] = optimizer_tensors(self.optimizer)
+            base = _torch_optimizer(self.optimizer)
+            state = [value for values in base.state.values() for value in values.values()]
+            state += [param for group in base.param_groups for param in group["params"]]
+            tensors["optimizer state"] = [value for value in state if isinstance(value, Tensor)]
         return tensors
 
     def wait_param_gather(self) -> None:
-        """Wait for weights that are being gathered."""
-        wait_param_gather(self.chunks)
+        """Wait for weights that `update` began to gather. No new collective."""
+        for chunk in self.chunks:
+            is_wrapped = isinstance(chunk, DistributedDataParallel)
+            if is_wrapped and chunk.ddp_config.overlap_param_gather:
+                for group in chunk.bucket_groups:
+                    if group.param_gather_handle is not None:
+                        group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
         """The pieces that this rank writes, or reads."""
@@ -194,21 +255,27 @@ class MegatronModule:
         """The complete gradients; first gathered from a distributed optimizer's ranks."""
         if not self.has_trainable_params:
             return iter(())
-        self._gather_gradients()
-        return gradient_pieces(self.name, self.raw, self.groups)
-
-    def follow_weights(self) -> None:
-        """Refresh master copies of weights that were just loaded."""
-        if self.optimizer is not None:
-            follow_weights(self.optimizer)
-
-    def _gather_gradients(self) -> None:
-        for chunk in self.chunks:
-            ddp = cast("Any", chunk)
-            if not ddp.ddp_config.use_distributed_optimizer:
+        for chunk in cast("Any", self.chunks):
+            if not chunk.ddp_config.use_distributed_optimizer:
                 continue
-            for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 shards = group.intra_distributed_optimizer_instance_group
                 for bucket in group.buckets:
                     shard = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, shard, group=shards)
+        return gradient_pieces(self.name, self.raw, self.groups)
+
+    def follow_weights(self) -> None:
+        """Refresh the optimizer's copies; else the next update restores the initial weights."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+            restart_average(_torch_optimizer(self.optimizer))
+
+
+def _torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
+    assert optimizer.optimizer is not None, "a trainable module has parameters"
+    return optimizer.optimizer
+
+
+def _do_nothing() -> None:
+    pass

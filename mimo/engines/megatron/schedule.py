@@ -6,7 +6,6 @@ The bridge hides in autograd, so the schedules run unmodified: see docs/parallel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +19,6 @@ from megatron.core.pipeline_parallel.schedules import (
     get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -158,46 +156,10 @@ def _interleaved(
     return [shapes[m].received for m in forward], [shapes[m].sent for m in backward]
 
 
-@contextmanager
-def accumulate_only(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep DDP from reducing gradients, for groups of microbatches before a step's last group.
-
-    A schedule turns the reduction on for its last microbatch by `no_sync_func`, so that is unset.
-    """
-    switches = [(chunk.config, chunk.config.no_sync_func) for chunk in chunks]  # type: ignore[union-attr]
-    with ExitStack() as stack:
-        for chunk in chunks:
-            stack.enter_context(chunk.no_sync())  # type: ignore[operator]
-        for config, _ in switches:
-            config.no_sync_func = None  # type: ignore[union-attr]
-        try:
-            yield
-        finally:
-            for config, switch in switches:
-                config.no_sync_func = switch  # type: ignore[union-attr]
-
-
-def begin_step(chunks: Sequence[nn.Module]) -> None:
-    """Mark the next microbatch as the first of its step, and keep schedules from marking others.
-
-    With ``train.fp8`` the mark makes Transformer Engine's linears quantize their weights again and
-    *overwrite* DDP's sum with their next weight gradient. A schedule sets it in every call, but a
-    step may have several calls or, in a colocated encoder, none.
-    """
-    for chunk in chunks:
-        if isinstance(chunk, MegatronModule):  # others have no such linears
-            type(chunk).set_is_first_microbatch(chunk)
-            cast("Any", chunk).set_is_first_microbatch = _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
-
-
 def sum_losses(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (n,) of all loss tokens -> (sum, n, logged sum), fp32 or fp64; n may be 0.
 
-    A sum, not a mean: `finish_gradients` divides by the global token count, once per step.
+    A sum, not a mean: `MegatronModule.finish_gradients` divides by the global token count.
     """
     total = losses.sum()
     count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)

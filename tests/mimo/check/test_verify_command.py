@@ -181,33 +181,33 @@ def round_gradients_in_fp32() -> None:
 
 
 def _scale_gradients(concerns: Any) -> None:
-    from mimo.engines.megatron import module as model
+    from mimo.engines.megatron.module import MegatronModule
 
-    finish = model.finish_gradients
+    finish = MegatronModule.finish_gradients
 
-    def scaled(chunks: Any, groups: Any, num_loss_tokens: int) -> None:
-        finish(chunks, groups, num_loss_tokens)
-        for chunk in chunks:
+    def scaled(module: Any, num_loss_tokens: int) -> None:
+        finish(module, num_loss_tokens)
+        for chunk in module.chunks if module.optimizer is not None else ():
             if concerns(next(chunk.parameters()).dtype):
                 chunk.scale_gradients(1 + SMALL)
 
-    model.finish_gradients = scaled
+    MegatronModule.finish_gradients = scaled  # type: ignore[method-assign]
 
 
 def lengthen_steps_of_distributed_optimizer() -> None:
     """A distributed optimizer's steps are a little too long, a plain one's are right."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from mimo.engines.megatron import module as training
+    from mimo.engines.megatron.module import MegatronModule
 
-    step = training.step_optimizer
+    update = MegatronModule.update
 
-    def longer(optimizer: Any, groups: Any, rate: float, *args: Any, **named: Any) -> Any:
-        if isinstance(optimizer, DistributedOptimizer):
+    def longer(module: Any, rate: float, *args: Any, **named: Any) -> Any:
+        if isinstance(module.optimizer, DistributedOptimizer):
             rate *= 1 + SMALL
-        return step(optimizer, groups, rate, *args, **named)
+        return update(module, rate, *args, **named)
 
-    training.step_optimizer = longer
+    MegatronModule.update = longer  # type: ignore[method-assign]
 
 
 ONE_RANK = SweepCell("", "")

@@ -23,15 +23,15 @@ from tests.mimo.check.cells import Case, check_equal, check_fault, run_cell
 
 def average_encoder_gradients() -> None:
     """An encoder's lanes are averaged, as plain DDP does, although each has other items."""
-    from mimo.engines.megatron import module as model
+    from mimo.engines.megatron.module import MegatronModule
 
-    finish = model.finish_gradients
+    finish = MegatronModule.finish_gradients
 
-    def averaged(chunks: Any, groups: Any, num_loss_tokens: int) -> None:
-        is_encoder = not hasattr(chunks[0].module, "output_layer")
-        finish(chunks, groups, num_loss_tokens * (groups.dp.size() if is_encoder else 1))
+    def averaged(module: Any, num_loss_tokens: int) -> None:
+        is_encoder = module.name != "language"
+        finish(module, num_loss_tokens * (module.groups.dp.size() if is_encoder else 1))
 
-    model.finish_gradients = averaged
+    MegatronModule.finish_gradients = averaged  # type: ignore[method-assign]
 
 
 def sum_gradients_of_gathered_rows() -> None:

@@ -64,12 +64,14 @@ def without_rate(make: Any) -> Any:
 
 def step_first_parameter_group_only() -> None:
     """What does not decay, norms and biases, keeps the rate that the optimizer was built with."""
-    from mimo.engines.megatron import module as training
+    from mimo.engines.megatron.module import MegatronModule
 
-    step = training.step_optimizer
+    update = MegatronModule.update
 
-    def first_only(optimizer: Any, *args: Any, **named: Any) -> Any:
-        inner = optimizer.optimizer
+    def first_only(module: Any, *args: Any, **named: Any) -> Any:
+        if module.optimizer is None:
+            return update(module, *args, **named)
+        inner = module.optimizer.optimizer
         rate_of = {id(p): group["lr"] for group in inner.param_groups[1:] for p in group["params"]}
 
         def restore(*_: Any) -> None:
@@ -77,11 +79,11 @@ def step_first_parameter_group_only() -> None:
                 group["lr"] = rate_of.get(id(group["params"][0]), group["lr"])
 
         hook = inner.register_step_pre_hook(restore)
-        change = step(optimizer, *args, **named)
+        change = update(module, *args, **named)
         hook.remove()
         return change
 
-    training.step_optimizer = first_only
+    MegatronModule.update = first_only  # type: ignore[method-assign]
 
 
 def ignore_weights_of_sources() -> None:

@@ -64,10 +64,8 @@ def train_with_both(rank: int, job: Job) -> tuple[dict[str, Any], dict[str, Any]
 
 def norms(rank: int, job: Job) -> tuple[torch.Tensor, float]:
     """The squared norm of a step's gradient, and the same from fp64 copies."""
-    from mimo.engines.megatron.parallel import squared_gradient_norm
-
     trainer = language_steps.Trainer(job)
     trainer.step(0)
-    got = squared_gradient_norm(trainer.optimizer, trainer.groups)
+    got = trainer.module().squared_norm()
     grads = trainer.optimizer.get_grads_for_grad_norm()
     return got, math.fsum(float(grad.double().square().sum()) for grad in grads)
