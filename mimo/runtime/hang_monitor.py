@@ -33,10 +33,8 @@ from mimo.runtime.heartbeat import (
     CRASH,
     HANG,
     RANKS,
-    SUMMARY,
     RankState,
     Work,
-    describe_lost,
     read_states,
     summarize_hang,
 )
@@ -45,10 +43,11 @@ from mimo.runtime.ranks import Variable
 from mimo.runtime.run_files import Kind, record
 from mimo.runtime.signals import stop_requested
 
-_FLIGHT_RECORDER = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of the files with its dumps
 COLLECTIVE_FACTOR = 1.5
 """Factor on `bridge.timeout_seconds` for collectives, so that the bridge reports first."""
 
+_SUMMARY = "summary.txt"
+_FLIGHT_RECORDER = "TORCH_FR_DUMP_TEMP_FILE"  # the prefix of the files with its dumps
 # A rank is silent once it has missed this many beats; a busy machine may delay a thread by seconds.
 _MISSED_BEATS = 4
 _SILENT_SECONDS = 5.0  # at least
@@ -68,14 +67,11 @@ def flight_recorder_variables(run_dir: Path) -> tuple[Variable, ...]:
 
     `torchfrtrace --prefix collectives_ <run folder>/ranks` reads the dumps.
     """
+    prefix = str(run_dir.resolve() / RANKS / "collectives_")
     return (
         Variable("TORCH_FR_BUFFER_SIZE", "2000", ("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
         Variable("TORCH_FR_DUMP_ON_TIMEOUT", "1", ("TORCH_NCCL_DUMP_ON_TIMEOUT",)),
-        Variable(
-            _FLIGHT_RECORDER,
-            str(run_dir.resolve() / RANKS / "collectives_"),
-            ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
-        ),
+        Variable(_FLIGHT_RECORDER, prefix, ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",)),
     )
 
 
@@ -94,13 +90,11 @@ class RankLost(RuntimeError):
 class HangMonitor:
     """Writes the file of this ``rank`` and reads those of the others.
 
-    run_dir: of the run. who: the modules and lanes of this rank, for people.
-    timeout_seconds: of transfers. The interval of beats, and after how many a rank counts as
-    silent, follow from it.
+    who: the modules and lanes of this rank, for people. timeout_seconds: of transfers.
     step_timeout_seconds: after which a rank without progress, whatever it does, ends the run. None:
     only a rank that waits for others does so, shortly before the backend gives up.
     work: returns what the modules do now. memory: returns bytes by module and kind. format_memory:
-    writes those for people.
+    formats those for people.
     """
 
     def __init__(
@@ -118,7 +112,7 @@ class HangMonitor:
         self.memory: Callable[[], dict[str, dict[str, int]]] = dict
         self.format_memory: Callable[[Mapping[str, Mapping[str, int]]], str] = str
         self.dump_collectives: Callable[[], object] = lambda: None
-        self._place = (0, ACTIVITIES[0])
+        self._place = self._last_place = (0, ACTIVITIES[0])
         self._state = RankState(rank, who, socket.gethostname(), *self._place)
         self._timeout, self._step_timeout = timeout_seconds, step_timeout_seconds
         shortest = min(timeout_seconds, step_timeout_seconds or math.inf)
@@ -126,10 +120,9 @@ class HangMonitor:
         self._beat_seconds = min(most, max(least, shortest / _BEATS_PER_TIMEOUT))
         self._silent_seconds = max(_SILENT_SECONDS, _MISSED_BEATS * self._beat_seconds)
         self._process = psutil.Process()
-        self._last_place, self._last_marker = self._place, object()
-        self._since = time.monotonic()
+        self._last_marker, self._since = object(), time.monotonic()
         self._writing, self._memory_after_update = threading.Lock(), dict[str, dict[str, int]]()
-        self._failing, self._hangs, self._left = (threading.Event() for _ in range(3))
+        self._failing, self._left = threading.Event(), threading.Event()
 
     def at(self, step: int, activity: str) -> None:
         """Set where this rank is from now on; it costs nothing, because the thread writes it."""
@@ -155,7 +148,7 @@ class HangMonitor:
             yield
         except Exception as error:
             self._failing.set()
-            if self._hangs.is_set():  # this error follows from the hang; the process is to end
+            if self._state.in_hang:  # this error follows from the hang; the process is to end
                 thread.join(_STUCK_SECONDS)
             self._report_failure(error)
             raise
@@ -177,24 +170,23 @@ class HangMonitor:
             # The bridge names a peer, which may itself wait for a silent rank. Do not delay: peers
             # learn next that this rank has ended.
             if silent := [state for state in self._silent() if state.rank not in peers]:
-                error.add_note(describe_lost(silent))
+                error.add_note("; ".join(state.problem for state in silent))
         elif is_consequence(error):
             if culprits := self._find_culprits():
-                self._record("crash", culprits[0])
-                raise RankLost(*culprits) from error
+                text = "; ".join(state.problem for state in culprits)
+                self._record("crash", text)
+                raise RankLost(text, [state.rank for state in culprits]) from error
             return
         self._state = replace(self._state, failure=f"{type(error).__name__}: {error}")
         self._write()
         if is_consequence(error) or isinstance(error, InputError):
             return
         state, memory = self._now(), self.memory()
-        text = f"{state} failed {state.where}"
         # After other errors the memory would bury them.
         if memory and _OUT_OF_MEMORY.search(state.failure):
-            error.add_note(f"{text}; it holds {self.format_memory(memory)}")
-        notes = getattr(error, "__notes__", [])
+            error.add_note(f"{state} failed {state.where}; it holds {self.format_memory(memory)}")
         facts = {"memory": memory} if memory else {}
-        self._record("crash", "; ".join([f"{text}: {state.failure}", *notes]), **facts)
+        self._record("crash", "; ".join([state.problem, *getattr(error, "__notes__", [])]), **facts)
 
     def _record(self, kind: Kind, text: str, **facts: Any) -> None:
         """Keep an incident if it is the first since the ranks started: others follow from it."""
@@ -203,8 +195,6 @@ class HangMonitor:
             state = self._now()
             facts = {"rank": self._rank, "activity": state.activity, "doing": state.doing, **facts}
             record(self._run_dir, kind, text, state.step, **facts)
-
-    # ------------------------------------------------------------ the thread, beat by beat
 
     def _beat(self) -> None:
         with self._interpreter_watched() as on_progress:
@@ -245,21 +235,19 @@ class HangMonitor:
         # By identity: the next batch may do just what this one did.
         if self._last_place is not place or self._last_marker is not work.marker:
             self._last_place, self._last_marker, self._since = place, work.marker, now
+        seconds = now - self._since
         if self._failing.is_set():
             return False
-        seconds, patience = now - self._since, _PATIENCE * self._timeout
         if self._step_timeout is not None:
             return seconds > self._step_timeout
-        if not work.waits:
-            return False
-        return seconds > patience * (1.0 if work.is_transfer else COLLECTIVE_FACTOR)
+        factor = _PATIENCE if work.is_transfer else _PATIENCE * COLLECTIVE_FACTOR
+        return bool(work.waits) and seconds > factor * self._timeout
 
     def _explain_hang(self) -> str:
         """Write where this rank is, wait until all have done so, and write or read the summary.
 
         Returns its two most important lines.
         """
-        self._hangs.set()
         seconds = time.monotonic() - self._since
         self._state = replace(self._state, in_hang=True, seconds=seconds)
         try:
@@ -279,7 +267,7 @@ class HangMonitor:
 
     def _summary(self) -> str:
         """Return the summary; one rank, whichever is first, writes it and the others read it."""
-        summary, patience = self._hang_folder / SUMMARY, self._beat_seconds + _WRITE_SECONDS
+        summary, patience = self._hang_folder / _SUMMARY, self._beat_seconds + _WRITE_SECONDS
         _wait_until(lambda: sum(s.in_hang for s in self._read().values()) == self._size, patience)
         with suppress(Exception):  # of torch; the summary matters more
             self.dump_collectives()
@@ -291,30 +279,24 @@ class HangMonitor:
         states = self._read()
         origins, lines = summarize_hang(states, self._size)
         state = max([self._now(), *states.values()], key=lambda state: state.seconds)
-        key, limit = "train.step_timeout_seconds", self._step_timeout
-        if limit is None:
-            key, limit = "bridge.timeout_seconds", self._timeout
-        stacks = f"stacks of the ranks: {self._hang_folder}/rank_<r>.txt"
+        limit = f"bridge.timeout_seconds {self._timeout:g}"
+        if self._step_timeout is not None:
+            limit = f"train.step_timeout_seconds {self._step_timeout:g}"
+        lines.insert(0, f"the run hangs: {state} has made no progress for {state.seconds:.1f} s")
+        lines[0] += f" ({limit})"
+        lines.append(f"stacks of the ranks: {self._hang_folder}/rank_<r>.txt")
         if prefix := os.environ.get(_FLIGHT_RECORDER):
             folder, name = os.path.split(prefix)
-            stacks += f"\ntheir last collectives: torchfrtrace --prefix {name} {folder}"
-        text = "\n".join(
-            [
-                f"the run hangs: {state} has made no progress for {state.seconds:.1f} s "
-                f"({key} {limit:g})",
-                *lines,
-                stacks,
-            ]
-        )
+            lines.append(f"their last collectives: torchfrtrace --prefix {name} {folder}")
         for rank in origins:
             # Of an interpreter that lets no thread run, by a timer of the operating system.
             path = self._stacks(rank)
             if path.exists() and path.stat().st_size:
                 shutil.copy(path, self._hang_folder / f"rank_{rank}.txt")
-        step = min((state.step for state in states.values()), default=None)
+        text, step = "\n".join(lines), min((state.step for state in states.values()), default=None)
         print(text, file=sys.stderr, flush=True)
-        record(self._run_dir, "hang", "; ".join(text.splitlines()[:2]), step, ranks=origins)
-        partial = summary.with_name(f".{SUMMARY}")
+        record(self._run_dir, "hang", "; ".join(lines[:2]), step, ranks=origins)
+        partial = summary.with_name(f".{_SUMMARY}")
         partial.write_text(text + "\n")
         os.replace(partial, summary)
         return text
@@ -358,20 +340,15 @@ class HangMonitor:
             return {}
         return read_states(self._run_dir, now, range(self._size))
 
-    def _find_culprits(self) -> tuple[str, list[int]] | None:
-        """Describe the ranks that failed or are silent, and list them; None if all are well."""
+    def _find_culprits(self) -> list[RankState]:
+        """Return the ranks that failed, else those that are silent; empty if all are well."""
         deadline = time.monotonic() + self._silent_seconds + self._beat_seconds
         while True:
             others = [state for rank, state in self._read().items() if rank != self._rank]
-            if failed := [state for state in others if state.failure]:
-                text = "; ".join(
-                    f"{state} failed {state.where}: {state.failure}" for state in failed
-                )
-                return text, [state.rank for state in failed]
-            if silent := self._silent():
-                return describe_lost(silent), [state.rank for state in silent]
+            if culprits := [state for state in others if state.failure] or self._silent():
+                return culprits
             if time.monotonic() > deadline or stop_requested():  # torchrun may know already
-                return None
+                return []
             time.sleep(self._beat_seconds / 2)
 
     def _silent(self) -> list[RankState]:

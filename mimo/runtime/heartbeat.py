@@ -1,4 +1,4 @@
-"""The heartbeat of ranks: what each rank writes of itself, and what that says of a hang.
+"""The heartbeat of ranks: what each rank writes about itself, and what that says about a hang.
 
 Ages are differences between file times, so the hosts' clocks do not matter.
 """
@@ -16,20 +16,11 @@ RANKS = "ranks"
 """The folder of the ranks' files, in the run folder."""
 HANG = "hang"
 """The folder with stacks and summary of a hang; once it is there, all ranks write and end."""
-SUMMARY = "summary.txt"
 CRASH = ".crash"
 """An empty file in the run folder, once the first crash of a start is kept as an incident."""
-
 ACTIVITIES = (
-    "setup",
-    "batch",
-    "forward and backward",
-    "gradients",
-    "data of a later step",
-    "norm and loss",
-    "update",
-    "checkpoint",
-    "validation",
+    *("setup", "batch", "forward and backward", "gradients", "data of a later step"),
+    *("norm and loss", "update", "checkpoint", "validation"),
 )
 """What a rank does in a step, in this order."""
 
@@ -41,8 +32,8 @@ class Work:
     """What the modules of a rank do now.
 
     doing: such as "forward of vision, microbatch 1"; "" if nothing. batch: the samples of its
-    microbatch. waits: what it waits for from other ranks, "" if nothing. is_transfer: that is a
-    transfer of a bridge, which has a shorter timeout than collectives. marker: another object
+    microbatch. waits: what it waits for from other ranks, "" if nothing. is_transfer: whether that
+    is a transfer of a bridge, which has a shorter timeout than collectives. marker: another object
     whenever the modules have made progress.
     """
 
@@ -55,12 +46,11 @@ class Work:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank has last written of itself, ``age_seconds`` ago.
+    """What a rank wrote about itself ``age_seconds`` ago.
 
-    step, activity: the place in a step, of `ACTIVITIES`. doing, batch, waits: see `Work`. failure:
+    step, activity: its place, the latter of `ACTIVITIES`. doing, batch, waits: see `Work`. failure:
     the error that ended it. resident_bytes: of its process. memory: bytes by module and kind, after
-    its first update. seconds: for how long it has made no progress; in_hang: whether it has written
-    this in a hang.
+    its first update. seconds: without progress. in_hang: whether it wrote this in a hang.
     """
 
     rank: int
@@ -97,6 +87,16 @@ class RankState:
         """A pair that grows while a run makes progress."""
         return self.step, ACTIVITIES.index(self.activity)
 
+    @property
+    def problem(self) -> str:
+        """How the rank failed, else that it is silent."""
+        if self.failure:
+            return f"{self} failed {self.where}: {self.failure}"
+        return (
+            f"{self} does not answer, last seen {self.where}; stopped or killed, stuck in a "
+            f"library that lets no thread run, or its host {self.host} is down"
+        )
+
 
 def read_states(
     run_dir: Path, now: float, ranks: Iterable[int] | None = None
@@ -111,11 +111,9 @@ def read_states(
         ranks = sorted(int(name) for name in names if name.isdecimal())
     states = {}
     for rank in ranks:
+        path = folder / f"rank_{rank}.json"
         # It may have just ended, or be in the middle of a write.
-        with (
-            suppress(OSError, ValueError, TypeError),
-            (folder / f"rank_{rank}.json").open() as file,
-        ):
+        with suppress(OSError, ValueError, TypeError), path.open() as file:
             age = now - os.fstat(file.fileno()).st_mtime
             states[rank] = RankState(**{**json.load(file), "age_seconds": age})
     return states
@@ -131,55 +129,38 @@ def summarize_hang(
     """
     present = {rank: state for rank, state in states.items() if state.in_hang}
     origins = [rank for rank in range(num_ranks) if rank not in present]
-    lines = [f"origin: {_describe_silent(rank, states.get(rank))}" for rank in origins]
+    lines = [
+        f"origin: {states[rank].problem}"
+        if rank in states
+        else f"origin: rank {rank} is not there: it has ended, or never came"
+        for rank in origins
+    ]
     if not origins:
         busy = [state for state in present.values() if not state.waits]
         longest = max((state.seconds for state in busy), default=0.0)
         busy = [state for state in busy if state.seconds >= longest / 2]
         least = min((state.progress for state in busy), default=None)
-        origins = [state.rank for state in busy if state.progress == least]
+        furthest = [state for state in busy if state.progress == least]
+        origins = [state.rank for state in furthest]
         lines = [
-            f"origin: {present[rank]} is furthest behind: {present[rank].where}, for "
-            f"{present[rank].seconds:.0f} s"
-            for rank in origins
+            f"origin: {state} is furthest behind: {state.where}, for {state.seconds:.0f} s"
+            for state in furthest
         ] or ["origin: none; all ranks wait for each other"]
-    if len(present) == num_ranks and len({state.host for state in present.values()}) > 1:
-        lines[0] += f"; or no message gets through between {_ranks_by_host(present.values())}"
-    alike: dict[str, list[RankState]] = {}
+    ranks_of = dict[str, list[int]]()
+    for rank, state in present.items():
+        ranks_of.setdefault(state.host, []).append(rank)
+    if len(present) == num_ranks and len(ranks_of) > 1:
+        hosts = [f"{host} (rank {_shorten(ranks)})" for host, ranks in ranks_of.items()]
+        lines[0] += f"; or no message gets through between {' and '.join(hosts[:_SHOWN_RANKS])}"
+    alike = dict[str, list[RankState]]()
     for rank, state in present.items():
         if rank not in origins:
             alike.setdefault(state.story, []).append(state)
-    for story, group in alike.items():
-        lines.append(f"{_names(group)}: {story}, for {group[0].seconds:.0f} s")
+    lines += [f"{_shorten(g)}: {story}, for {g[0].seconds:.0f} s" for story, g in alike.items()]
     lines += dict.fromkeys(state.batch for state in present.values() if state.batch)
     return tuple(origins), lines
 
 
-def _describe_silent(rank: int, state: RankState | None) -> str:
-    if state is None:
-        return f"rank {rank} is not there: it has ended, or never came"
-    if state.failure:
-        return f"{state} failed {state.where}: {state.failure}"
-    return (
-        f"{state} does not answer, last seen {state.where}; stopped or killed, stuck in a library "
-        f"that lets no thread run, or its host {state.host} is down"
-    )
-
-
-def _names(states: Sequence[RankState]) -> str:
-    more = f" and {len(states) - _SHOWN_RANKS} more" if states[_SHOWN_RANKS:] else ""
-    return ", ".join(map(str, states[:_SHOWN_RANKS])) + more
-
-
-def _ranks_by_host(states: Iterable[RankState]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for state in states:
-        ranks.setdefault(state.host, []).append(str(state.rank))
-    hosts = [f"{host} (rank {', '.join(some[:_SHOWN_RANKS])})" for host, some in ranks.items()]
-    return " and ".join(hosts[:_SHOWN_RANKS])
-
-
-def describe_lost(lost: Sequence[RankState]) -> str:
-    """Return a sentence about ranks that are silent."""
-    text = "; ".join(f"{state} does not answer, last seen {state.where}" for state in lost)
-    return f"{text}; stopped or killed, or its host is down"
+def _shorten(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _SHOWN_RANKS} more" if items[_SHOWN_RANKS:] else ""
+    return ", ".join(map(str, items[:_SHOWN_RANKS])) + more

@@ -1,9 +1,8 @@
 """Rank processes on one machine: started from one warm process, watched, and ended together.
 
 Importing the engine takes seconds, so one fork server imports it once and every rank is a fork of
-it, ready in some tens of milliseconds. A rank reports its result or its error through a pipe of
-its own, and receives stop requests through it. Ranks end when one of them fails and when their
-starter goes away, however it does.
+it, ready in some tens of milliseconds. Each rank has a pipe for its result or error, and for stop
+requests. Ranks end when one of them fails and when their starter goes away, however it does.
 """
 
 import ctypes
@@ -32,21 +31,20 @@ from mimo.errors import InputError
 from mimo.runtime import preloaded
 from mimo.runtime.signals import request_stop, request_stop_on_signals
 
-END_SECONDS = 3.0  # within which a rank ends that has closed its pipe
+_END_SECONDS = 3.0  # within which a rank ends that has closed its pipe
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _STACKS_SECONDS = 0.5  # that ranks get to write their stacks
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 # Once a rank is gone, its peers fail in their next collective; those errors hide the cause.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset)|broken pipe|timed out|timeout|gloo|nccl", re.IGNORECASE
 )
 # How long to wait for a cause after its consequence or, when a rank died silently, for what its
-# peers were waiting for.
-_SILENT_CAUSE_SECONDS = 1.0
-_EARLIER_CAUSE_SECONDS = 0.1  # how long an earlier cause may still be under way
+# peers were waiting for; and for an earlier cause.
+_SILENT_CAUSE_SECONDS, _EARLIER_CAUSE_SECONDS = 1.0, 0.1
 
-_LAST_WORDS = threading.Lock()  # whoever holds it reports for this rank and ends it
+_LAST_REPORT = threading.Lock()  # whoever holds it reports for this rank and ends it
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,9 @@ class RanksFailed(RuntimeError):
         failed = {error.rank for error in errors}
 
         def distance_to_cause(error: RankError) -> tuple[bool, bool, bool, float]:
-            names_no_silent_rank = failed.issuperset(error.waits_for)
-            return (
-                error.is_consequence,
-                names_no_silent_rank,
-                not error.waits_for,
-                error.time_seconds,
-            )
+            names_silent_rank = not failed.issuperset(error.waits_for)
+            is_vague = not error.waits_for
+            return error.is_consequence, not names_silent_rank, is_vague, error.time_seconds
 
         self.errors = sorted(errors, key=distance_to_cause)
         super().__init__(f"{self.errors[0].traceback}{self.errors[0]}")
@@ -126,14 +120,13 @@ def run_processes(
     """Return what `target(*args)` returns in each of `world_size` ranks, which then are gone.
 
     `target` is `module:function` or a function that can be imported by its name. Each rank has
-    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. `meanwhile` is called now
-    and then. Each name of a signal that appears in `stop_requests` is passed on to the ranks.
-    Raises RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`, at the
-    end of which ranks write their stacks to `stack_dir`.
+    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. `meanwhile` is called
+    twice a second or more often. Each name of a signal that appears in `stop_requests` is passed on
+    to the ranks. Raises RanksFailed soon after the first failure, and RanksHung after
+    `timeout_seconds`, at the end of which ranks write their stacks to `stack_dir`.
     """
     context, payload = multiprocessing.get_context("forkserver"), pickle.dumps((target, args))
     processes, pipes = list[Any](), list[Connection]()
-    # Where ranks that hang write their stacks.
     files = [stack_dir / f"rank {rank}" for rank in range(world_size)] if stack_dir else []
     try:
         with _without_main():
@@ -143,11 +136,8 @@ def run_processes(
                 variables = dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
                 variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
                 stacks = (timeout_seconds, files[rank]) if files else None
-                process = context.Process(
-                    target=_rank_main,
-                    args=(rank, variables, payload, writer, stacks),
-                    name=f"rank {rank}",
-                )
+                rank_args = (rank, variables, payload, writer, stacks)
+                process = context.Process(target=_rank_main, args=rank_args, name=f"rank {rank}")
                 process.start()
                 processes.append(process)
                 writer.close()
@@ -161,7 +151,13 @@ def run_processes(
             raise RanksHung(f"ranks {names} hung for {timeout_seconds} s\n{''.join(texts)}")
         return [results[rank] for rank in range(world_size)]
     finally:
-        _end(processes, pipes)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
 
 
 def _results(
@@ -172,14 +168,13 @@ def _results(
     stop_requests: Sequence[str],
 ) -> dict[int, Any]:
     """Return what ranks have returned until `deadline`, by rank. Raises RanksFailed."""
-    results: dict[int, Any] = {}
-    errors: list[RankError] = []
+    results, errors = dict[int, Any](), list[RankError]()
     open_ranks, num_sent = set(range(len(processes))), 0
     while open_ranks and (left := deadline - time.monotonic()) > 0:
         # The end of a process shows on its pipe as well, unless children of it hold that open.
         signs: dict[Any, int] = {pipes[rank]: rank for rank in open_ranks}
         signs |= {processes[rank].sentinel: rank for rank in open_ranks}
-        for rank in {signs[sign] for sign in wait(list(signs), min(left, _LOOK_SECONDS))}:
+        for rank in {signs[sign] for sign in wait(list(signs), min(left, _POLL_SECONDS))}:
             open_ranks.discard(rank)
             outcome = _outcome(rank, processes[rank], pipes[rank])
             if isinstance(outcome, RankError):
@@ -209,7 +204,7 @@ def _outcome(rank: int, process: Any, pipe: Connection) -> tuple[Any] | RankErro
             return pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):  # it has ended, perhaps before it read a stop request
         pass
-    process.join(END_SECONDS)
+    process.join(_END_SECONDS)
     code = process.exitcode
     if code is not None and code < 0:
         reason = f"was killed by {signal.Signals(-code).name}"
@@ -218,24 +213,9 @@ def _outcome(rank: int, process: Any, pipe: Connection) -> tuple[Any] | RankErro
     return RankError(rank, reason, "", 1, now, is_consequence=False)
 
 
-def _end(processes: Sequence[Any], pipes: Sequence[Connection]) -> None:
-    """End every rank that still runs, by SIGKILL; returns when all are gone."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
-        process.close()
-    for pipe in pipes:
-        pipe.close()
-
-
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide `__main__` while processes start.
-
-    Otherwise every rank runs the starter's main script again, which costs time and hangs a script
-    without a `__main__` guard. Ranks need nothing of it.
-    """
+    """Hide `__main__` while processes start, else every rank runs the starter's script again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -332,7 +312,7 @@ def looks_like_a_consequence(message: str) -> bool:
 
 
 def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:
-    _LAST_WORDS.acquire()  # for good
+    _LAST_REPORT.acquire()  # for good
     try:
         # First: once the last message is there, the starter ends every rank.
         sys.stdout.flush()

@@ -1,7 +1,6 @@
-"""Ranks: started here on one machine, or found in the environment of torchrun or srun.
+"""Ranks: started on this machine, or by torchrun or srun; and the variables that we set for them.
 
-Also the variables that we set in the environment of ranks where the user has not. It needs no
-torch: some variables are read when a library is loaded, so they are set before any imports torch.
+It needs no torch: some variables are read when a library is loaded, so they are set before that.
 """
 
 import atexit
@@ -12,7 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class RankEnv:
 
     rendezvous: an `init_method` of torch.distributed. hosts_store: whether rank 0 opens the store
     where the ranks meet; torchrun may have done so, and a file needs none. restart: how often
-    torchrun has restarted the ranks, of ``max_restarts``.
+    torchrun has restarted the ranks, at most ``max_restarts`` times.
     """
 
     rank: int
@@ -60,18 +59,18 @@ def launch(
 ) -> int:
     """Run `target(*args)` (`module:function`) in `world_size` ranks and return an exit code.
 
-    The modules `preload` are imported once, before the ranks are forked. When a rank fails, the
-    others are ended, the cause is the last thing on stderr, and every failed rank's traceback goes
-    to `log_dir/error_rank_<r>.txt`. The exit code is what `target` returns, if that is a number,
-    2 for an InputError, 1 for any other exception of a rank, 128 + the signal that ended this
-    process at once, or EXIT_CONTINUE if a signal has requested a stop. on_failure: gets the cause,
-    unless a signal had requested a stop before.
+    When a rank fails, the others are ended, the cause is the last thing on stderr, and every failed
+    rank's traceback goes to `log_dir/error_rank_<r>.txt`. The exit code is what `target` returns,
+    if that is a number, 2 for an InputError, 1 for any other exception of a rank, 128 + the signal
+    that ended this process at once, or EXIT_CONTINUE if a signal has requested a stop.
+    preload: modules to import once, before the ranks are forked. on_failure: gets the cause, unless
+    a signal had requested a stop before.
     """
     warm_up(preload)
     try:
         with signal_handlers() as requests, _rendezvous_dir() as folder:
             try:
-                variables = rank_variables(folder)
+                variables = rank_variables(Path(folder))
                 results = run_processes(target, args, world_size, variables, stop_requests=requests)
             except RanksFailed as failure:
                 code = _report(failure, log_dir)
@@ -86,10 +85,8 @@ def launch(
         return 128 + signum
 
 
-@contextmanager
-def _rendezvous_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mimo-ranks-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+def _rendezvous_dir() -> AbstractContextManager[str]:
+    return tempfile.TemporaryDirectory(prefix="mimo-ranks-", ignore_cleanup_errors=True)
 
 
 # A machine's GPUs must be hidden from the fork server as well, which must not initialise CUDA.
@@ -112,8 +109,9 @@ def run_on_cpu(
     Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
     """
     with _rendezvous_dir() as folder:
-        variables = {**rank_variables(folder), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
-        return run_processes(target, args, world_size, variables, timeout_seconds, folder)
+        stack_dir = Path(folder)
+        variables = {**rank_variables(stack_dir), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}
+        return run_processes(target, args, world_size, variables, timeout_seconds, stack_dir)
 
 
 def rank_variables(rendezvous_dir: Path) -> dict[str, str]:
@@ -158,7 +156,7 @@ def _slurm_environment() -> RankEnv | None:
     if world_size < 2:
         return None
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
-    host = variables.get("MASTER_ADDR") or first_host(nodes)
+    host = variables.get("MASTER_ADDR") or next(hosts_of(nodes), "127.0.0.1")
     # Jobs and steps that share a node get different ports, the same one on all their ranks.
     job_id, step_id = int(variables.get("SLURM_JOB_ID", "0")), int(variables["SLURM_STEP_ID"])
     port = variables.get("MASTER_PORT") or 20000 + (job_id * 37 + step_id) % 10000
@@ -171,13 +169,8 @@ def _slurm_environment() -> RankEnv | None:
     )
 
 
-def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: `gpu[03-05,9],login1` gives `gpu03`."""
-    return next(hosts_of(nodes), "127.0.0.1")
-
-
 def hosts_of(nodes: str) -> Iterator[str]:
-    """Yield the hosts of a SLURM node list, in its order."""
+    """Yield the hosts of a SLURM node list: `gpu[03-04],a` gives `gpu03`, `gpu04` and `a`."""
     for before, ranges, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\])?([^\[,]*)", nodes):
         for part in ranges.split(","):
             first, _, last = part.partition("-")

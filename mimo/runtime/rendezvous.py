@@ -1,7 +1,6 @@
-"""The rendezvous of the ranks of torchrun or srun: one store, one verdict on the input, one voice.
+"""The rendezvous of the ranks of torchrun or srun, before they join the world of torch.distributed.
 
-The ranks share a key-value store of torch.distributed before they join its world. Through it they
-agree on whether the job can begin, and rank 0 speaks for all of them.
+Through its key-value store they agree on whether the job can begin; rank 0 prints for all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from mimo.errors import InputError, StartError
 from mimo.runtime.ranks import RankEnv
@@ -64,10 +63,9 @@ class Rendezvous:
         Rank 0 prints each different problem once. Raises Refused on all ranks if there is any. Bad
         input decides the exit code if there are problems of both kinds.
         """
-        name = f"problem {self._round}"
         message = (0, "") if problem is None else (problem.exit_code, str(problem))
-        self._keys.set(f"{name} {self._rank}", json.dumps(message))
-        self.from_rank_0(lambda: self._check_problems(name))
+        texts = self.gather(json.dumps(message))
+        self.from_rank_0(lambda: self._check_problems(texts))
 
     def report_progress(self) -> None:
         """Tell the ranks that wait for this one that it is still at work."""
@@ -91,12 +89,11 @@ class Rendezvous:
 
     def all_gather(self, text: str) -> list[str]:
         """Return the texts of all ranks, by rank. All ranks call it; errors as `from_rank_0`."""
-        keys = [f"text {self._round} {rank}" for rank in range(self._size)]
-        self._keys.set(keys[self._rank], text)
+        texts = self.gather(text)
 
         def all_texts() -> list[str]:
-            self._wait(keys, self._timeout)
-            return [self._keys.get(key).decode() for key in keys]
+            assert None not in texts, "a rank that had joined is late"
+            return cast(list[str], texts)
 
         return self.from_rank_0(all_texts)
 
@@ -106,9 +103,19 @@ class Rendezvous:
         Other ranks get an empty list and do not wait.
         """
         self._round += 1
-        name = f"gathered {self._round}"
-        self._keys.set(f"{name} {self._rank}", text)
-        return self._texts(name) if self._rank == 0 else []
+        keys = [f"text {self._round} {rank}" for rank in range(self._size)]
+        self._keys.set(keys[self._rank], text)
+        texts = list[str | None]()
+        if self._rank != 0:
+            return texts
+        with suppress(RuntimeError):
+            self._wait(keys, self._timeout)
+        for key in keys:
+            texts.append(None)
+            with suppress(RuntimeError):  # the store is gone with the rank that held it
+                if self._keys.check([key]):
+                    texts[-1] = self._keys.get(key).decode()
+        return texts
 
     def from_rank_0[T](self, compute: Callable[[], T]) -> T:
         """Return on all ranks what ``compute`` returns on rank 0, which alone calls it.
@@ -173,23 +180,11 @@ class Rendezvous:
                 time.sleep(_POLL_SECONDS)
                 num_left = self._keys.add("left", 0)
 
-    def _texts(self, name: str) -> list[str | None]:
-        """Return what each rank has set under the name, None for a rank that is late."""
-        keys, texts = [f"{name} {rank}" for rank in range(self._size)], list[str | None]()
-        with suppress(RuntimeError):
-            self._wait(keys, self._timeout)
-        for key in keys:
-            texts.append(None)
-            with suppress(RuntimeError):  # the store is gone with the rank that held it
-                if self._keys.check([key]):
-                    texts[-1] = self._keys.get(key).decode()
-        return texts
-
-    def _check_problems(self, name: str) -> None:
+    def _check_problems(self, texts: Sequence[str | None]) -> None:
         """Raise one error with the problems of all ranks and the ranks that did not join."""
         ranks_of = dict[tuple[int, str], list[int]]()
         absent = StartError.exit_code, f"did not join within {self._timeout.total_seconds():g} s"
-        for rank, message in enumerate(self._texts(name)):
+        for rank, message in enumerate(texts):
             exit_code, text = absent if message is None else json.loads(message)
             ranks_of.setdefault((exit_code, text), []).append(rank)
         ranks_of.pop((0, ""), None)
@@ -226,10 +221,9 @@ class Rendezvous:
 
 def _open_store(environment: RankEnv, timeout: timedelta) -> Store:
     """Connect this rank to the store of the job. Raises StartError where it finds none."""
-    rank, size = environment.rank, environment.world_size
-    url = urlsplit(environment.rendezvous)
+    rank, url = environment.rank, urlsplit(environment.rendezvous)
     if url.scheme == "file":
-        store, _, _ = next(rendezvous(environment.rendezvous, rank, size, timeout=timeout))
+        store = FileStore(url.path, environment.world_size)
         store.set_timeout(timeout)
         return store
     host, port = url.hostname or "", url.port or 0

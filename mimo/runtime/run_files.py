@@ -1,7 +1,4 @@
-"""Files of a run folder that reports read: their names, incidents, and the environment of starts.
-
-Reading them needs no engine, so looking at a run is quick.
-"""
+"""Files of a run folder that reports read: their names, incidents, the environment of starts."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ ENVIRONMENT = "environment.json"
 LAUNCH = "launch"
 """The folder of what starts jobs: script, recipe, placement, output."""
 
+_TIME = "%Y-%m-%dT%H:%M:%S%z"
 Kind = Literal[
     "signal",
     "restart",
@@ -53,13 +51,12 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def record(run_dir: Path, kind: Kind, text: str, step: int | None = None, **facts: Any) -> None:
-    """Append one incident; one process per incident calls it.
+    """Append one incident, or warn on stderr that it cannot; one process per incident calls it.
 
     text: one sentence for people. step: counted from 0; None outside of steps. facts: further JSON
     values for programs.
-    Warns on stderr instead of raising if the folder cannot be written.
     """
-    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    now = time.strftime(_TIME)
     line = json.dumps({"time": now, "kind": kind, "step": step, "text": text, **facts})
     try:
         with (run_dir / INCIDENTS).open("a", encoding="utf-8") as file:
@@ -81,7 +78,7 @@ def write_environment(
     device: its name. summary: facts by name, of `mimo.train.run_summary`.
     """
     start = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": time.strftime(_TIME),
         "step": step,
         "host": socket.gethostname(),
         "ranks": num_ranks,

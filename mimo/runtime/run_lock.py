@@ -1,9 +1,8 @@
 """One job at a time writes to a run folder.
 
-The lock is the kernel's (`flock`), so it ends with the last process that holds it, however that
-ends: the one that began the job, or a rank that outlives it. A job takes the lock alone, then its
-ranks share it. The file beside the run folder only says who took it. Between hosts it works on NFS,
-and on Lustre mounted with `flock`; on a file system without locks there is only a warning.
+The lock is the kernel's (`flock`), so it ends with the last process of the job that holds it. A job
+takes the lock alone, then its ranks share it. The file beside the run folder says who took it.
+Between hosts it works on NFS, and on Lustre mounted with `flock`; elsewhere there is a warning.
 """
 
 from __future__ import annotations
@@ -32,16 +31,14 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     """Hold the lock of ``run_dir``, which need not exist; one process of a job calls it.
 
     The lock is on a file beside the folder, because the folder itself may be moved aside.
-    patience_seconds: for the holder's last processes to end.
-    Raises StartError if another process holds it or the file system fails; InputError if the folder
-    cannot be written.
+    patience_seconds: for the holder's last processes to end. Raises StartError if another process
+    holds it or the file system fails; InputError if the folder cannot be written.
     """
     path = _lock_file(run_dir)
     deadline = time.monotonic() + patience_seconds
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        while (descriptor := _locked(path, run_dir, time.monotonic() < deadline)) is None:
-            time.sleep(_POLL_SECONDS)
+        descriptor = _lock(path, run_dir, deadline)
     except OSError as error:
         raise kind_of(error)(
             f"{run_dir}: cannot write there: {error}; give another train.run_dir or name"
@@ -49,7 +46,7 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     try:
         with suppress(OSError):  # a full disk; others are then refused without saying who it is
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, _this_process().encode())
+            os.write(descriptor, _describe_process().encode())
         yield
     finally:
         path.unlink(missing_ok=True)
@@ -87,8 +84,8 @@ def _lock_file(run_dir: Path) -> Path:
     return run_dir.with_name(f".{run_dir.name}.lock")
 
 
-def _locked(path: Path, run_dir: Path, patient: bool) -> int | None:
-    """Lock the file at ``path`` and return its descriptor; None if it is taken and we may wait."""
+def _lock(path: Path, run_dir: Path, deadline: float) -> int:
+    """Lock the file at ``path``, if need be by the ``deadline``, and return its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -97,8 +94,9 @@ def _locked(path: Path, run_dir: Path, patient: bool) -> int | None:
         except BlockingIOError:
             holder = os.read(descriptor, 1000).decode(errors="replace").strip()
             os.close(descriptor)
-            if patient:
-                return None
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                continue
             raise StartError(
                 f"{run_dir}: another job is writing to this run folder"
                 f"{f' ({holder})' if holder else ''}; wait for it, end it, or give another name"
@@ -113,19 +111,13 @@ def _locked(path: Path, run_dir: Path, patient: bool) -> int | None:
                 file=sys.stderr,
             )
             return descriptor
-        if _is_at(descriptor, path):
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
         os.close(descriptor)  # its last holder has just removed it
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _this_process() -> str:
+def _describe_process() -> str:
     job = os.environ.get("SLURM_JOB_ID")
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     words = [f"host {socket.gethostname()}", f"process {os.getpid()}", f"since {since}"]

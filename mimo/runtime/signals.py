@@ -1,8 +1,7 @@
 """Signals that stop a job early, and the agreement of all ranks on it.
 
 The first SIGTERM, SIGUSR1 or Ctrl-C requests a stop: finish the step, save, leave. A second one
-ends at once. SLURM sends one of the first two before a job's time is up. Which of them have reached
-this process is a fact of the process, so it is kept here once.
+ends at once. SLURM sends one of the first two before a job's time is up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SAVE_FAILED = "a checkpoint that was not written"
 _TIME_IS_UP = "train.max_minutes"
 _REASONS = (*(signum.name for signum in STOP_SIGNALS), _TIME_IS_UP, SAVE_FAILED)
 
-_requests: list[str] = []
+_requests: list[str] = []  # the signals that have reached this process
 
 
 def stop_requested() -> tuple[str, ...]:
@@ -36,10 +35,7 @@ def request_stop(name: str) -> None:
 
 
 def request_stop_on_signals() -> None:
-    """Let signals request a stop of this process, a rank of our launcher.
-
-    The launcher decides what a second signal does.
-    """
+    """Let signals request a stop of this rank, whose launcher decides what a second signal does."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, lambda number, _: request_stop(signal.Signals(number).name))
         signal.siginterrupt(signum, False)  # libraries may not expect to be interrupted
@@ -100,9 +96,8 @@ class EarlyStop:
     """Why a run stops after the current step, if it does; the same on all ranks.
 
     A signal may reach one rank only, and clocks differ. So each rank adds its `flags` to a sum over
-    all ranks, and passes the sums to `agree`.
-    deadline: on this machine's monotonic clock; on one rank, whose clock decides. local_reasons:
-    further reasons of this rank.
+    all ranks, and passes the sums to `agree`. deadline: on the monotonic clock of the one rank that
+    has it. local_reasons: further reasons of this rank.
     """
 
     def __init__(self, deadline: float | None = None) -> None:

@@ -1,7 +1,6 @@
 """Where a rank begins: it sets up environment, device and kernels, and then imports the engine.
 
-Megatron imports Transformer Engine, which initialises the GPU. A wheel that does not fit raises an
-AssertionError that Megatron does not expect.
+Megatron imports Transformer Engine, which initialises the GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, *args: Any) -> int:
 
 
 def prepare_process(layout: Layout, run_dir: Path) -> None:
-    """Set what has to be known before the engine is imported, and check the kernels.
+    """Set what has to be known before the engine is imported.
 
     Raises InputError for a package of kernels that is installed but cannot be imported.
     """
@@ -77,15 +76,14 @@ def prepare_process(layout: Layout, run_dir: Path) -> None:
 def join_job(request: Request, environment: RankEnv, start: float) -> int:
     """Train as a rank that torchrun or srun started; returns an exit code.
 
-    All ranks check the recipe; rank 0 makes the run folders and speaks for all.
+    All ranks check the recipe; rank 0 makes the run folders and prints.
     """
-    job, problem = None, None
+    job, problem, timeouts = None, None, list[float]()
     try:
         job = request.check(environment)
+        timeouts = job.phased.each(lambda recipe: recipe.bridge.timeout_seconds)
     except InputError as error:
         problem = error
-    recipes = [phase.recipe for phase in job.phased.phases] if job else []
-    timeouts = [recipe.bridge.timeout_seconds for recipe in recipes]
     ranks = Rendezvous(environment, max(timeouts, default=_RENDEZVOUS_SECONDS))
     try:
         ranks.agree(problem)
@@ -110,7 +108,7 @@ def _begin(
     watches, covers all attempts together. Rank 0 enters the run's lock into ``lock``.
     """
     run_dir = job.phased.run_dir
-    # Each machine counts its restarts; one that replaces another counts from zero.
+    # Each machine counts its restarts; a machine that replaces another counts from zero.
     restart = max(map(int, ranks.all_gather(str(environment.restart))))
     _index_together(job, ranks, environment.world_size)
 
@@ -146,16 +144,15 @@ def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment:
 
     def problems(checkpoint: Path) -> list[str]:
         known, files = ranks.scatter(partial(deal, checkpoint))
-        if not known:
-            unreadable = None
-            try:
-                known = wrong_checksums(checkpoint, files, lambda _: ranks.report_progress())
-            except Unreadable as error:
-                unreadable = error
-            ranks.agree(unreadable)
-            texts = ranks.all_gather("\n".join(known))
-            known = [line for text in texts for line in text.splitlines()]
-        return known
+        if known:
+            return known
+        unreadable = None
+        try:
+            known = wrong_checksums(checkpoint, files, lambda _: ranks.report_progress())
+        except Unreadable as error:
+            unreadable = error
+        ranks.agree(unreadable)
+        return "\n".join(filter(None, ranks.all_gather("\n".join(known)))).splitlines()
 
     choice, refusal = Choice(), None
     try:

@@ -17,7 +17,7 @@ from mimo.parallel.grids import Layout
 from mimo.runtime.processes import warm_up
 from mimo.runtime.ranks import RankEnv
 from mimo.train.loggers import check_loggers
-from mimo.train.restarts import check_restart, find_failure, record_restart, start_time
+from mimo.train.restarts import find_failure, record_restart, start_time
 from mimo.train.run_folder import (
     check_run_dir,
     check_start,
@@ -33,7 +33,7 @@ PRELOAD = ("mimo.engines.megatron.preload", "mimo.train.rank", "transformers")
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks of `mimo train`. site: a file whose keys override `cluster:`."""
+    """The arguments of `mimo train`. site: a file whose keys override `cluster:`."""
 
     path: Path
     overrides: Sequence[str] = ()
@@ -119,14 +119,12 @@ class Job:
     ) -> list[Run]:
         """Begin again after the ranks have failed, and return the runs to do.
 
-        max_restarts: of the job. cause, rank: if known. choice: among the candidates of
-        `after_failure`. Raises NotRestarted where a restart would not help.
+        cause, rank: if known. choice: among the candidates of `after_failure`; None to make it now.
+        Raises NotRestarted where a restart would not help.
         """
         job = self.after_failure()
         choice = choice or choose(job.candidates())
         run_dir = runs_to_do(self.phased, self.layouts, choice.checkpoint)[0].recipe.run_dir
         failure = find_failure(run_dir, cause, rank)
-        started = start_time(self.phased.run_dir)
-        check_restart(run_dir, failure, started)
-        record_restart(run_dir, failure, max_restarts, started)
+        record_restart(run_dir, failure, max_restarts, start_time(self.phased.run_dir))
         return job.begin(choice)

@@ -28,9 +28,9 @@ def main(
     max_restarts: int = 0,
     site: Path | None = None,
 ) -> int:
-    """Run the recipe on this machine, or be one rank of a torchrun or srun job.
+    """Train on ranks of this machine, or be a rank of torchrun or srun; returns an exit code.
 
-    site: a file whose keys override the recipe's `cluster:`. Returns an exit code.
+    site: a file whose keys override the recipe's `cluster:`.
     """
     start = time.monotonic()
     request = Request(path, overrides, num_ranks, resume, resume_from, site)

@@ -77,8 +77,8 @@ def run_rank(
 ) -> int:
     """Be one rank of a job launched on this machine; returns an exit code.
 
-    locked: the folder whose lock the launcher holds. job_start: when the job started, on the
-    machine's monotonic clock; None for now.
+    locked: the folder whose lock the launcher holds. job_start: of the job, on the monotonic clock;
+    None for now.
     """
     if locked is not None:
         keep_lock(locked)
@@ -91,8 +91,8 @@ def run_rank(
 def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:
     """Join torch.distributed as the rank that the environment names.
 
-    later: what the same world trains afterwards; the longest timeout of all applies. store: where
-    the ranks have already met; without one, they meet as the environment says.
+    later: what the same world trains afterwards; the longest timeout of all applies. store: of the
+    rendezvous; None to meet as the environment says.
     """
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
@@ -132,22 +132,6 @@ class MonitoredSteps(StepObserver):
         self._monitor.keep_memory()
 
 
-def _monitor(recipe: Recipe, layout: Layout, run_dir: Path, rank: int) -> HangMonitor:
-    lanes = [
-        f"{name}, lane {grid.coords(rank).dp}"
-        for name, grid in layout.grids.items()
-        if rank in grid.ranks
-    ]
-    return HangMonitor(
-        run_dir,
-        rank,
-        layout.world_size,
-        " and ".join(lanes),
-        recipe.bridge.timeout_seconds,
-        recipe.train.step_timeout_seconds,
-    )
-
-
 def _work(model: MimoModel) -> Work:
     """Describe what the modules of this rank do now, and what they wait for."""
     doing, batch = model.doing, ""
@@ -175,9 +159,9 @@ def train_in_world(
 ) -> int:
     """Train, from building the model to the last checkpoint; every rank of the world calls it.
 
-    layout: the recipe's, for a world of this size. job_start: see `run_rank`.
-    Returns 0, or EXIT_CONTINUE where the run was asked to stop early and has saved.
-    Afterwards only the world's group is left, so that another run can follow.
+    layout: the recipe's, for a world of this size. job_start: see `run_rank`. Returns 0, or
+    EXIT_CONTINUE if the run was asked to stop early and has saved. Afterwards only the world's
+    group is left, so that another run can follow.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     set_threads(recipe.train.threads_per_rank, ranks_here)
@@ -185,14 +169,22 @@ def train_in_world(
     with _logging_to(run_dir / f"log_rank_{rank}.txt"):
         if (memory := gpu_memory()) is not None:
             check_memory(recipe, layout, range(rank, rank + 1), memory)
-        monitor = _monitor(recipe, layout, run_dir, rank)
+        grids = [(name, grid) for name, grid in layout.grids.items() if rank in grid.ranks]
+        monitor = HangMonitor(
+            run_dir,
+            rank,
+            layout.world_size,
+            " and ".join(f"{name}, lane {grid.coords(rank).dp}" for name, grid in grids),
+            recipe.bridge.timeout_seconds,
+            recipe.train.step_timeout_seconds,
+        )
         # A failure is reported before the save in flight is waited for.
         with ExitStack() as saves, monitor.watched():
             topology = build_topology(layout, collective_timeout(recipe))
-            early_stop = EarlyStop()
+            deadline = None
             if (minutes := recipe.train.max_minutes) is not None and rank == 0:
-                job_start = time.monotonic() if job_start is None else job_start
-                early_stop = EarlyStop(job_start + 60 * minutes)
+                deadline = 60 * minutes + (time.monotonic() if job_start is None else job_start)
+            early_stop = EarlyStop(deadline)
             code = _train(recipe, topology, run_dir, start, monitor, early_stop, saves)
             topology.close()
     release_memory()
@@ -239,15 +231,18 @@ def _train(
             writer = stack.enter_context(MetricsWriter(recipe, run_dir, first_step))
             bad_samples = BadSamples(run_dir, first_step, writer.say)
             bad_samples.list_of_indexes(splits)
-            _say_skipped(writer, dataset)
+            if count := sum(index.num_skipped for index in dataset.indexes):
+                skipped = f"{count} samples of the index are unusable and left out"
+                writer.say(f"{skipped} (all are in {BAD_SAMPLES}):")
+                samples = chain.from_iterable(i.skipped_samples() for i in dataset.indexes)
+                for sample in islice(samples, 10):
+                    writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
             summary = (f"summary {name}: {text}" for name, text in facts.items())
             for line in (*notes, *summary, *precision_warnings(recipe, initial)):
                 writer.say(line)
                 logger.info(line)
-        owes_validation = False
-        if validation is not None:
-            lacks = float(writer is not None and writer.lacks_validation)
-            owes_validation = sum_over_world(lacks) > 0
+        lacks = float(writer is not None and writer.lacks_validation)
+        owes_validation = validation is not None and sum_over_world(lacks) > 0
         observer = MonitoredSteps(monitor)
         steps = trainer.train(dataset, validation, observer, bad_samples, owes_validation)
         for metrics in with_synchronized_gc(steps, recipe.train.collect_garbage_every):
@@ -259,25 +254,23 @@ def _train(
         if done >= recipe.train.steps:
             return 0
         if writer is not None:
-            text = (
-                f"ended by {' and '.join(early_stop.reasons)}, with a checkpoint after step {done}"
-            )
+            reasons = " and ".join(early_stop.reasons)
+            text = f"ended by {reasons}, with a checkpoint after step {done}"
             writer.say(f"{text}; continue with --resume")
             record(run_dir, "signal", text, done - 1, reasons=early_stop.reasons, job=job_name())
         return EXIT_CONTINUE
 
 
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
-    """Open a split: rank 0 looks at the shards, the others open the catalogs that it has found.
+    """Open a split: rank 0 looks at the shards, the others open the indexes that it names.
 
     Raises InputError, on all ranks, if one cannot open them; StartError if a file system fails.
     """
-    text_and_media = trainer.chat, trainer.processors
     indexes, problem, file_system_fails = tuple[Index, ...](), "", False
 
     def find() -> bytes:
         nonlocal indexes
-        indexes = open_indexes(recipe, split, *text_and_media)
+        indexes = open_indexes(recipe, split, trainer.chat, trainer.processors)
         return pickle.dumps(indexes)
 
     pickled = from_rank_0(find)
@@ -290,18 +283,9 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
     if num_failed:
         kind = StartError if num_failed == num_sick else InputError
         raise kind(problem or f"data.{split}: {num_failed:g} ranks cannot open its index")
-    return dataset_of(recipe, split, indexes, *text_and_media) if indexes else None
-
-
-def _say_skipped(writer: MetricsWriter, dataset: Dataset) -> None:
-    count = sum(index.num_skipped for index in dataset.indexes)
-    if count:
-        writer.say(
-            f"{count} samples of the index are unusable and left out (all are in {BAD_SAMPLES}):"
-        )
-        skipped = chain.from_iterable(index.skipped_samples() for index in dataset.indexes)
-        for sample in islice(skipped, 10):
-            writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
+    if not indexes:
+        return None
+    return dataset_of(recipe, split, indexes, trainer.chat, trainer.processors)
 
 
 @contextmanager

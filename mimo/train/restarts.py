@@ -1,6 +1,6 @@
-"""Restarts of all ranks after one failed: from where, how often, and what is recorded of them.
+"""Restarts of all ranks after one failed: from where, how often, and the incidents that tell of it.
 
-The launcher restarts its own ranks. Under torchrun its agent does, and the ranks find out.
+The launcher restarts the ranks that it started. Torchrun's agent does so too, unknown to its ranks.
 """
 
 from __future__ import annotations
@@ -57,13 +57,8 @@ def job_name() -> str:
     if run_id is None:
         launcher = multiprocessing.parent_process()  # None in the launcher itself
         return _name_of(os.getpid() if launcher is None or launcher.pid is None else launcher.pid)
-    # Without a rendezvous of its own torchrun gives every job this name.
-    return _agent() if run_id == "none" else run_id
-
-
-def _agent() -> str:
-    """Return the name of torchrun's process that starts and restarts this rank."""
-    return _name_of(os.getppid())
+    # With a static rendezvous torchrun gives every job this name.
+    return _name_of(os.getppid()) if run_id == "none" else run_id
 
 
 def _name_of(pid: int) -> str:
@@ -80,7 +75,8 @@ def note_start(run_dir: Path, start: float) -> None:
     start: on the monotonic clock, which later attempts on other machines do not share.
     """
     at = time.time() - (time.monotonic() - start)
-    (run_dir / _STARTED_BY).write_text(f"{job_name()}\n{_agent()}\n{at}")
+    agent = _name_of(os.getppid())
+    (run_dir / _STARTED_BY).write_text(f"{job_name()}\n{agent}\n{at}")
 
 
 def start_time(run_dir: Path) -> float:
@@ -103,7 +99,7 @@ def has_earlier_attempt(run_dir: Path, restart: int) -> bool:
         name, agent, _ = (run_dir / _STARTED_BY).read_text().split("\n")
     except (FileNotFoundError, ValueError):
         return False
-    return agent == _agent() or (restart > 0 and name == job_name())
+    return agent == _name_of(os.getppid()) or (restart > 0 and name == job_name())
 
 
 def is_requeued() -> bool:
@@ -144,62 +140,42 @@ def _steps_done(run_dir: Path) -> list[int]:
         return []
 
 
-def check_restart(run_dir: Path, failure: Failure, started: float = 0.0) -> None:
-    """Raise NotRestarted if the ranks should not restart after a ``failure`` of this job.
+def record_restart(
+    run_dir: Path, failure: Failure, max_restarts: int, started: float = 0.0
+) -> None:
+    """Record that all ranks restart after a ``failure``, and print it in one line.
 
-    started: when the job started, in seconds since 1970.
+    started: when the job started, in seconds since 1970; it may have the name of the job that it
+    continues, whose incidents do not count. Raises NotRestarted if a restart would not help.
     """
     if not run_dir.is_dir():
         text = f"{run_dir} is gone: not started again; restore the folder or start another run"
         raise NotRestarted(text, 1)
-    of_job = _incidents_of_job(run_dir, started)
+    # Restarts, signals and ends for lack of finite numbers name their job. Times are whole seconds.
+    of_job = [
+        incident
+        for incident in incidents(run_dir)
+        if incident.get("job") == job_name()
+        and datetime.fromisoformat(incident["time"]).timestamp() >= int(started)
+    ]
     if of_job and (kind := of_job[-1]["kind"]) != "restart":
         code = EXIT_CONTINUE if kind == "signal" else 1
         raise NotRestarted(f"{of_job[-1]['text']}: not started again", code)
+    newest = newest_checkpoint(run_dir)
+    checkpoint = newest and newest.name
     last = of_job[1 - _MAX_FAILURES_AT_STEP :]
-    same = (failure.step, _name(newest_checkpoint(run_dir)))
     places = [(incident["step"], incident.get("checkpoint")) for incident in last]
-    if places == [same] * (_MAX_FAILURES_AT_STEP - 1):
-        raise NotRestarted(
+    if places == [(failure.step, checkpoint)] * (_MAX_FAILURES_AT_STEP - 1):
+        text = (
             f"{failure}: {_MAX_FAILURES_AT_STEP} failures there without a new checkpoint, so "
-            "restarting would not help",
-            1,
+            "restarting would not help"
         )
-
-
-def _incidents_of_job(run_dir: Path, started: float) -> list[dict]:
-    """Return restarts, signals and ends for lack of finite numbers; others do not name their job.
-
-    started: a requeued job may have the name of the one before, so earlier incidents do not count.
-    """
-    of_job = (i for i in incidents(run_dir) if i.get("job") == job_name())
-    # Incidents have whole seconds.
-    return [i for i in of_job if datetime.fromisoformat(i["time"]).timestamp() >= int(started)]
-
-
-def record_restart(
-    run_dir: Path, failure: Failure, max_restarts: int, started: float = 0.0
-) -> None:
-    """Record that all ranks restart, and print it in one line. started: see `check_restart`."""
-    checkpoint = _name(newest_checkpoint(run_dir))
-    number = 1 + len(_incidents_of_job(run_dir, started))
+        raise NotRestarted(text, 1)
     source = checkpoint or "the beginning"
-    text = f"restart {number} of {max_restarts}, from {source}: {failure}"
+    text = f"restart {len(of_job) + 1} of {max_restarts}, from {source}: {failure}"
     print(text, flush=True)
-    record(
-        run_dir,
-        "restart",
-        text,
-        failure.step,
-        rank=failure.rank,
-        cause=failure.cause,
-        checkpoint=checkpoint,
-        job=job_name(),
-    )
-
-
-def _name(checkpoint: Path | None) -> str | None:
-    return checkpoint.name if checkpoint else None
+    facts = {"rank": failure.rank, "cause": failure.cause, "checkpoint": checkpoint}
+    record(run_dir, "restart", text, failure.step, **facts, job=job_name())
 
 
 def record_signal(run_dir: Path, signal_name: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from mimo.errors import RecipeError
 from mimo.runtime import signals
 from mimo.runtime.processes import RanksFailed, RanksHung
-from mimo.runtime.ranks import first_host, launch, rank_environment
+from mimo.runtime.ranks import launch, rank_environment
 from tests.conftest import RunRanks
 from tests.mimo.runtime.conftest import free_port
 
@@ -306,14 +306,6 @@ def test_torchrun_and_srun_environments_are_recognised(monkeypatch: pytest.Monke
     env = rank_environment()
     assert env is not None
     assert (env.rank, env.world_size, env.rendezvous) == (1, 2, "env://")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("a", "a"), ("a,b", "a"), ("gpu[03-05,9],x", "gpu03"), ("n[1,2]-ib,z", "n1-ib")],
-)
-def test_the_first_host_of_a_node_list_is_found(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
 
 
 def _when_written(paths: list[Path]) -> list[int]:

@@ -27,7 +27,6 @@ from mimo.train import main as job
 from mimo.train.restarts import (
     Failure,
     NotRestarted,
-    check_restart,
     job_name,
     note_start,
     record_restart,
@@ -154,15 +153,16 @@ def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_
     for _ in range(2):
         record_restart(tmp_path, failure, 9)
     with pytest.raises(NotRestarted):
-        check_restart(tmp_path, failure)
-    check_restart(tmp_path, Failure("rank 1 failed", 1, 4))
+        record_restart(tmp_path, failure, 9)
+    assert len(incidents(tmp_path)) == 2
+    record_restart(tmp_path, Failure("rank 1 failed", 1, 4), 9)
     file = tmp_path / INCIDENTS
     file.write_text(file.read_text().replace(socket.gethostname(), "elsewhere"))
-    check_restart(tmp_path, failure)
-    assert len(incidents(tmp_path)) == 2
+    for _ in range(2):
+        record_restart(tmp_path, failure, 9)
     shutil.rmtree(tmp_path)
     with pytest.raises(NotRestarted, match="is gone"):
-        check_restart(tmp_path, failure)
+        record_restart(tmp_path, failure, 9)
 
 
 @pytest.mark.slow
@@ -183,13 +183,12 @@ def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failure = Failure("rank 1 failed", 1, 3)
+    for _ in range(2):
+        record_restart(tmp_path, failure, 9)
     record(tmp_path, "signal", "ended by SIGTERM", 2, job=job_name())
-    record_restart(tmp_path, failure, 9)
-    record_restart(tmp_path, failure, 9)
     with pytest.raises(NotRestarted):
-        check_restart(tmp_path, failure)
+        record_restart(tmp_path, failure, 9)
     requeued = time.time() + 2
-    check_restart(tmp_path, failure, requeued)
     record_restart(tmp_path, failure, 9, requeued)
     assert capsys.readouterr().out.splitlines()[-1].startswith("restart 1 of 9")
     note_start(tmp_path, time.monotonic())
