@@ -25,12 +25,6 @@ from tests.mimo.model.test_fsdp_runs import make
 from tests.mimo.runs import ADAM, corrupt, mimo, mimo_here, run
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
 @pytest.mark.slow
 def test_generate_answers_from_a_run_of_any_layout_and_leaves_no_temporary_files(
     run_ranks: RunRanks, recipe: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,12 +16,6 @@ from tests.mimo.model.test_levels_parity import COLOCATED, DISJOINT, INTERLEAVED
 from tests.mimo.runs import ADAM, metrics, run
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
 @pytest.mark.slow
 def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
     run_ranks: RunRanks, recipe: Path

@@ -30,12 +30,6 @@ LANES = ["language.grid.dp=2", "encoders.vision.grid.dp=2", "train.micro_batch_s
 HOSTILE = '"><img src=x onerror=alert(1)><script>'
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
 def opened(recipe: Path, *overrides: str) -> Dataset:
     loaded = load_recipe(recipe, overrides)
     dataset = open_dataset(loaded, "sources", open_tokenizer(loaded), item_processors(loaded))

@@ -16,7 +16,6 @@ import pytest
 from mimo.runtime.processes import RanksFailed
 from mimo.runtime.ranks import RENDEZVOUS, run_on_cpu
 from tests.conftest import RunRanks
-from tests.mimo import tiny
 
 RANKS = 3
 
@@ -74,12 +73,6 @@ def other_program(port: int = 0, greeting: bytes | None = None, host: str = "") 
 def free_port(host: str = "") -> int:
     with other_program(host=host) as port:
         return port
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 @pytest.fixture

@@ -24,16 +24,11 @@ from tests.mimo.disturbed import disturbing, when_at
 from tests.mimo.runs import ADAM, LAYOUT, metrics, run
 from tests.ranks import running
 
+pytestmark = pytest.mark.usefixtures("run_ranks")  # its fork server
 HERE = "tests.mimo.runtime.test_signals"
 STEPS = 5
 SETTINGS = [*LAYOUT, *ADAM, "train.global_batch_size=4", f"train.steps={STEPS}"]
 SAME = ("step", "loss", "grad_norm", "tokens", "epochs", "validation_loss")
-
-
-@pytest.fixture
-def recipe(run_ranks: RunRanks, tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 # ----------------------------------------------------------------- what runs inside ranks

@@ -17,12 +17,6 @@ from tests.mimo.checkpoint.hf import folders
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
 def trained(path: Path, *overrides: str, step: int = 2) -> Path:
     """The checkpoint of a run of the recipe, as it would be but for the tensors."""
     recipe = load_recipe(path, overrides)

@@ -24,7 +24,6 @@ from mimo.train.run_folder import make_run_dir
 from mimo.train.step import StepObserver
 from tests.cases import quick_values
 from tests.conftest import RunRanks
-from tests.mimo import tiny
 from tests.mimo.model.test_fsdp_runs import FSDP, make, read
 from tests.mimo.runs import ADAM, LAYOUT, metrics
 
@@ -163,12 +162,6 @@ def test_a_step_without_numbers_leaves_all_modules_as_if_it_had_not_been(
 
 
 # ------------------------------------------------------------------- in whole runs
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 def train_poisoned(rank: int, path: Path, overrides: list[str], bad: set[int], start: Start) -> str:

@@ -21,7 +21,6 @@ from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.build import build_layout
 from tests.cases import quick
 from tests.conftest import RunRanks
-from tests.mimo import tiny
 from tests.mimo.runs import metrics
 
 PEAKS = {"language": 0.004, "vision": 0.0005}
@@ -37,12 +36,6 @@ SETTINGS = [
     "train.optimizer=adam",
     "train.global_batch_size=4",
 ]
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 # ------------------------------------------------------------- rates, also after a resume

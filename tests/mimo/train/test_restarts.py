@@ -42,15 +42,10 @@ from tests.mimo.train.test_phased_runs import write_recipe as write_phases
 from tests.mimo.train.test_stalls import CASES, TIMEOUT_SECONDS, Case, arm
 from tests.ranks import MarkedJob
 
+pytestmark = pytest.mark.usefixtures("run_ranks")  # its fork server
 HERE = "tests.mimo.train.test_restarts"
 SETTINGS = [*LAYOUT, *ADAM, "train.global_batch_size=4", "train.steps=5", "train.save_every=2"]
 SAME = ("step", "loss", "grad_norm", "tokens", "epochs")
-
-
-@pytest.fixture
-def recipe(run_ranks: RunRanks, tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 def same_metrics(recipe: Path, run: str, other: str) -> bool:

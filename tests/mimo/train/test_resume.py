@@ -29,12 +29,6 @@ from tests.mimo.runs import ADAM, LAYOUT, bad_samples, command, corrupt, metrics
 from tests.ranks import MarkedJob
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
 def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
     run_ranks: RunRanks, recipe: Path
 ) -> None:

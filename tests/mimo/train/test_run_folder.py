@@ -10,13 +10,6 @@ from mimo.checkpoint.hf.recipes import load_phases
 from mimo.model.recipe_checks import check_recipe
 from mimo.train.main import Job, Request
 from mimo.train.restarts import is_requeued
-from tests.mimo import tiny
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 def launched(recipe: Path) -> Path:

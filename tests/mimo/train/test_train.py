@@ -27,12 +27,6 @@ from tests.mimo import tiny
 from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, mimo, mimo_here, run
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
 def test_corrupt_image_is_skipped_counted_and_named(run_ranks: RunRanks, recipe: Path) -> None:
     corrupt(recipe)
     run(run_ranks, recipe, *LAYOUT, *ADAM, "train.steps=2")

@@ -18,19 +18,12 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.runtime.run_files import incidents
 from tests.conftest import RunRanks
 from tests.hosts import INTERFACE, Host, two_hosts
-from tests.mimo import tiny
 from tests.mimo.runs import LAYOUT, metrics, mimo, run
 from tests.ranks import MarkedJob
 
 pytestmark = pytest.mark.slow
 SITE = f"{{gpus_per_node: 0, ranks_per_node: 2, interface: {INTERFACE}}}"
 TIMEOUT_SECONDS = 6
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 def lines_of(hosts: list[Host], recipe: Path, *overrides: str) -> list[str]:
