@@ -19,7 +19,7 @@ from torch import Tensor
 from tests import lone_module
 from tests.conftest import RunRanks
 from tests.lone_module import Weights, noise
-from tests.mimo.families.languages.test_qwen3 import (
+from tests.mimo.families.languages.references import (
     IMAGES,
     LENGTHS,
     NUM_TOKENS,
@@ -60,13 +60,13 @@ def image_places() -> list[Tensor]:
 
 @functools.cache
 def compute_reference() -> Reference:
-    model = TextModelWithHead(tied=True)
+    model = TextModelWithHead("qwen3", tied=True)
     lone_module.randomize(model, seed=0)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, NUM_TOKENS, (sum(LENGTHS),), generator=generator)
     places = image_places()
     counts = [len(own) for own in places]
-    levels = noise(3, NUM_LEVELS, sum(counts), SETTINGS["hidden_size"]).requires_grad_()
+    levels = noise(3, NUM_LEVELS, sum(counts), SETTINGS["qwen3"]["hidden_size"]).requires_grad_()
     logits = []
     segments = zip(
         ids.split(LENGTHS),
@@ -78,27 +78,21 @@ def compute_reference() -> Reference:
     for part, positions, own, rows in segments:
         mask = torch.zeros(1, len(part), dtype=torch.bool)
         mask[0, own] = True
-        output = model.model(
-            input_ids=part[None],
-            position_ids=positions[:, None],
-            use_cache=False,
-            visual_pos_masks=mask,
-            deepstack_visual_embeds=list(rows),
-        )
-        logits.append(model.lm_head(output.last_hidden_state)[0])
+        levels_of_part = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(rows)}
+        logits.append(model(part, positions, **levels_of_part))
     joined = torch.cat(logits)
     logit_gradients = noise(2, *joined.shape)
     joined.backward(logit_gradients)
     assert levels.grad is not None
     starts = np.cumsum([0, *LENGTHS])[:-1].tolist()
     return Reference(
-        weights=to_ours(dict(model.named_parameters()), padding=1e3),
+        weights=to_ours("qwen3", dict(model.named_parameters()), padding=1e3),
         ids=ids,
         levels=levels.detach(),
         places=torch.cat([own + start for own, start in zip(places, starts, strict=True)]),
         logit_gradients=logit_gradients,
         logits=joined.detach(),
-        gradients=to_ours(lone_module.gradients(model), padding=0.0),
+        gradients=to_ours("qwen3", lone_module.gradients(model), padding=0.0),
         level_gradients=levels.grad,
     )
 
@@ -107,7 +101,7 @@ def run(run_ranks: RunRanks, ranks: int, reference: Reference, *options: Any) ->
     return run_ranks(
         lone_module.run_language_with_levels,
         ranks,
-        {**SETTINGS, "tie_word_embeddings": True},
+        {**SETTINGS["qwen3"], "tie_word_embeddings": True},
         NUM_TOKENS,
         reference.weights,
         reference.ids,

@@ -1,0 +1,230 @@
+"""Small language models of every family, with what transformers computes with the same weights.
+
+fp32 on a CPU, random weights in every parameter; the vocabulary has padded rows throughout, 100
+tokens in 128 rows. Letters: L tokens of a segment, T of all segments.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
+
+from data.batch import mrope_position_ids
+from tests import lone_module
+from tests.encoders.towers import randomize
+from tests.lone_module import Weights, noise
+
+TOLERANCE = 1e-5
+NUM_TOKENS = 100
+NUM_ROWS = 128
+# Segments of unequal, equal and the smallest length, longer and shorter than Gemma's window; the
+# sum is even for two ranks.
+LENGTHS = [23, 9, 1, 23, 14]
+# (offset, grid in rows) of the images in each segment.
+IMAGES = [[(2, (1, 2, 3)), (12, (1, 3, 3))], [(0, (1, 1, 4))], [], [(5, (1, 4, 2))], []]
+
+_SIZES: dict[str, Any] = {
+    "ffn_hidden_size": 72,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "head_size": 16,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3": _SIZES
+    | {
+        "num_layers": 3,
+        "hidden_size": 48,
+        "rotary_base": 10_000.0,
+        "mrope_section": (4, 2, 2),
+    },
+    "qwen2_5": _SIZES
+    | {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "rotary_base": 10_000.0,
+        "mrope_section": (2, 3, 3),
+        "norm_eps": 1e-6,
+    },
+    "gemma3": _SIZES
+    | {
+        "num_layers": 4,
+        "hidden_size": 48,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        # Close together, so that layers with the other kind's base or factor would show.
+        "local_rotary_base": 100.0,
+        "rotary_base": 1_000.0,
+        "rotary_factor": 3.0,
+    },
+}
+_QWEN_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+}
+_HEAD_NORMS = {
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}
+_NORMS = {
+    "qwen3": _QWEN_NORMS | _HEAD_NORMS,
+    "qwen2_5": _QWEN_NORMS,
+    "gemma3": _HEAD_NORMS
+    | {
+        "input_layernorm": "input_layernorm",
+        "self_attn_bda.norm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "mlp_bda.norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def text_positions() -> Tensor:
+    """(3, T) int64: each segment counts from 0 on all three axes."""
+    return torch.cat([torch.arange(n) for n in LENGTHS]).expand(3, -1).contiguous()
+
+
+def image_positions() -> Tensor:
+    """(3, T) int64: with blocks in which height and width positions count up on their own."""
+    parts = [
+        mrope_position_ids([n], [o for o, _ in images], [g for _, g in images])
+        for n, images in zip(LENGTHS, IMAGES, strict=True)
+    ]
+    return torch.cat([torch.from_numpy(part) for part in parts], dim=1)
+
+
+POSITIONS = {"text": text_positions, "images": image_positions}
+
+
+def text_config(family: str) -> Any:
+    """The configuration of transformers' text model."""
+    settings = SETTINGS[family]
+    sizes = {
+        "vocab_size": NUM_TOKENS,
+        "hidden_size": settings["hidden_size"],
+        "intermediate_size": settings["ffn_hidden_size"],
+        "num_hidden_layers": settings["num_layers"],
+        "num_attention_heads": settings["num_attention_heads"],
+        "num_key_value_heads": settings["num_query_groups"],
+    }
+    rope = {"rope_type": "default", "rope_theta": settings["rotary_base"]}
+    if family == "gemma3":
+        return Gemma3TextConfig(
+            **sizes,
+            head_dim=settings["head_size"],
+            query_pre_attn_scalar=settings["query_pre_attn_scalar"],
+            sliding_window=settings["sliding_window"],
+            layer_types=["sliding_attention", "full_attention"] * (settings["num_layers"] // 2),
+            rope_parameters={
+                "sliding_attention": rope | {"rope_theta": settings["local_rotary_base"]},
+                "full_attention": rope
+                | {"rope_type": "linear", "factor": settings["rotary_factor"]},
+            },
+            # transformers gives this row of the embedding no gradient; none of ours is special.
+            pad_token_id=None,
+        )
+    rope |= {"mrope_section": list(settings["mrope_section"])}
+    if family == "qwen2_5":
+        return Qwen2_5_VLTextConfig(
+            **sizes, rms_norm_eps=settings["norm_eps"], rope_parameters=rope
+        )
+    return Qwen3VLTextConfig(
+        **sizes, head_dim=settings["head_size"], rope_parameters=rope | {"mrope_interleaved": True}
+    )
+
+
+class TextModelWithHead(nn.Module):
+    """transformers' text model and the linear head that its conditional generation adds."""
+
+    def __init__(self, family: str, tied: bool) -> None:
+        super().__init__()
+        models = {"qwen3": Qwen3VLTextModel, "qwen2_5": Qwen2_5_VLTextModel}
+        self.model: Any = models.get(family, Gemma3TextModel)(text_config(family))
+        self.has_axes = family in models
+        self.lm_head = nn.Linear(SETTINGS[family]["hidden_size"], NUM_TOKENS, bias=False)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids: Tensor, positions: Tensor, **levels: Any) -> Tensor:
+        """ids (L,), positions (3, L) of one segment -> logits (L, NUM_TOKENS)."""
+        places = positions[:, None] if self.has_axes else positions[:1]
+        output = self.model(input_ids=ids[None], position_ids=places, use_cache=False, **levels)
+        return self.lm_head(output.last_hidden_state)[0]
+
+
+def to_ours(family: str, hf: Weights, padding: float) -> Weights:
+    """Weights or gradients under our names and in our layout; padded rows hold ``padding``."""
+
+    def padded(rows: Tensor) -> Tensor:
+        return nn.functional.pad(rows, (0, 0, 0, NUM_ROWS - NUM_TOKENS), value=padding)
+
+    ours = {
+        "embedding.word_embeddings.weight": padded(hf["model.embed_tokens.weight"]),
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+    }
+    if "lm_head.weight" in hf:
+        ours["output_layer.weight"] = padded(hf["lm_head.weight"])
+    settings = SETTINGS[family]
+    for n in range(settings["num_layers"]):
+        theirs, layer = f"model.layers.{n}", f"decoder.layers.{n}"
+        for kind in ("weight", "bias") if family == "qwen2_5" else ("weight",):
+            ours[f"{layer}.self_attention.linear_qkv.{kind}"] = lone_module.interleave_qkv(
+                [hf[f"{theirs}.self_attn.{which}_proj.{kind}"] for which in "qkv"],
+                settings["num_query_groups"],
+            )
+        gate_up = [hf[f"{theirs}.mlp.{which}_proj.weight"] for which in ("gate", "up")]
+        ours |= {
+            f"{layer}.{our_norm}.weight": hf[f"{theirs}.{norm}.weight"]
+            for our_norm, norm in _NORMS[family].items()
+        }
+        ours |= {
+            f"{layer}.self_attention.linear_proj.weight": hf[f"{theirs}.self_attn.o_proj.weight"],
+            f"{layer}.mlp.linear_fc1.weight": torch.cat(gate_up),
+            f"{layer}.mlp.linear_fc2.weight": hf[f"{theirs}.mlp.down_proj.weight"],
+        }
+    return {name: tensor.detach().contiguous() for name, tensor in ours.items()}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers computed segment by segment, under our names."""
+
+    weights: Weights
+    ids: Tensor
+    positions: Tensor
+    logit_gradients: Tensor
+    logits: Tensor
+    gradients: Weights
+
+
+@functools.cache
+def compute_reference(family: str, tied: bool, kind: str) -> Reference:
+    """``kind``: a key of POSITIONS."""
+    positions = POSITIONS[kind]()
+    model = TextModelWithHead(family, tied)
+    randomize(model, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, NUM_TOKENS, (sum(LENGTHS),), generator=generator)
+    segments = zip(ids.split(LENGTHS), positions.split(LENGTHS, dim=1), strict=True)
+    logits = torch.cat([model(part, place) for part, place in segments])
+    logit_gradients = noise(2, *logits.shape)
+    logits.backward(logit_gradients)
+    return Reference(
+        # A padded row that entered a result would show.
+        weights=to_ours(family, dict(model.named_parameters()), padding=1e3),
+        ids=ids,
+        positions=positions,
+        logit_gradients=logit_gradients,
+        logits=logits.detach(),
+        gradients=to_ours(family, lone_module.gradients(model), padding=0.0),
+    )
