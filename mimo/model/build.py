@@ -1,4 +1,4 @@
-"""Builds this rank's model from the recipe: config, chunks, DDP, optimizer, bridge ends."""
+"""Build this rank's model from the recipe: chunks, DDP, optimizers, bridge ends."""
 
 from __future__ import annotations
 
@@ -63,16 +63,14 @@ def build_model(
     initial: InitialWeights | None = None,
     provided: Collection[str] = (),
 ) -> MimoModel:
-    """The modules that this rank owns, with weights and optimizers.
+    """Build the modules that this rank owns; every rank of the world calls it.
 
     initial: weights to start from. provided: parameters that the caller is about to fill, as
-    ``<module>.<parameter>``. All others get freshly drawn values. Every rank of the world calls it.
-    Raises RecipeError for a tokenizer with more tokens than the model knows, and for what this
-    rank's GPU does not have.
+    ``<module>.<parameter>``. All others are drawn. Raises RecipeError for a tokenizer with more
+    tokens than the model knows, and for a feature that this rank's GPU lacks.
     """
     check_device(recipe)
     prepare_engine(recipe.train.seed)
-    dtype = DTYPES[recipe.train.precision]
     settings = language_settings(recipe)
     try:
         num_tokens = settings.num_tokens(tokenizer_size)
@@ -92,7 +90,7 @@ def build_model(
         watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
         whole_rows=recipe.bridge.delivery == "replicated",
-        item_rules=language_settings(recipe).item_rules,
+        item_rules=settings.item_rules,
         num_tokens=num_tokens,
     )
     for name in topology.modules:
@@ -101,14 +99,21 @@ def build_model(
         if recipe.module(name).engine == "fsdp":
             from mimo.model.fsdp import fsdp_module  # late: transformers takes seconds to import
 
-            optimizer = optimizer_settings(recipe.train)
-            module = fsdp_module(recipe, topology, name, optimizer, num_tokens, initial, filled)
+            module = fsdp_module(
+                recipe,
+                topology,
+                name,
+                settings=optimizer_settings(recipe.train),
+                num_tokens=num_tokens,
+                initial=initial,
+                filled=filled,
+            )
         else:
             module = _megatron_module(recipe, topology, name, num_tokens, initial, filled)
         if name != LANGUAGE and name not in topology.layout.colocated:
             module.run_ahead = run_ahead(recipe, topology.layout, name)
         model.modules[name] = module
-    _add_bridges(model, recipe, topology, settings.hidden_size, dtype)
+    _add_bridges(model, recipe, topology)
     return model
 
 
@@ -120,7 +125,7 @@ def _megatron_module(
     initial: InitialWeights | None,
     filled: set[str],
 ) -> MegatronModule:
-    """num_tokens: of the language model. filled: parameters that the caller is about to fill."""
+    """Build the chunks, optimizer and DDP of a module; arguments as of `build_model`."""
     part, groups, train = recipe.module(name), topology.modules[name], recipe.train
     settings, dtype = language_settings(recipe), DTYPES[train.precision]
     num_chunks = part.grid.vpp
@@ -156,30 +161,26 @@ def _megatron_module(
             # Before the optimizer copies them.
             load_weights(chunk, ctx.chunk, groups, initial.checkpoint, initial.weights[name])
         chunks.append(chunk)
-    logger.info("%s: core attention of its layers here: %s", name, kernels_in(chunks))
+    logger.info("%s: core attention of its layers: %s", name, kernels_in(chunks))
     rate = part.learning_rate or train.learning_rate
-    freeze_weights(recipe, name, chunks)
+    is_trainable = trainable_names(recipe, name)
+    for chunk in chunks:
+        for parameter_name, param in chunk.named_parameters():
+            param.requires_grad_(is_trainable(parameter_name))
+    module = MegatronModule(name, groups, chunks, chunks, None, rate, part.trains)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
-        return MegatronModule(name, groups, chunks, chunks, None, rate, part.trains)
+        return module
     overlap = overlap_of(train, has_gpu())
     wrapped = wrap_data_parallel(
         chunks, groups, overlap.grad_reduce, train.distributed_optimizer, overlap.param_gather
     )
     # The schedules switch gradient synchronisation off for all but the last microbatch.
-    switches = [one.no_sync for one in wrapped]
+    switches = [chunk.no_sync for chunk in wrapped]
     for chunk in chunks:
         cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
-    optimizer = build_optimizer(wrapped, optimizer_settings(train), rate, dtype, groups)
-    return MegatronModule(
-        name,
-        groups,
-        chunks,
-        list(wrapped),
-        optimizer,
-        rate,
-        part.trains,
-        ema_decay=train.ema_decay,
-    )
+    module.optimizer = build_optimizer(wrapped, optimizer_settings(train), rate, dtype, groups)
+    module.chunks, module.ema_decay = list(wrapped), train.ema_decay
+    return module
 
 
 @torch.no_grad()
@@ -192,18 +193,18 @@ def load_weights(
 ) -> None:
     """Fill this rank's chunk of a module, in place and in the dtype of its parameters.
 
-    number: the chunk's; None without interleaving. weights: of the whole module; adapters stay as
-    they were drawn. No collective; each rank reads its own slices, tensor by tensor.
+    number: the chunk's; None without interleaving. weights: of the whole module; adapters keep
+    their drawn values. No collective; each rank reads its slices, tensor by tensor.
     """
     by_name = {weight.name: weight for weight in weights}
-    found: list[tuple[Weight, nn.Parameter]] = []
+    pairs: list[tuple[Weight, nn.Parameter]] = []
     for name, param in chunk.named_parameters():
         whole = stored_name(global_name(name, chunk.config, groups.pp.rank(), number), chunk)
         if is_adapter(whole):
             continue
-        assert whole in by_name, f"the key map does not say what {whole} consists of"
-        found.append((by_name[whole], param))
-    for weight, param in sorted(found, key=lambda pair: checkpoint.order(pair[0])):
+        assert whole in by_name, f"the key map has no {whole}"
+        pairs.append((by_name[whole], param))
+    for weight, param in sorted(pairs, key=lambda pair: checkpoint.order(pair[0])):
         cut = Cut.of(param, groups.tp)
         for row, column, values in cut.rectangles(param.data.view(-1)):
             columns = slice(column, column + values.shape[1]) if cut.dim == 1 else None
@@ -216,7 +217,7 @@ def load_weights(
 
 
 def optimizer_settings(train: Train) -> OptimizerSettings:
-    """The same for all modules of either engine."""
+    """Return the optimizer's settings, the same for all modules of either engine."""
     return OptimizerSettings(
         name=train.optimizer,
         weight_decay=train.weight_decay,
@@ -228,43 +229,32 @@ def optimizer_settings(train: Train) -> OptimizerSettings:
     )
 
 
-def freeze_weights(recipe: Recipe, module: str, chunks: list[nn.Module]) -> None:
-    """Take the weights that the recipe freezes out of training, in place."""
-    learns = trainable_names(recipe, module)
-    for chunk in chunks:
-        for name, param in chunk.named_parameters():
-            param.requires_grad_(learns(name))
-
-
 def _waiting(encoder: str, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
-    """Around a wait for rows, which go forward, or for gradients."""
-    way = "forward" if kind == "rows" else "backward"
-    return SPANS.wait("bridge_wait", f"{encoder}_{way}", microbatch)
+    direction = "forward" if kind == "rows" else "backward"
+    return SPANS.wait("bridge_wait", f"{encoder}_{direction}", microbatch)
 
 
-def _add_bridges(
-    model: MimoModel, recipe: Recipe, topology: Topology, hidden_size: int, dtype: torch.dtype
-) -> None:
+def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
+    layout, dtype = topology.layout, DTYPES[recipe.train.precision]
     wire = dtype if recipe.bridge.wire_dtype == "auto" else DTYPES[recipe.bridge.wire_dtype]
-    # Nothing to gather where each rank needs just its slice, or gets all rows anyway.
-    slices = recipe.language.grid.sp or recipe.bridge.delivery == "replicated"
+    # Nothing to gather where each rank needs only its slice, or gets all rows anyway.
+    needs_no_gather = recipe.language.grid.sp or recipe.bridge.delivery == "replicated"
     tp = topology.modules[LANGUAGE].tp if topology.owns(LANGUAGE) else None
-    whole_lane = tp if tp and tp.size() > 1 and not slices else None
+    whole_lane = tp if tp and tp.size() > 1 and not needs_no_gather else None
     for link, groups in topology.bridges.items():
         name = link.encoder
         shares, lane = None, 0
         if topology.owns(name):
-            own = topology.modules[name]
-            grid = topology.layout.encoders[name]
-            shares = own.tp if grid.tp > 1 and not grid.sp else None
+            grid = layout.encoders[name]
+            shares = topology.modules[name].tp if grid.tp > 1 and not grid.sp else None
             lane = grid.coords(topology.rank).dp
-        sends_only = topology.owns(name) and name not in topology.layout.colocated
+        sends_only = topology.owns(name) and name not in layout.colocated
         end = BridgeEnd(
             name=link.name,
             rank=topology.rank,
             forward=groups.forward,
             backward=groups.backward,
-            hidden_size=hidden_size * len(link.levels),
+            hidden_size=model.hidden_size * len(link.levels),
             dtype=dtype,
             wire_dtype=wire,
             device=model.device,
@@ -280,6 +270,5 @@ def _add_bridges(
             receives = topology.modules[LANGUAGE].pp.rank() == link.stage
             model.colocated[link] = ColocatedBridge(end, lane, receives, shares)
         else:
-            layout = topology.layout
             ahead = (run_ahead(recipe, layout, name), posted_ahead(recipe, layout, name))
             model.receivers[link] = LevelReceiver(BridgeReceiver(end, *ahead), link.chunks)

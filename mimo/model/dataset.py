@@ -72,7 +72,7 @@ def check_media(recipe: Recipe) -> None:
     problems, owners = [], dict[tuple[str, str], str]()
     for where, place, media, tokens in _media_of(recipe):
         if media == "text":
-            message = "'text' is the language model's own; name another modality"
+            message = "'text' belongs to the language model; name another modality"
             problems.append(recipe.problem(where, message))
         named = {where: ("media", media)}
         for key in ("placeholder", "template_token"):
@@ -80,7 +80,7 @@ def check_media(recipe: Recipe) -> None:
         for location, (key, value) in named.items():
             owner = owners.setdefault((key, value), dotted(location))
             if value is not None and owner != dotted(location):
-                message = f"got {value!r}, which {owner} is already; name another"
+                message = f"got {value!r}, which {owner} has already; name another"
                 problems.append(recipe.problem(location, message))
     if problems:
         raise RecipeError(*problems)
@@ -122,9 +122,9 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
 
 
 def cache_folder(recipe: Recipe) -> Path:
-    """The folder in which this machine keeps indexes and blocks of shards at URLs."""
-    given = recipe.data.cache_directory
-    return default_cache_directory() if given is None else Path(given)
+    """Return the folder in which this machine keeps indexes and blocks of shards at URLs."""
+    folder = recipe.data.cache_directory
+    return default_cache_directory() if folder is None else Path(folder)
 
 
 @contextmanager
@@ -147,17 +147,16 @@ def open_dataset(
     """Open a split ("sources", "validation" or "test"); None when the recipe has no shards for it.
 
     build: indexes the shards that are not indexed yet.
-    Raises RecipeError for missing shards, samples that are too long or have too many rows for a
-    microbatch, more unusable samples than `data.max_skipped_fraction`, and samples whose
-    placeholders do not match their items or that have items which no encoder takes; StartError
-    where the shards' file system fails.
+    Raises RecipeError for missing shards, samples that do not fit a microbatch, more unusable
+    samples than `data.max_skipped_fraction`, and samples whose placeholders do not match their
+    items or whose items no encoder takes; StartError where the shards' file system fails.
     """
     indexes = open_indexes(recipe, split, chat, processors, progress, build)
     return dataset_of(recipe, split, indexes, chat, processors) if indexes else None
 
 
 def sources_of(recipe: Recipe, split: str) -> Sequence[Source]:
-    """The sources of a split, possibly none."""
+    """Return the sources of a split, possibly none."""
     return getattr(recipe.data, split)
 
 
@@ -196,8 +195,8 @@ def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[st
     """Return a warning for each source whose texts have more than 1 % unknown tokens."""
     return [
         f"warning: {source.path}: {index.unknown_share:.1%} of the tokens of its texts are unknown "
-        "to data.tokenizer, so what they stand for is neither read nor learned; use a tokenizer "
-        "that knows these texts"
+        "to data.tokenizer, so the model cannot read or learn them; use a tokenizer that knows "
+        "these texts"
         for source, index in zip(sources, indexes, strict=True)
         if index.unknown_share > 0.01
     ]

@@ -1,7 +1,7 @@
-"""What a rank needs of a step: which texts and items, who decodes them, and their packed form.
+"""The texts and items that a rank needs of a step: who decodes them, and how they are packed.
 
-The ranks of an encoder lane that are on one host need the same items, those of a language lane the
-same texts. Each is decoded by one of them and handed to the others.
+The ranks of an encoder lane on one host need the same items, those of a language lane the same
+texts. One of them decodes each and hands it to the others.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _TRIES_PER_TIMEOUT = 4  # a worker that hangs twice is noticed before other rank
 def open_decoding(
     recipe: Recipe, layout: Layout, rank: int, readers: Sequence[SampleReader]
 ) -> Decoding:
-    """Decode as the recipe says. Every rank of the world calls it together."""
+    """Decode by the recipe's `data` keys; every rank of the world calls it."""
     data, host = recipe.data, find_host()
     workers = data.workers
-    if workers is None:  # a rank's own threads need a core, too
+    if workers is None:  # a rank's threads need a core, too
         workers = max(0, host.cores_per_rank - 1)
     logger.info("decodes in up to %d workers; ranks of this host: %s", workers, host.ranks)
     return decoding_of(
@@ -70,7 +70,7 @@ def decoding_of(
     worker_seconds: float = 150.0,
     peer_seconds: float = 600.0,
 ) -> Decoding:
-    """Decode for a rank of a layout. host: None for a rank that decodes alone, in its thread."""
+    """Decode for a rank of a layout. host: None for a rank that decodes alone, in its process."""
     ranks = (rank,) if host is None else host.ranks
     shares = any(len(sharers(layout, rank, ranks, name)) > 1 for name in layout.modules_of(rank))
     return Decoding(
@@ -87,7 +87,7 @@ def decoding_of(
 
 
 def sharers(layout: Layout, rank: int, host_ranks: Sequence[int], module: str) -> list[int]:
-    """The ranks of a host that need the same items or texts of a module as ``rank``."""
+    """Return the ranks of a host that need the same items or texts of a module as ``rank``."""
     grid = layout.grids[module]
     lane, stages = grid.coords(rank).dp, range(grid.pp if module == LANGUAGE else 1)
     places = {other: grid.coords(other) for other in host_ranks if other in grid.ranks}
@@ -96,7 +96,7 @@ def sharers(layout: Layout, rank: int, host_ranks: Sequence[int], module: str) -
 
 
 def _root(host: Host, ahead_bytes: int) -> Path:
-    """The parent of the handover folder: the same on all ranks of a host."""
+    """Return the parent of the handover folder, the same on all ranks of a host."""
     needed = len(host.ranks) * max(ahead_bytes, 64 * _MIB)
     if host.free_bytes >= needed:
         return SHARED_MEMORY
@@ -126,8 +126,8 @@ def tasks_of_step(
 ) -> Iterator[Task]:
     """Yield the texts and items that this rank needs of a step, in order of use.
 
-    path_of: name -> file in which it is handed over. The ranks of the host that need the same share
-    the work by its cost; all compute the same shares.
+    path_of: name -> file in which it is handed over. Ranks of the host that need the same share the
+    work by its cost; all compute the same shares.
     """
     ranks_of = {name: sharers(layout, rank, host_ranks, name) for name in layout.modules_of(rank)}
     loads = {module: np.zeros(len(ranks), np.int64) for module, ranks in ranks_of.items()}
@@ -160,7 +160,6 @@ def tasks_of_step(
                 ]
             columns = (values.tolist() for values in (number, sample, source, address, sharer))
             for n, i, s, at, by, num_bytes in zip(*columns, sizes, strict=True):
-                path = path_of(f"{m}.{kind}.{n}")
                 yield Task(
                     step=step,
                     reader=readers[s],
@@ -172,7 +171,7 @@ def tasks_of_step(
                     address=at,
                     by=ranks[by],
                     num_bytes=num_bytes,
-                    path=path,
+                    path=path_of(f"{m}.{kind}.{n}"),
                     shared=len(ranks) > 1,
                 )
 
@@ -181,8 +180,8 @@ def tasks_of_step(
 class EncoderItems:
     """One encoder lane's items of one global microbatch.
 
-    patches: an empty part (0, W), then those of each item (P, W), with the forms in which they are
-        sent, on the encoder's first stage; else None.
+    patches: the form and the patches (P, W) of each item, after an empty one (0, W), on the
+        encoder's first stage; else None.
     grids: (I, 3) int64.
     """
 
@@ -201,28 +200,28 @@ def pack_language(
     packed, nothing = [], np.zeros(0, np.int64)
     for m, planned in enumerate(plan.microbatches):
         samples = planned.samples
-        mine = slice(*np.searchsorted(samples.lane, (lane, lane + 1)).tolist())
-        bounds = np.arange(mine.start, mine.stop + 1)
+        of_lane = slice(*np.searchsorted(samples.lane, (lane, lane + 1)).tolist())
+        bounds = np.arange(of_lane.start, of_lane.stop + 1)
         cuts = np.searchsorted(samples.item_sample, bounds).tolist()
         items = slice(cuts[0], cuts[-1])
         source = samples.source[samples.item_sample[items]]
         plans = plans_of_items(readers, source, samples.item[items])
         by_sample = [plans[first - cuts[0] : last - cuts[0]] for first, last in pairwise(cuts)]
-        encoded = [loaded.encoded[m][i] for i in range(mine.start, mine.stop)]
+        # A blanked sample keeps its placeholders but has no items: plain text positions.
+        encoded = [
+            loaded.encoded[m][i] if parts else replace(loaded.encoded[m][i], item_offsets=nothing)
+            for i, parts in zip(bounds[:-1].tolist(), by_sample, strict=True)
+        ]
         packed.append(
             pack_lane(
-                # A blanked sample keeps its placeholders but has no items: plain text positions.
-                [
-                    sample if own else replace(sample, item_offsets=nothing)
-                    for sample, own in zip(encoded, by_sample, strict=True)
-                ],
-                [[part.row_grid for part in own] for own in by_sample],
-                samples.loss_tokens[mine],
+                encoded,
+                [[part.row_grid for part in parts] for parts in by_sample],
+                samples.loss_tokens[of_lane],
                 int(samples.lane_tokens[lane]),
                 pad_token_id,
-                samples.segment_length[mine],
+                samples.segment_length[of_lane],
                 samples.packed,
-                [[part.time_step for part in own] for own in by_sample],
+                [[part.time_step for part in parts] for parts in by_sample],
             )
         )
     return packed
@@ -238,18 +237,17 @@ def gather_items(
 ) -> list[EncoderItems]:
     """Gather the items of the encoder lane at ``coords``, per microbatch, in plan order.
 
-    form: of an item of the encoder's own media, for a lane without items.
+    form: for a lane without items.
     """
     gathered = []
     for m, planned in enumerate(plan.microbatches):
-        samples, own = planned.samples, planned.encoders[encoder]
-        mine = own.of_lane(coords.dp)
-        source, item = samples.source[samples.item_sample[mine]], samples.item[mine]
+        samples, number = planned.samples, planned.encoders[encoder].of_lane(coords.dp)
+        source, item = samples.source[samples.item_sample[number]], samples.item[number]
         patches = None
         if coords.pp == 0:
             nothing = torch.from_numpy(np.zeros((0, form.width), form.dtype))
-            own_items = zip(source.tolist(), item.tolist(), strict=True)
-            sent = [(readers[s].media(i).wire, loaded.patches[m][s, i]) for s, i in own_items]
+            items = zip(source.tolist(), item.tolist(), strict=True)
+            sent = [(readers[s].media(i).wire, loaded.patches[m][s, i]) for s, i in items]
             patches = [(form, nothing), *sent]
         grids = [part.grid for part in plans_of_items(readers, source, item)]
         gathered.append(EncoderItems(patches, np.array(grids, np.int64).reshape(-1, 3)))

@@ -1,6 +1,7 @@
-"""A module of a recipe as `engine: fsdp` runs it: the module of transformers in a folder.
+"""Build a module for `engine: fsdp`: the module of transformers in the folder of `init_from`.
 
-Its tensors have the names of the checkpoint format, by the family's key map.
+Its tensors have the names of the checkpoint format, by the family's key map. The checks at the end
+run before any rank starts.
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ def fsdp_module(
     initial: InitialWeights | None,
     filled: set[str],
 ) -> FsdpModule:
-    """This rank's part of a module, with weights and optimizer; no collective.
+    """Build this rank's part of a module, with weights and optimizer; no collective.
 
     settings: of the optimizer. num_tokens: of the language model. filled: parameters that the
-    caller is about to fill; all others come from ``initial``.
-    Without a mesh, on a lone rank, it is the plain module of transformers.
-    Raises RecipeError for a module that is not in the folder or cannot run so.
+    caller is about to fill; all others come from ``initial``. A lone rank, without a mesh, gets the
+    plain module of transformers. Raises RecipeError for a module that cannot run.
     """
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
@@ -99,7 +99,7 @@ def _adapts(lora: LoRA | None, weight: Weight) -> bool:
 
 
 def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int) -> Names:
-    """By the key map, and with the rows that pad the vocabulary; adapters beside their linears."""
+    """Map our names to tensors of transformers, with rows that pad the vocabulary, and adapters."""
     tensors, lora = [], recipe.module(name).lora
     for weight in weights:
         rows = weight.num_rows
@@ -123,7 +123,7 @@ def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int
 def _reader(
     recipe: Recipe, names: Names, initial: InitialWeights | None, filled: set[str]
 ) -> Reader:
-    """Weights from the folder, adapters as Megatron draws them; blank what is filled later."""
+    """Read weights from the folder and draw adapters; return None for what is filled later."""
 
     def read(key: str, rows: slice, columns: slice) -> Tensor | None:
         users = names.users(key)
@@ -143,19 +143,19 @@ def _reader(
 
 
 def _freeze(recipe: Recipe, name: str, wrapper: Wrapper, names: Names) -> None:
-    learns = trainable_names(recipe, name)
-    for own, param in wrapper.named_parameters():
-        found = {learns(ours) for ours in names.users(wrapper.hf_names[own])}
-        assert len(found) == 1, f"only a part of {own} learns"
-        param.requires_grad_(found.pop())
+    is_trainable = trainable_names(recipe, name)
+    for key, param in wrapper.named_parameters():
+        trains = {is_trainable(name) for name in names.users(wrapper.hf_names[key])}
+        assert len(trains) == 1, f"only a part of {key} is trainable"
+        param.requires_grad_(trains.pop())
 
 
 # -------------------------------------------------------------------------- checks
 
 
 def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Lines for a RecipeError."""
-    own = [name for name, grid in layout.grids.items() if grid.engine == "fsdp"]
+    """Yield what modules with `engine: fsdp` cannot compute; the folder of `init_from` decides."""
+    names = [name for name, grid in layout.grids.items() if grid.engine == "fsdp"]
     assert recipe.init_from is not None, "checked with the layout"
     folder = Path(recipe.init_from)
     if not folder.is_dir():
@@ -174,17 +174,17 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     except InputError as error:
         yield recipe.problem(("init_from",), str(error))
         return
-    for name in own:
+    for name in names:
         if name == LANGUAGE:
             yield from _language_problems(recipe, config, layout.language.tp)
         else:
             yield from _tower_problems(recipe, name, architecture, layout.encoders[name].tp)
         yield from _adapter_problems(recipe, name, architecture)
-    for one in differences(recipe, architecture, folder):
-        if one.module in own and not one.is_of_images:
+    for key in differences(recipe, architecture, folder):
+        if key.module in names and not key.is_of_images:
             yield recipe.problem(
-                (*key_of(one.module), "model", one.key),
-                f"got {one.value}, but engine: fsdp computes what {folder} says, {one.expected}; "
+                (*key_of(key.module), "model", key.key),
+                f"got {key.value}, but engine: fsdp computes what {folder} says, {key.expected}; "
                 f"remove the key, or set engine: megatron",
             )
 
@@ -214,10 +214,10 @@ def _tower_problems(
 ) -> Iterator[str]:
     key, encoder = key_of(name), recipe.encoders[name]
     if (tower := architecture.tower_of(recipe)) != name:
-        held = "that is none" if tower is None else f"that is encoders.{tower}"
+        held = "which is none" if tower is None else f"which is encoders.{tower}"
         yield recipe.problem(
             (*key, "engine"),
-            f"got fsdp, which runs the tower in the folder of init_from, and {held}; "
+            f"got fsdp, but it runs the tower in the folder of init_from, {held}; "
             f"set it to megatron",
         )
         return

@@ -1,4 +1,4 @@
-"""Index the shards of a recipe: in this machine's processes, by the ranks, or not at all."""
+"""Index the shards of a recipe, in processes of this machine; `mimo data index`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,6 @@ def _index_splits(recipe: Recipe, workers: int | None) -> None:
     """Index all splits; print a line per source. Raises RecipeError with all problems."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     build = functools.partial(build_in_processes, workers=workers)
-    tell: Callable[[str], None] = functools.partial(print, flush=True)
     problems = list[str]()
     for split in SPLITS:
         try:
@@ -55,18 +54,18 @@ def _index_splits(recipe: Recipe, workers: int | None) -> None:
             problems += error.problems
             continue
         for source, index in zip(sources_of(recipe, split), indexes, strict=True):
-            tell(
+            print(
                 f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
                 f"{index.num_items} items, {index.num_skipped} unusable samples left out"
             )
         for line in unknown_text(sources_of(recipe, split), indexes):
-            tell(line)
+            print(line, flush=True)
     if problems:
         raise RecipeError(*problems)
 
 
 def shares(tasks: Sequence[IndexTask], num: int) -> list[list[IndexTask]]:
-    """Deal the tasks out by size: the largest first, each share gets every ``num``-th."""
+    """Deal the tasks out, the largest first, in ``num`` shares."""
     by_size = sorted(tasks, key=lambda task: -task.shard.size)
     return [by_size[number::num] for number in range(num)]
 
@@ -110,7 +109,7 @@ def _index_share(
     processors: Processors,
     counts: str,
 ) -> Problems:
-    """Index the share of this process. counts: a file of int64, the bytes done per process."""
+    """Index the share of this process. counts: a file of int64, the bytes done by each process."""
     process = int(os.environ["RANK"])
     done, problems, before = np.memmap(counts, np.int64, "r+"), Problems(), 0
     for task in dealt[process]:
@@ -168,6 +167,9 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
 def survey_source(
     recipe: Recipe, source: Source, chat: ChatTokenizer, processors: Processors
 ) -> Survey | None:
-    """What exists of a source's index; None if it can be stored nowhere. Raises ValueError."""
+    """Find the existing part of a source's index; None if no folder can store it.
+
+    Raises ValueError.
+    """
     settings, modalities = settings_fingerprint(chat, processors), sorted(processors)
     return find_survey(source.path, settings, modalities, cache_folder(recipe))

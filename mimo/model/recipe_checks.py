@@ -41,9 +41,9 @@ from mimo.runtime.ranks import RankEnv
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
-    """Everything about a recipe that needs no data: layout, families, sizes against grids.
+    """Check all that needs no data (layout, families, sizes) and return the layout.
 
-    Raises RecipeError with all problems found.
+    Raises RecipeError with all problems.
     """
     layout = build_layout(recipe, num_ranks)
     problems: list[str] = [*_profile_problems(recipe, layout)]
@@ -80,14 +80,15 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         problems += error.problems
     for name, spec in layout.encoders.items():
         try:
-            own = encoder_settings(recipe, name)
-            if spec.engine == "megatron":
-                problems += [
-                    recipe.problem(("encoders", name, "grid"), message)
-                    for message in own.grid_problems(spec.tp, spec.pp)
-                ]
+            tower = encoder_settings(recipe, name)
         except RecipeError as error:
             problems += error.problems
+            continue
+        if spec.engine == "megatron":
+            problems += [
+                recipe.problem(("encoders", name, "grid"), message)
+                for message in tower.grid_problems(spec.tp, spec.pp)
+            ]
     if not problems and any(grid.engine == "fsdp" for grid in layout.grids.values()):
         from mimo.model.fsdp import fsdp_problems  # late: transformers takes seconds
 
@@ -98,7 +99,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
 
 
 def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Steps and ranks to trace that the run does not have."""
+    """Yield steps and ranks of `train.profile` that the run does not have."""
     profile, size = recipe.train.profile, layout.world_size
     if profile is None:
         return
@@ -118,7 +119,7 @@ def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
-    """Adapters and sizes that 8-bit linears cannot have, whatever the machine."""
+    """Yield adapters and sizes that 8-bit linears cannot have on any machine."""
     fp8, multiple = recipe.train.fp8, fp8_multiple(recipe.train.fp8)
     if fp8 == "none":
         return
@@ -152,7 +153,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
-    """Open all splits, and warn of unknown text. build: how shards are indexed that are not yet.
+    """Open all splits, and warn of unknown text. build: indexes missing shards.
 
     Raises RecipeError.
     """
@@ -172,22 +173,22 @@ def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
 
 
 def check_indexed_data(recipe: Recipe) -> list[str]:
-    """Check tokenizer, shards and the samples of sources that are indexed; index nothing.
+    """Check tokenizer, shards, and samples of sources that are already indexed.
 
-    Returns a line for each thing that is not checked, or odd. Raises RecipeError.
+    Returns a note for each source that is not indexed or has unknown text. Raises RecipeError.
     """
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     notes = list[str]()
 
     def num_samples(source: Source) -> float:
-        found = survey_source(recipe, source, chat, processors)
-        if found is None or found.tasks:
+        survey = survey_source(recipe, source, chat, processors)
+        if survey is None or survey.tasks:
             notes.append(
                 f"note: {source.path}: not indexed yet, so its samples are not checked; "
                 "`mimo data index` does both"
             )
             return math.inf
-        index = found.open()
+        index = survey.open()
         check_index(index, source, recipe)
         notes.extend(unknown_text([source], [index]))
         return len(index)
@@ -258,17 +259,19 @@ def check_room(
 ) -> None:
     """Raise RecipeError if the ranks of this machine cannot hold a phase's model.
 
-    On GPUs each rank checks its GPU once it has one: see `mimo.train.rank` and `check_device`.
+    On GPUs each rank checks its GPU later: see `mimo.train.rank` and `check_device`.
     """
-    if not has_gpu():
-        phased.each(check_device)
-    memory = None if has_gpu() else machine_memory()
+    if has_gpu():
+        return
+    phased.each(check_device)
+    memory = machine_memory()
     if memory is None:
         return
-    of_recipe = {id(phase.recipe): own for phase, own in zip(phased.phases, layouts, strict=True)}
+    pairs = zip(phased.phases, layouts, strict=True)
+    layout_of = {id(phase.recipe): layout for phase, layout in pairs}
 
     def check(recipe: Recipe) -> None:
-        layout = of_recipe[id(recipe)]
+        layout = layout_of[id(recipe)]
         ranks = range(layout.world_size) if environment is None else environment.ranks_here
         check_memory(recipe, layout, ranks, memory)
 

@@ -1,11 +1,11 @@
-"""Who sends which rows to whom in a step: the plans of an encoder's bridges, for all microbatches.
+"""The bridge plans of a step: which rank sends which rows to which, for all microbatches.
 
-They are planned in one go, as a single microbatch: lane l of microbatch m is its lane m·L + l. Then
-the plan is cut apart.
+All microbatches are planned in one go as a single one, in which lane l of microbatch m is lane
+m·L + l. Then the plan is split.
 
-A rank needs of them only what its own lanes send or receive. As ranks of a lane share out its rows,
-that depends on all items of the encoder lanes that have any of these, and on all items of the
-language lanes that get any of those. So what a rank plans does not grow with the number of lanes.
+A rank plans only what its lanes send or receive. Because the ranks of a lane share its rows, that
+depends on all items of the encoder lanes involved, and on all items of the language lanes that
+these send to. So the work of a rank does not grow with the number of lanes.
 
 Letters: M microbatches, E encoder lanes, L language lanes.
 """
@@ -51,20 +51,19 @@ class StepRows:
     runs: Sequence[ItemRuns]
 
     def plans(self, link: Link, rank: int | None = None) -> list[BridgePlan]:
-        """For each microbatch, the plan of the bridge over ``link``.
+        """Return the plan of the bridge over ``link`` for each microbatch.
 
-        rank: whose plans; they have all that the ranks of its lanes send and receive over the
-            link. None for the plans of all ranks.
+        rank: plan only what the ranks of its lanes send and receive; None for all ranks.
         """
         every, lanes = self._side_by_side, self.layout.language.dp
         gets = np.ones(len(self.runs) * lanes, np.bool_)
         if rank is not None:
             gets = self._lanes_reached_by(rank)
         lane, item = np.flatnonzero(gets), np.flatnonzero(gets[every.destination_lane])
-        source_lane, own_source_lane = np.unique(every.source_lane[item], return_inverse=True)
+        source_lane, source_number = np.unique(every.source_lane[item], return_inverse=True)
         runs = ItemRuns(
             sample=every.sample[item],
-            source_lane=own_source_lane,
+            source_lane=source_number,
             destination_lane=np.searchsorted(lane, every.destination_lane[item]),
             position=every.position[item],
             rows=every.rows[item],
@@ -78,31 +77,32 @@ class StepRows:
         partial = item.size < every.rows.size
         return [
             plan.part(
-                slice(*bounds[m : m + 2]), own, held, (lambda m=m: whole()[m]) if partial else None
+                slice(*bounds[m : m + 2]), runs, held, (lambda m=m: whole()[m]) if partial else None
             )
-            for m, (own, held) in enumerate(zip(self.runs, self._held, strict=True))
+            for m, (runs, held) in enumerate(zip(self.runs, self._held, strict=True))
         ]
 
     @functools.cached_property
     def _side_by_side(self) -> ItemRuns:
-        """All runs, with the lanes and the samples of all microbatches one after the other."""
-        lanes = self.layout.encoders[self.encoder].dp, self.layout.language.dp
-        before = np.cumsum([0, *(own.num_samples for own in self.runs)]).tolist()
-        return ItemRuns(
-            np.concatenate([own.sample + n for n, own in zip(before, self.runs, strict=False)]),
-            np.concatenate([own.source_lane + m * lanes[0] for m, own in enumerate(self.runs)]),
-            np.concatenate(
-                [own.destination_lane + m * lanes[1] for m, own in enumerate(self.runs)]
-            ),
-            np.concatenate([own.position for own in self.runs]),
-            np.concatenate([own.rows for own in self.runs]),
-            before[-1],
-        )
+        """All runs, with the lanes and samples of the microbatches numbered one after another."""
+        senders, receivers = self.layout.encoders[self.encoder].dp, self.layout.language.dp
+        before = np.cumsum([0, *(runs.num_samples for runs in self.runs)]).tolist()
+        columns = [
+            (
+                runs.sample + before[m],
+                runs.source_lane + m * senders,
+                runs.destination_lane + m * receivers,
+                runs.position,
+                runs.rows,
+            )
+            for m, runs in enumerate(self.runs)
+        ]
+        return ItemRuns(*map(np.concatenate, zip(*columns, strict=True)), num_samples=before[-1])
 
     def _lanes_reached_by(self, rank: int) -> np.ndarray:
-        """(M·L,) bool: the language lanes with items on which a rank's transfers depend."""
-        every, encoder = self._side_by_side, self.layout.encoders[self.encoder]
-        language = self.layout.language
+        """Return (M·L,) bool: the language lanes with items on which a rank's transfers depend."""
+        every, language = self._side_by_side, self.layout.language
+        encoder = self.layout.encoders[self.encoder]
         gives = np.zeros((len(self.runs), encoder.dp), np.bool_)
         gets = np.zeros((len(self.runs), language.dp), np.bool_)
         if rank in encoder.ranks:
@@ -132,9 +132,9 @@ class StepRows:
         return -(-total // grid.tp) if grid.sp else rows
 
     def _source(self, lane: Ints) -> Source:
-        """Which rank of the encoder has which rows, for some lanes of all microbatches."""
+        """Map rows to ranks of the encoder, for some lanes of all microbatches."""
         grid = self.layout.encoders[self.encoder]
-        rows, before, total = (own.reshape(-1)[lane] for own in self._rows)
+        rows, before, total = (values.reshape(-1)[lane] for values in self._rows)
         ranks = _ranks(grid, grid.pp - 1)[lane % grid.dp, 0]
         if grid.sp:
             return SequenceShardedSource(rows, ranks, before, total)
@@ -143,9 +143,9 @@ class StepRows:
     def _destination(
         self, link: Link, lane: Ints, runs: ItemRuns
     ) -> tuple[ShardMap, ShardMap | None]:
-        """Where rows go on the link's stage, for some lanes of all microbatches side by side.
+        """Map rows to ranks of the link's stage, for some lanes of all microbatches.
 
-        And which ranks return gradients if rows have copies there.
+        The second map says which ranks return gradients where rows have copies.
         """
         language, segments = self.layout.language, self._segments(lane)
         ranks = _ranks(language, link.stage)[lane % language.dp]
@@ -156,22 +156,22 @@ class StepRows:
         return replicated_destination(segments.tokens, ranks), returning
 
     def _segments(self, lane: Ints) -> LaneSegments:
-        """The padded segments of these lanes; what fills up a packed sequence is a segment too."""
+        """Return the padded segments of these lanes, with the padding of a packed sequence."""
         lanes = self.layout.language.dp
-        of_sample = np.concatenate([own.lane + m * lanes for m, own in enumerate(self.samples)])
+        of_sample = np.concatenate([part.lane + m * lanes for m, part in enumerate(self.samples)])
         first = np.searchsorted(of_sample, lane)
         count = np.searchsorted(of_sample, lane, side="right") - first
         sample, number = np.repeat(first, count) + count_up(count), np.arange(lane.size)
-        length = np.concatenate([own.segment_length for own in self.samples])[sample]
+        length = np.concatenate([part.segment_length for part in self.samples])[sample]
         if not self.samples[0].packed:
             return LaneSegments(np.repeat(number, count), length, lane.size, packed=False)
-        tokens = np.concatenate([own.lane_tokens for own in self.samples])[lane]
+        tokens = np.concatenate([part.lane_tokens for part in self.samples])[lane]
         tail = tokens - totals(np.repeat(number, count), length, lane.size)
         length = np.insert(length, np.cumsum(count), tail)
         return LaneSegments(np.repeat(number, count + 1), length, lane.size)
 
 
 def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
-    """(lanes, cp, tp) global ranks of one pipeline stage."""
+    """Return (lanes, cp, tp) global ranks of one pipeline stage."""
     first = grid.rank(pp=stage)
     return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)
