@@ -1,6 +1,5 @@
-"""Encoders: one file per family, found by the name in the recipe (``encoders.<name>.family``).
+"""Encoders: one file per family, found by its name; the contract is `EncoderFamily`.
 
-`mimo.families.contracts.EncoderFamily` says what each file must offer, `encoders._tower.Tower` what
-a tower writes itself. "Patches" are whatever an item consists of, including the frames of a clip.
-Modules whose names begin with an underscore hold what families share.
+`encoders._tower.Tower` says what a tower writes itself. "Patches" are whatever an item consists of,
+also frames of a clip. Modules whose names begin with an underscore hold what families share.
 """

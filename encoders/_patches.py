@@ -28,9 +28,7 @@ class PatchSettings(EncoderSettings):
     """Recipe keys of all towers of flat patches."""
 
     changeable_keys: ClassVar = EncoderSettings.changeable_keys | {
-        "image_mean",
-        "image_std",
-        "jpeg_draft",
+        *("image_mean", "image_std", "jpeg_draft")
     }
 
     patch_size: Side = 14
@@ -44,19 +42,16 @@ class PatchSettings(EncoderSettings):
 
 
 def patch_counts(grids: np.ndarray, merge: int) -> dict[str, float]:
-    """grids (I, 3) as (t, h, w) in patches -> how many patches and rows all items have.
-
-    And how many pairs of patches of the same frame, in both orders, a patch with itself included.
-    """
+    """Count patches, rows, and ordered pairs of patches in a frame, of grids (I, 3) in patches."""
     patches = float(np.prod(grids, axis=1).sum())
     pairs = float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
     return {"attention pair": pairs, "patch": patches, "row": patches / merge**2}
 
 
 def check_processor(processor: Config, resample: int, kind: str, name: str) -> None:
-    """Raise ValueError unless a processor is of the right class and takes all our steps.
+    """Raise ValueError unless a processor has class ``name`` and takes all our steps.
 
-    resample: pillow's number for the interpolation. kind: "image" or "video". name: its class.
+    resample: pillow's number for the interpolation. kind: "image" or "video".
     """
     steps = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
     values = {f"{kind}_processor_type": name, "resample": resample, "rescale_factor": 1 / 255}
@@ -65,12 +60,12 @@ def check_processor(processor: Config, resample: int, kind: str, name: str) -> N
 
 
 def frame_lengths(grids: Tensor) -> list[int]:
-    """grids (I, 3) int64 as (t, h, w) in patches -> patches of every single frame."""
+    """Return the patches of every frame of grids (I, 3) int64, (t, h, w) in patches."""
     return (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0]).tolist()
 
 
 def patch_places(grids: Tensor, merge: int) -> Tensor:
-    """grids (I, 3) int64 as (t, h, w) in patches -> (P, 2) int64, row and column of each patch."""
+    """Return row and column of each patch, (P, 2) int64, of grids (I, 3) int64 in patches."""
     places = []
     for t, h, w in grids.tolist():
         block = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
@@ -83,10 +78,10 @@ def patch_places(grids: Tensor, merge: int) -> Tensor:
 class WindowOrder:
     """Rows sorted by window. Windows are squares cut from a frame, smaller at its far edges.
 
-    Frames stay together and in order, so a window is a stretch of its frame. Source: transformers
+    Frames stay in order, so a window is a run of its frame. Source: transformers
     `get_vision_window_index`.
 
-    rows: (N,) int64: for each row in window order, its number in item order. back: the inverse.
+    rows: (N,) int64, the number in item order of each row in window order. back: the inverse.
     lengths: patches of each window.
     """
 
@@ -97,7 +92,7 @@ class WindowOrder:
 
     @classmethod
     def of(cls, places: Tensor, frames: Sequence[int], merge: int, side: int) -> WindowOrder:
-        """places (P, 2) and ``frames`` of the same images; side: rows along a window's edge."""
+        """Sort images of these places (P, 2) and frames. side: rows along a window's edge."""
         corners = places[:: merge**2] // (merge * side)  # each row's window in its frame, (N, 2)
         rows_of_frames = torch.tensor(frames) // merge**2
         frame = torch.arange(len(frames)).repeat_interleave(rows_of_frames)
@@ -108,7 +103,7 @@ class WindowOrder:
         return cls(rows, rows.argsort(), tuple((counts * merge**2).tolist()), merge)
 
     def sort(self, values: Tensor) -> Tensor:
-        """values (P, ...) of patches in item order -> in window order.
+        """Bring values (P, ...) of patches from item order to window order.
 
         Values of the blank patches at the end may be missing: blank patches stay last.
         """
@@ -120,8 +115,8 @@ class WindowOrder:
 class PackedPatches(PackedItems):
     """The images of one forward, blank ones at the end; each frame is a segment.
 
-    num_patches: P. places: (P, 2) int64, row and column of each patch, in the order of the blocks.
-    order: of the rows inside the blocks; None if they stay in the order of the images.
+    num_patches: P. places: (P, 2) int64, row and column of each patch, in the order of the layers.
+    order: of the rows inside the layers; None if it is that of the images.
     """
 
     num_patches: int
@@ -133,8 +128,8 @@ class PatchTower(Tower[PackedPatches]):
     """A tower of flat patches: each is a token, and attends to those of its frame.
 
     patch_dim: C, numbers of a patch. bias: of their embedding. positions: makes the module of
-    learned positions, if there are any; what it takes are the ``lookups`` of `pack`. window_layers:
-    as of the engine's stack.
+    learned positions, if there are any; its arguments are the ``lookups`` of `pack`.
+    window_layers: layers, counted from 0, that attend inside ``segments.windows``.
     """
 
     def __init__(
@@ -161,17 +156,17 @@ class PatchTower(Tower[PackedPatches]):
         self.blocks = engine.build_stack(config, ctx, window_layers)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """An image one row high."""
+        """Return the grid of an image one row high."""
         return (1, self.merge_size, self.merge_size * num_rows)
 
     def pack(self, grids: Tensor) -> PackedPatches:
-        """The place of every patch in its image; nothing is padded to the largest frame."""
+        """Pack frames without padding, with the place of every patch in its image."""
         places, frames = patch_places(grids, self.merge_size), frame_lengths(grids)
         segments = engine.PackedSegments.from_lengths(frames, places.device)
         return PackedPatches(segments=segments, num_patches=len(places), places=places)
 
     def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
-        """patches (P, C) -> (P', D), with their learned positions added."""
+        """Embed patches (P, C) to (P', D), with their learned positions added."""
         assert self.patch_embed is not None, "the first stage embeds"
         if packed.order is not None:
             patches = packed.order.sort(patches)

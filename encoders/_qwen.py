@@ -36,7 +36,7 @@ from mimo.families.hf_config import (
 )
 
 ROOT = "model.visual"
-"""How the names of the towers' weights begin in their checkpoints."""
+"""Prefix of the names of the tower's weights in checkpoints."""
 
 
 class QwenSettings(PatchSettings):
@@ -51,18 +51,18 @@ class QwenSettings(PatchSettings):
     temporal_patch_size: Patches = 2
     """Frames that become one patch."""
     min_pixels: Pixels
-    """Smaller images are enlarged to so many pixels."""
+    """Smaller images are enlarged to this many pixels."""
     max_pixels: Pixels
-    """Larger images are shrunk to so many pixels."""
+    """Larger images are shrunk to this many pixels."""
     rotary_base: RotaryBase = 10_000.0
     """Base of rotary positions."""
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for heads that cannot turn, and pixel limits that nothing can meet."""
+        """Raise ValueError for heads that cannot rotate, and impossible pixel limits."""
         if self.hidden_size % (4 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of 4 · num_attention_heads, "
-                f"{4 * self.num_attention_heads}: rows and columns turn half of each head's "
+                f"{4 * self.num_attention_heads}: rows and columns rotate half of each head's "
                 f"channels, in pairs"
             )
         for modality in ("image", VIDEO):
@@ -83,7 +83,7 @@ class QwenSettings(PatchSettings):
 
     @property
     def merged_size(self) -> int:
-        """Numbers of the hidden states that make a row, M·D."""
+        """M·D, the size of the hidden states of a row."""
         return self.hidden_size * self.merge_size**2
 
     def _scaled_sizes(self, tp: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class QwenSettings(PatchSettings):
         )
 
     def merger_products(self, name: str, output_size: int) -> list[Product]:
-        """A `ParallelMLP` that turns a row's patches, side by side, into the row."""
+        """Return the products of a `merger` with this name."""
         merged = self.merged_size
         return [
             Product(f"{name}.linear_fc1.weight", "row", (merged, merged)),
@@ -120,15 +120,12 @@ class QwenSettings(PatchSettings):
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Patches, rows, and pairs of patches of a frame."""
+        """Count patches, rows, and pairs of patches of a frame."""
         return patch_counts(grids, self.merge_size)
 
 
 class QwenTower(PatchTower):
-    """Patches of many images -> rows of the language model's size.
-
-    options: of `PatchTower`.
-    """
+    """Patches of many images -> rows of the language model's size. options: of `PatchTower`."""
 
     def __init__(
         self,
@@ -140,7 +137,7 @@ class QwenTower(PatchTower):
     ) -> None:
         super().__init__(config, ctx, settings.merge_size, settings.patch_dim, **options)
         self.merged = settings.merged_size
-        # It normalises single patches: that is the final norm of the stack.
+        # Its norm is the final norm of the stack.
         self.merger = None
         if ctx.is_last_stage:
             self.merger = merger(config, ctx, self.merged, output_size)
@@ -148,11 +145,11 @@ class QwenTower(PatchTower):
         self.rope = PatchRope(head_size, settings.rotary_base)
 
     def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
-        """Frames, the windows that they are cut into, and the patches' rotary positions."""
+        """Add the patches' rotary positions."""
         return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
-        """Hidden states (P', 1, D) -> rows (N', H)."""
+        """Merge hidden states (P', 1, D) to rows (N', H)."""
         assert self.merger is not None, "the last stage projects"
         return self.merger(hidden[0].reshape(-1, self.merged))
 
@@ -160,7 +157,7 @@ class QwenTower(PatchTower):
 def merger(
     config: engine.TransformerConfig, ctx: engine.ModuleContext, merged: int, output_size: int
 ) -> nn.Module:
-    """The MLP that turns a row's patches, side by side, into the row: (N, merged) -> (N, H)."""
+    """Build the MLP that turns a row's patches, side by side, into the row: to (N, H)."""
     gelu = nn.functional.gelu
     return engine.ParallelMLP(config, ctx.groups, merged, merged, output_size, gelu)
 
@@ -168,10 +165,9 @@ def merger(
 def settings_of_all(
     config: Config, processors: Processors, videos: Config, video_processor: str
 ) -> dict[str, Any]:
-    """The settings that the towers of all Qwen-VL models share. Raises ValueError.
+    """Return the settings that the towers of all Qwen-VL models share. Raises ValueError.
 
-    videos: defaults of the family's video processor, for settings that its file leaves out.
-    video_processor: its class.
+    video_processor: the class of the family's video processor. videos: its defaults.
     """
     vision = config["vision_config"]
     expect(vision, "vision_config", in_channels=3)
@@ -203,7 +199,7 @@ def settings_of_all(
 def _video_limits(
     processors: Processors, defaults: Config, kind: str, sizes: Config
 ) -> dict[str, int]:
-    """Pixel limits of videos; none if they equal those of images or no file gives any."""
+    """Return pixel limits of videos; none if they equal those of images or no file gives any."""
     if not processors.video:
         return {}
     where = "the video processor's configuration"

@@ -26,7 +26,7 @@ from mimo.families.wire import WirePatches
 
 
 def gated_stack(settings: EncoderSettings) -> engine.StackShape:
-    """RMSNorm and SwiGLU, with biases."""
+    """Return the shape of layers with RMSNorm, SwiGLU and biases."""
     return engine.StackShape(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
@@ -41,7 +41,7 @@ def gated_stack(settings: EncoderSettings) -> engine.StackShape:
 
 
 def gelu_stack(settings: EncoderSettings, approximate: str = "tanh") -> engine.StackShape:
-    """LayerNorm and a plain MLP with a GELU, with biases."""
+    """Return the shape of layers with LayerNorm, a plain GELU MLP and biases."""
     return replace(
         gated_stack(settings),
         normalization="LayerNorm",
@@ -51,7 +51,7 @@ def gelu_stack(settings: EncoderSettings, approximate: str = "tanh") -> engine.S
 
 
 def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
-    """A linear's weight (rows, columns) and bias (rows,); without columns a norm's."""
+    """Map a linear's weight (rows, columns) and bias (rows,); without columns, a norm's."""
     return [
         plain(f"{ours}.weight", f"{theirs}.weight", rows, *columns),
         plain(f"{ours}.bias", f"{theirs}.bias", rows),
@@ -60,10 +60,10 @@ def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Which tokens a rank of a tower has: all, or its part under sequence parallelism.
+    """The tokens that a rank of a tower has: all, or its part under sequence parallelism.
 
-    The rows, and the tokens that they are made of, are then cut into ``count`` equal parts. This
-    rank has part ``number``. Blank rows at the end make the parts equal.
+    Rows, and the tokens that make them, are cut into ``count`` equal parts, of which this rank has
+    part ``number``. Blank rows at the end make the parts equal.
     """
 
     count: int
@@ -73,23 +73,17 @@ class SequencePart:
     def of(
         cls, config: engine.TransformerConfig, groups: engine.ProcessGroupCollection
     ) -> SequencePart:
-        """This rank's part in a tower with this configuration."""
+        """Return this rank's part in a tower with this configuration."""
         if not config.sequence_parallel:
             return cls(1, 0)
         return cls(groups.tp.size(), groups.tp.rank())
 
     def num_blank(self, num_rows: int) -> int:
-        """Blank rows to add after ``num_rows``.
-
-        The engine cannot run without tokens, so if there are no items each part is one blank row.
-        """
+        """Return the blank rows to add; without items one per part, as the engine needs some."""
         return -num_rows % self.count if num_rows else self.count
 
     def own(self, values: Tensor, length: int) -> Tensor:
-        """values (n, ...), n at most ``length`` -> this rank's (length / count, ...).
-
-        length: blank ones included; those missing from ``values`` are zeros.
-        """
+        """Return this rank's part (length / count, ...) of values (n, ...), padded with zeros."""
         size = length // self.count
         part = values[self.number * size : (self.number + 1) * size]
         if part.shape[0] == size:
@@ -97,11 +91,10 @@ class SequencePart:
         return torch.cat((part, part.new_zeros(size - part.shape[0], *part.shape[1:])))
 
     def rows_per_item(self, sizes: list[int], num_held: int) -> tuple[int, ...]:
-        """Rows of each item when this rank, like every other, holds ``num_held``.
+        """Return the rows of each item when every rank holds ``num_held``.
 
-        Rows carry no names, so items take theirs in turn. sizes: rows that each item's tokens
-        should make. If there are too few rows, the last items lack some; surplus rows, beyond
-        the blank ones, count as the last item's.
+        sizes: rows that each item's tokens should make. Rows go to items in order; missing ones
+        lack at the end, and surplus ones, beyond the blanks, go to the last item.
         """
         ends = list(itertools.accumulate(sizes))
         produced = num_held * self.count
@@ -111,17 +104,17 @@ class SequencePart:
         return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
 
     def sum_gradients(self, module: nn.Module) -> None:
-        """Mark a module that sees only this rank's part: its gradients are summed over ranks."""
+        """Mark a module that sees only this rank's part, so that its gradients are summed."""
         for param in module.parameters():
             param.sequence_parallel = self.count > 1  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedItems:
-    """The items of a forward, blank ones at the end, as a tower needs them. Families add to it.
+    """The items of a forward, blank ones at the end; families add fields.
 
-    segments: of the tokens in the blocks, none of which sees another segment's.
-    lookups: whatever else `Tower.embed` takes beside inputs; empty on later stages.
+    segments: of the tokens in the blocks; tokens attend inside their segment.
+    lookups: further inputs of `Tower.embed`; empty on later stages.
     """
 
     segments: engine.PackedSegments
@@ -132,8 +125,8 @@ class PackedItems:
 class PreparedItems[P: PackedItems]:
     """The arguments of a forward beside inputs, made by `Tower.prepare`.
 
-    num_inputs: of all items, without blank ones. num_tokens: T, blank ones included. sizes: rows
-    that each item's tokens should make. packed: with its tensors on the device.
+    num_inputs: of all items, without blank ones. num_tokens: T, blank ones included. sizes: planned
+    rows of each item. packed: with its tensors on the device.
     """
 
     num_inputs: int
@@ -145,16 +138,14 @@ class PreparedItems[P: PackedItems]:
 class Tower[P: PackedItems](nn.Module, ABC):
     """Items, packed into one sequence of tokens -> rows of the language model's size.
 
-    Everything parallel about a tower is written here, once. A family builds `blocks`, the layers of
-    this stage, in its constructor, and writes what is abstract here; also `stack_inputs`, where the
-    blocks take more than hidden states and segments, and `num_tokens`, where a token is not one
-    input. An item is a grid (t, h, w) of inputs, each a row of ``patches``: patches of an image or,
-    as (t, 1, 1), frames of a sound.
+    This class holds all parallelism of a tower. A family builds `blocks`, the layers of this stage,
+    in its constructor, and implements the abstract methods; also `stack_inputs`, where the blocks
+    take more than hidden states and segments, and `num_tokens`, where a token is not one input. An
+    item is a grid (t, h, w) of inputs: patches of an image or, as (t, 1, 1), frames of a sound.
 
     tokens_per_row: consecutive tokens of an item that `project` turns into one row. level_blocks:
     blocks, counted from 0 over all stages, whose outputs `project` needs besides the last one's.
-    part: which tokens and rows this rank has, among them the blank rows that make the ranks' parts
-    equal, or stand in when there are no items.
+    part: the tokens and rows that this rank has.
     """
 
     blocks: Any
@@ -177,40 +168,39 @@ class Tower[P: PackedItems](nn.Module, ABC):
 
     @abstractmethod
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """(t, h, w) of an item that becomes ``num_rows`` rows; its inputs will be zeros."""
+        """Return (t, h, w) of an item of ``num_rows`` rows; its inputs will be zeros."""
 
     def num_tokens(self, grids: Tensor) -> list[int]:
-        """grids (I, 3) int64 -> tokens that each item has in the blocks: one per input.
+        """Return each item's tokens in the blocks, multiples of ``tokens_per_row``: one per input.
 
-        Each is a multiple of ``tokens_per_row``.
+        grids: (I, 3) int64.
         """
         return grids.prod(1).tolist()
 
     @abstractmethod
     def pack(self, grids: Tensor) -> P:
-        """Pack items with these ``grids`` (I, 3) int64 for the other methods.
+        """Pack items with these ``grids`` (I, 3) int64, blank items included.
 
-        Blank items at the end are among them. It runs on the host, ahead of the forward and perhaps
-        in another thread; `prepare` brings all tensors in dataclasses and tuples to the device.
+        It runs on the host, perhaps in another thread; `prepare` copies all tensors in dataclasses
+        and tuples to the device.
         """
 
     @abstractmethod
     def embed(self, patches: Tensor, packed: P) -> Tensor:
-        """patches (P, C) of all items, without blank ones -> this rank's tokens (T', D).
+        """Embed patches (P, C) of all items, without blank ones, to this rank's tokens (T', D).
 
-        Every rank gets all inputs. It may embed whole items (with zeros for the blank ones) and
-        then take its part of their tokens with ``self.part.own``, or take its part of the inputs
-        first. Either way the module that embeds sees only part of the gradient: mark it with
-        ``self.part.sum_gradients``. With no items it still runs, on blanks alone.
+        It takes this rank's part with ``self.part.own``, of inputs or of tokens. Either way the
+        module that embeds sees only part of the gradient: mark it with ``self.part.sum_gradients``.
+        Without items it runs on blanks alone.
         """
 
     def stack_inputs(self, packed: P) -> dict[str, Any]:
-        """Arguments of the blocks besides hidden states: for all tokens, not a rank's part."""
+        """Return arguments of the blocks besides hidden states, for the tokens of all ranks."""
         return {"packed_seq_params": packed.segments}
 
     @abstractmethod
     def project(self, hidden: list[Tensor], packed: P) -> Tensor:
-        """Hidden states (T', 1, D) -> this rank's rows (N', (1 + L)·H), in the items' order.
+        """Project hidden states (T', 1, D) to this rank's rows (N', (1 + L)·H), in item order.
 
         hidden: after the last block, then after each of ``level_blocks``.
         """
@@ -218,7 +208,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
         """Do all host work of a forward over items with these ``grids`` (I, 3) int64.
 
-        copy: brings a host tensor to the device; it is called once.
+        copy: copies a host tensor to the device; it is called once.
         """
         tokens = self.num_tokens(grids)
         num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
@@ -239,10 +229,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
         return engine.forms_in([self])
 
     def stage_shapes(self, items: PreparedItems[P]) -> engine.StageShapes:
-        """Shapes of what this stage receives and passes on for these ``items``.
-
-        Both are hidden states (T', 1, (1 + l)·D), as in `forward`.
-        """
+        """Return the shapes of hidden states that this stage receives and sends."""
         tokens = items.num_tokens // self.part.count
         received, sent = (
             1 + sum(level < stop for level in self.level_blocks)
@@ -252,11 +239,11 @@ class Tower[P: PackedItems](nn.Module, ABC):
         return engine.StageShapes((tokens, 1, received * width), (tokens, 1, sent * width))
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Called by the schedule with what the previous stage sent; None on the first."""
+        """Take the previous stage's hidden states from Megatron's schedule; None on the first."""
         self._received = input_tensor[0]
 
     def values(self, patches: Tensor | WirePatches) -> Tensor:
-        """(P, C) in the tower's dtype, of patches as they are sent; of values those themselves."""
+        """Return values (P, C) in the tower's dtype; values pass through."""
         if isinstance(patches, Tensor):
             return patches
         return patches.values(self.config.params_dtype)
@@ -264,14 +251,14 @@ class Tower[P: PackedItems](nn.Module, ABC):
     def forward(
         self, patches: Tensor | WirePatches | None, items: Tensor | PreparedItems[P]
     ) -> Tensor | ItemRows:
-        """The items' rows on the last stage, as `mimo.families.contracts.EncoderFamily` says.
+        """Return the items' rows on the last stage: see `mimo.families.contracts.EncoderFamily`.
 
         Other stages return hidden states (T', 1, (1 + l)·D): the last block's, then those of the l
-        ``level_blocks`` so far. Grids (I, 3) int64 of the host are prepared here.
+        ``level_blocks`` so far. Grids (I, 3) int64 of the host are prepared first.
         """
         if isinstance(items, Tensor):
             items = self.prepare(items, partial(send, device=next(self.parameters()).device))
-        packed, in_all = items.packed, items.num_tokens
+        packed, num_tokens = items.packed, items.num_tokens
         if self.is_first_stage:
             assert patches is not None, "the first stage needs patches"
             values, needed = self.values(patches), items.num_inputs
@@ -282,16 +269,16 @@ class Tower[P: PackedItems](nn.Module, ABC):
             hidden = list(self._received.split(self.config.hidden_size, dim=-1))
             self.blocks.set_input_tensor(hidden[0])
         held = len(hidden[0]) * self.part.count
-        assert held == in_all, f"{held} tokens on {self.part.count} ranks, needed are {in_all}"
+        assert held == num_tokens, f"{held} tokens on {self.part.count} ranks, not {num_tokens}"
         output = self.blocks(
             hidden_states=hidden[0],
             attention_mask=None,
             extract_layer_indices=set(self.level_blocks),
             **self.stack_inputs(packed),
         )
-        # The engine returns a pair if any layer's output was asked for.
-        last, behind = output if self.level_blocks else (output, [])
-        hidden = [last, *hidden[1:], *behind]
+        # The engine returns a pair if outputs of layers are requested.
+        last, levels = output if self.level_blocks else (output, [])
+        hidden = [last, *hidden[1:], *levels]
         if not self.is_last_stage:
             return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
         rows = self.project(hidden, packed)

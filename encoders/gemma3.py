@@ -48,12 +48,15 @@ PROJECTOR = ("projector.",)
 """Prefixes of the projector's weight names; all other weights are the tower's."""
 
 
+_CROPS = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+
+
 class Settings(PatchSettings):
     """Recipe keys under ``encoders.<name>.model``. Sizes are numbers of elements or pixels."""
 
     changeable_keys: ClassVar = PatchSettings.changeable_keys | {
-        *("pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
-        "pan_and_scan_min_ratio_to_activate",
+        "pan_and_scan",
+        *(f"pan_and_scan_{key}" for key in _CROPS),
     }
 
     image_size: Side = 896
@@ -61,7 +64,7 @@ class Settings(PatchSettings):
     mm_tokens_per_image: Rows = 256
     """Rows of every image, a square number."""
     pan_and_scan: bool = False
-    """Whether a long image is shown whole and again in crops, each with rows of its own."""
+    """Show a long image whole and again in crops, each with its rows."""
     pan_and_scan_min_crop_size: Side = 256
     """Pixels of the shorter side of a crop."""
     pan_and_scan_max_num_crops: Crops = 4
@@ -92,14 +95,11 @@ class Settings(PatchSettings):
 
     @property
     def merge_size(self) -> int:
-        """Patches per side that become one row."""
+        """Patches per side that make one row."""
         return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy: see `EncoderSettings.scaled_down`.
-
-        Images have four rows, of one patch each if rows have one patch here, else of four.
-        """
+        """Scale down to images of four rows, of one patch each if rows have one, else of four."""
         patch_size = min(self.patch_size, 4)
         return self.model_copy(
             update={
@@ -114,7 +114,7 @@ class Settings(PatchSettings):
         )
 
     def processor(self, modality: str = "image") -> SquareImageProcessor:
-        """How an image becomes patches; every modality is taken as images."""
+        """Return the processor of images; every modality is taken as images."""
         crops = PanAndScan(
             min_crop_size=self.pan_and_scan_min_crop_size,
             max_num_crops=self.pan_and_scan_max_num_crops,
@@ -132,7 +132,7 @@ class Settings(PatchSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """All matrices and attention, in the order of a forward."""
+        """Return all matrices and attention, in the order of a forward."""
         return [
             Product("patch_embed.weight", "patch", (self.hidden_size, 3 * self.patch_size**2)),
             Product("pos_embed.weight", "patch"),
@@ -142,12 +142,12 @@ class Settings(PatchSettings):
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Patches, rows, and pairs of patches of an image."""
+        """Count patches, rows, and pairs of patches of an image."""
         return patch_counts(grids, self.merge_size)
 
 
 class Projector(nn.Module):
-    """Pooled patches to rows of the language model's size: a norm and a matrix."""
+    """Pools patches, normalizes, and projects to the language model's size."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Projector(nn.Module):
         part.sum_gradients(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden (P, 1, D) -> (N, H)."""
+        """Project hidden (P, 1, D) to (N, H)."""
         blocks = hidden.reshape(-1, self.patches_per_row, hidden.shape[-1])
         return self.linear(self.norm(blocks.mean(1)))
 
@@ -193,7 +193,7 @@ class Gemma3Tower(PatchTower):
             self.projector = Projector(settings, config, output_size, self.part)
 
     def pack(self, grids: Tensor) -> PackedPatches:
-        """On the first stage with the number of each learned position that this rank adds."""
+        """Add the learned positions of this rank's patches, on the first stage."""
         packed = super().pack(grids)
         if self.pos_embed is None:
             return packed
@@ -203,7 +203,7 @@ class Gemma3Tower(PatchTower):
         return replace(packed, lookups=(self.part.own(index, len(index)),))
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
-        """Hidden states (P', 1, D) -> rows (N', H)."""
+        """Project hidden states (P', 1, D) to rows (N', H)."""
         assert self.projector is not None
         return self.projector(hidden[0])
 
@@ -212,10 +212,7 @@ build = partial(build_tower, Gemma3Tower, gelu_stack)
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
-    """Recipe keys under ``encoders.<name>.model`` for Gemma-3's configuration.
-
-    Raises ValueError for anything that we do not compute.
-    """
+    """Return recipe keys for Gemma-3's configuration. Raises ValueError."""
     vision = config["vision_config"]
     expect(
         vision,
@@ -236,7 +233,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         image_seq_length=rows,
     )
     if images:
-        # What the processor writes for an image if its file does not say.
+        # The processor's default is what it writes for an image.
         agree({"image_seq_length": 256, **processors.whole}, WHOLE, image_seq_length=rows)
     return {
         "num_layers": vision["num_hidden_layers"],
@@ -254,16 +251,15 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 
 def _pan_and_scan(processor: Config) -> dict[str, Any]:
-    """Recipe keys for the crops that the checkpoint's processor cuts; empty if it cuts none."""
+    """Return recipe keys for the crops of the checkpoint's processor; empty if it cuts none."""
     if not processor.get("do_pan_and_scan"):
         return {}
-    names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
-    stored = {f"pan_and_scan_{name}": processor.get(f"pan_and_scan_{name}") for name in names}
+    stored = {f"pan_and_scan_{key}": processor.get(f"pan_and_scan_{key}") for key in _CROPS}
     return {"pan_and_scan": True, **{key: v for key, v in stored.items() if v is not None}}
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, and what it is made of in Gemma-3's checkpoints."""
+    """Return every parameter of the whole tower, as runs of Gemma-3's tensors."""
     size, ffn, patch = settings.hidden_size, settings.ffn_hidden_size, settings.patch_size
     heads, root = settings.num_attention_heads, "model.vision_tower"
     embeddings, projector = f"{root}.embeddings", "model.multi_modal_projector"

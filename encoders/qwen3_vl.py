@@ -1,13 +1,10 @@
-"""Vision tower of the Qwen3-VL kind with its patch mergers: the first encoder with levels.
+"""Vision tower of the Qwen3-VL kind with its patch mergers; it emits feature levels.
 
 Pre-norm blocks with LayerNorm and a plain GELU MLP, a learned grid of positions resampled to each
 image, 2-D rotary positions, full attention inside a frame. Besides the embeddings it emits one
 level of rows per entry of `deepstack_visual_indexes` (DeepStack, arXiv:2406.04334): the hidden
 states after that block, merged by a separate merger. All images of a microbatch run as one packed
-sequence.
-
-In a pipeline the hidden states after those blocks travel with the others to the last stage, which
-holds all mergers, so rows leave the encoder in one place.
+sequence. In a pipeline these hidden states travel to the last stage, which holds all mergers.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, L levels, H language hidden.
@@ -53,9 +50,9 @@ class Settings(QwenSettings):
     min_pixels: Pixels = 256 * 256
     max_pixels: Pixels = 4096 * 4096
     video_min_pixels: Pixels | None = None
-    """Smaller videos, all frames together, are enlarged to so many pixels; null as for images."""
+    """Smaller videos, all frames together, are enlarged to this many pixels; null as for images."""
     video_max_pixels: Pixels | None = None
-    """Larger videos, all frames together, are shrunk to so many pixels; null as for images."""
+    """Larger videos, all frames together, are shrunk to this many pixels; null as for images."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Settings:
@@ -65,15 +62,14 @@ class Settings(QwenSettings):
 
     @property
     def num_levels(self) -> int:
-        """One for each block that is listed."""
+        """One level for each listed block."""
         return len(self.deepstack_visual_indexes)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy: see `EncoderSettings.scaled_down`.
+        """Scale down to images of 1 to 16 rows.
 
-        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. Up to
-        three levels stay, after the last blocks: a tiny language model has no more layers, and
-        with fewer levels its second stage would need none.
+        Up to three levels stay, after the last blocks: a tiny language model has no more layers,
+        and with fewer levels its second stage would need none.
         """
         levels = min(self.num_levels, 3)
         layers = chunks * max(1, -(-levels // chunks))
@@ -88,7 +84,7 @@ class Settings(QwenSettings):
         )
 
     def processor(self, modality: str = "image") -> ImageProcessor:
-        """How an image or a video becomes patches, and how many rows it encodes to."""
+        """Return the processor of images or videos."""
         images = self._images(self.hidden_size)
         if modality != VIDEO:
             return images
@@ -99,7 +95,7 @@ class Settings(QwenSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """All matrices and attention, in the order of a forward."""
+        """Return all matrices and attention, in the order of a forward."""
         products = [
             Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             Product("pos_embed.weight", "patch"),
@@ -124,7 +120,7 @@ class GridPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(side * side, hidden_size, dtype=dtype))
 
     def corners(self, places: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """The four positions around each patch, int64, and their shares, fp32: both (4, P).
+        """Return the four positions around each patch, int64, and their shares, fp32: both (4, P).
 
         places, sizes: (P, 2) int64, row and column of each patch, and its image's height and width.
         """
@@ -139,13 +135,13 @@ class GridPositions(nn.Module):
         return index.flatten(0, 1), share.flatten(0, 1)
 
     def forward(self, index: Tensor, share: Tensor) -> Tensor:
-        """Both (4, P), of `corners` -> (P, D)."""
+        """Look up positions (P, D). index, share: (4, P), from `corners`."""
         corners = nn.functional.embedding(index, self.weight)
         return (corners * share[..., None]).sum(0).to(self.weight.dtype)
 
 
 class LevelMerger(nn.Module):
-    """Hidden states after a block -> rows: M patches side by side, a norm over all, an MLP."""
+    """Merges hidden states after a block to rows: M patches side by side, a norm, an MLP."""
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class LevelMerger(nn.Module):
         self.merged = merged
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden (P, 1, D) -> (N, H)."""
+        """Merge hidden (P, 1, D) to (N, H)."""
         return self.mlp(self.norm(hidden.reshape(-1, self.merged)))
 
 
@@ -193,7 +189,7 @@ class Qwen3VLTower(QwenTower):
             )
 
     def pack(self, grids: Tensor) -> PackedPatches:
-        """On the first stage with the learned positions around each of this rank's patches."""
+        """Add the learned positions around each of this rank's patches, on the first stage."""
         packed = super().pack(grids)
         if not isinstance(self.pos_embed, GridPositions):  # a later stage
             return packed
@@ -202,7 +198,7 @@ class Qwen3VLTower(QwenTower):
         return replace(packed, lookups=self.pos_embed.corners(*parts))
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
-        """Hidden states (P', 1, D) -> rows (N', (1 + L)·H): embeddings, then each level."""
+        """Merge hidden states (P', 1, D) to rows (N', (1 + L)·H): embeddings, then each level."""
         assert self.level_mergers is not None, "the last stage projects"
         levels = zip(self.level_mergers, hidden[1:], strict=True)
         rows = [super().project(hidden, packed), *(level(states) for level, states in levels)]
@@ -225,10 +221,7 @@ _VIDEOS: Config = {
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
-    """Recipe keys under ``encoders.<name>.model`` for Qwen3-VL's configuration.
-
-    Raises ValueError for anything that we do not compute.
-    """
+    """Return recipe keys for Qwen3-VL's configuration. Raises ValueError."""
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
     return {
@@ -239,7 +232,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, and what it is made of in Qwen3-VL's checkpoints."""
+    """Return every parameter of the whole tower, as runs of Qwen3-VL's tensors."""
     size, ffn, merged = settings.hidden_size, settings.ffn_hidden_size, settings.merged_size
     heads, patch = settings.num_attention_heads, settings.patch_size
     kernel = (3, settings.temporal_patch_size, patch, patch)

@@ -1,12 +1,9 @@
 """Vision tower of the Qwen-VL kind with its patch merger.
 
-The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions). Every layer attends
-within whole frames; with `window_size`, most layers attend within windows of a frame instead. All
-images of a microbatch run as one packed sequence, in which each frame is a segment. With windows, a
-frame's rows are sorted by window from the first layer on.
-
-Under sequence parallelism a rank's part of the sorted rows is not its part of the rows in order, so
-the ranks gather all rows after the merger and each takes its part.
+The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions). Layers attend
+within whole frames; with `window_size`, most attend within windows of a frame. All images of a
+microbatch run as one packed sequence, in which each frame is a segment. With windows, a frame's
+rows are sorted by window from the first layer on.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.
@@ -46,15 +43,15 @@ class Settings(QwenSettings):
     window_size: Side | None = None
     """Pixels along the edge of a window; without one every layer attends to whole frames."""
     full_attention_layers: Annotated[tuple[LayerIndex, ...], Field(strict=False)] = ()
-    """Layers, counted from 0, that attend to whole frames all the same."""
+    """Layers, counted from 0, that attend to whole frames in spite of windows."""
     min_pixels: Pixels = 56 * 56
     max_pixels: Pixels = 28 * 28 * 1280
     image_mean: Means = OPENAI_CLIP_MEAN
     image_std: Stds = OPENAI_CLIP_STD
     video_min_pixels: Pixels | None = None
-    """Smaller frames of a video are enlarged to so many pixels; null takes that of images."""
+    """Smaller frames of a video are enlarged to this many pixels; null as for images."""
     video_max_pixels: Pixels | None = None
-    """Larger frames of a video are shrunk to so many pixels; null takes that of images."""
+    """Larger frames of a video are shrunk to this many pixels; null as for images."""
     tokens_per_second: Rate = 2.0
     """Steps of position per second of a video."""
 
@@ -83,17 +80,12 @@ class Settings(QwenSettings):
         return frozenset(range(self.num_layers)) - frozenset(self.full_attention_layers)
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: attention inside windows or whole frames."""
+        """Return the kind of each layer: attention inside windows or whole frames."""
         windows = self.window_layers
         return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy: see `EncoderSettings.scaled_down`.
-
-        Merge size, frames per patch, rotary base and epsilon stay; images have 1 to 16 rows. If
-        there are windows, they are 2 × 2 rows, and images are large enough that many need sorting.
-        Each chunk has a layer of every kind in the original.
-        """
+        """Scale down to images of 1 to 16 rows, and windows of 2 × 2 rows."""
         sizes = self._scaled_sizes(tp)
         if self.window_size is not None:
             sizes["window_size"] = 2 * sizes["patch_size"] * self.merge_size
@@ -110,7 +102,7 @@ class Settings(QwenSettings):
         )
 
     def processor(self, modality: str = "image") -> ImageProcessor:
-        """How an image or a video becomes patches, and how many rows it encodes to."""
+        """Return the processor of images or videos."""
         # The cost grows with the square of a frame's size only in layers with full attention. The
         # fewer there are, the more the linear cost weighs, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
@@ -125,7 +117,7 @@ class Settings(QwenSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """All matrices and attention, in the order of a forward."""
+        """Return all matrices and attention, in the order of a forward."""
         return [
             Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             *self.stack_products("patch", gated=True),
@@ -133,7 +125,7 @@ class Settings(QwenSettings):
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Patches, rows, and pairs of patches of a frame and of a window."""
+        """Count patches, rows, and pairs of patches of a frame and of a window."""
         numbers = super().counts(grids)
         numbers["full pair"] = numbers.pop("attention pair")
         if self.window_size is not None:
@@ -168,7 +160,7 @@ class QwenVLTower(QwenTower):
             self.side = settings.window_size // (settings.patch_size * settings.merge_size)
 
     def pack(self, grids: Tensor) -> PackedPatches:
-        """With windows, the rows of a frame are sorted by window from the first layer on."""
+        """Sort the rows of a frame by window, if there are windows."""
         packed = super().pack(grids)
         if self.side is None:
             return packed
@@ -178,10 +170,10 @@ class QwenVLTower(QwenTower):
         return replace(packed, places=order.sort(places), order=order)
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
-        """Hidden states (P', 1, D) -> rows (N', H); from the order of windows back in the items'.
+        """Merge hidden states (P', 1, D) to rows (N', H), in item order.
 
-        Under sequence parallelism a row may then belong to another rank: all ranks gather them, and
-        the backward returns each row's gradient to the rank that computed it.
+        Under sequence parallelism, rows sorted by window are on other ranks than rows in item
+        order: all ranks gather them, and the backward returns each row's gradient.
         """
         rows, order = super().project(hidden, packed), packed.order
         if order is None:
@@ -207,10 +199,7 @@ _VIDEOS: Config = {
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
-    """Recipe keys under ``encoders.<name>.model`` for Qwen2.5-VL's configuration.
-
-    Raises ValueError for anything that we do not compute.
-    """
+    """Return recipe keys for Qwen2.5-VL's configuration. Raises ValueError."""
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="silu")
     return {
@@ -222,7 +211,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, and what it is made of in Qwen2.5-VL's checkpoints."""
+    """Return every parameter of the whole tower, as runs of Qwen2.5-VL's tensors."""
     size, ffn, merged = settings.hidden_size, settings.ffn_hidden_size, settings.merged_size
     heads, patch = settings.num_attention_heads, settings.patch_size
     weights = [

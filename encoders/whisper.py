@@ -3,8 +3,8 @@
 Two convolutions turn log-mel frames into half as many tokens, and sinusoidal positions are added.
 Pre-norm blocks with LayerNorm and a GELU MLP follow, with full attention inside a clip; then
 `tokens_per_row` neighbours are stacked into a row. All clips of a microbatch run as one packed
-sequence, each a segment of its own length, whereas Whisper pads every clip to 30 s. Unlike
-Whisper's, our keys have a bias: it adds the same number to all of a query's scores, to no effect.
+sequence of one segment each, whereas Whisper pads every clip to 30 s. Unlike Whisper's, our keys
+have a bias, which has no effect: it adds the same number to all of a query's scores.
 Source: transformers `WhisperEncoder`; rows are stacked as in Ultravox and SLAM-LLM.
 
 Letters: I clips, P frames of all clips, C mel bands, T = P/2 tokens, D tower hidden, N rows,
@@ -46,7 +46,7 @@ class Settings(EncoderSettings):
     tokens_per_row: Patches = 1
     """Tokens of 20 ms that are stacked into one row."""
     max_seconds: ItemSeconds = 30.0
-    """Length of the longest clip that is taken, in seconds."""
+    """Length of the longest accepted clip, in seconds."""
     norm_eps: Epsilon = 1e-5
 
     @model_validator(mode="after")
@@ -62,7 +62,7 @@ class Settings(EncoderSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy: see `EncoderSettings.scaled_down`."""
+        """Scale down."""
         return self.model_copy(
             update={
                 **self._scaled_sizes(tp),
@@ -74,7 +74,7 @@ class Settings(EncoderSettings):
         )
 
     def processor(self, modality: str = "audio") -> AudioClips:
-        """How a clip becomes frames, and its number of rows; every modality is taken as clips."""
+        """Return the processor of clips; every modality is taken as clips."""
         return AudioClips(
             num_mel_bins=self.num_mel_bins,
             tokens_per_row=self.tokens_per_row,
@@ -83,7 +83,7 @@ class Settings(EncoderSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """All matrices and attention, in the order of a forward."""
+        """Return all matrices and attention, in the order of a forward."""
         size, stacked = self.hidden_size, self.hidden_size * self.tokens_per_row
         return [
             Product("conv1.weight", "frame", (size, 3 * self.num_mel_bins)),
@@ -94,7 +94,7 @@ class Settings(EncoderSettings):
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Frames, tokens, rows, and pairs of tokens of a clip."""
+        """Count frames, tokens, rows, and pairs of tokens of a clip."""
         frames = np.prod(grids, axis=1)
         tokens = frames // FRAMES_PER_TOKEN
         return {
@@ -106,7 +106,7 @@ class Settings(EncoderSettings):
 
 
 def neighbours(lengths: Tensor, stride: int) -> Tensor:
-    """Inputs that each output of a convolution over items of these ``lengths`` (I,) sees.
+    """Return the inputs of each output of a convolution over items of these ``lengths`` (I,).
 
     (outputs, 3), for a kernel of 3 and a padding of 1: numbers of inputs, counted over all items,
     and -1 beyond an item's ends.
@@ -123,7 +123,7 @@ class ItemConvolution(nn.Conv1d):
     """A convolution with a kernel of 3 over packed items, and its GELU."""
 
     def forward(self, values: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
-        """values (n, C) -> (m, D); seen: (m, 3) of `neighbours`."""
+        """Map values (n, C) to (m, D). seen: (m, 3), from `neighbours`."""
         padded = torch.cat((values, values.new_zeros(1, values.shape[1])))  # -1 picks this last one
         inputs = padded[seen].flatten(1)
         weight = self.weight.transpose(1, 2).flatten(1)
@@ -131,7 +131,7 @@ class ItemConvolution(nn.Conv1d):
 
 
 def sinusoids(places: Tensor, size: int) -> Tensor:
-    """places (n,) -> fp32 (n, size): sines, then cosines, of longer and longer waves."""
+    """Return (n, size) fp32 for places (n,): sines, then cosines, of longer and longer waves."""
     half = size // 2
     step = math.log(_LONGEST_WAVE) / (half - 1)
     angles = places[:, None] * torch.exp(-step * torch.arange(half))
@@ -164,16 +164,17 @@ class WhisperTower(Tower[PackedItems]):
             )
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """Frames of silence."""
+        """Return the grid of frames of silence."""
         return num_rows * self.tokens_per_row * FRAMES_PER_TOKEN, 1, 1
 
     def num_tokens(self, grids: Tensor) -> list[int]:
-        """Half as many as frames."""
+        """Return half the number of frames."""
         return (grids.prod(1) // FRAMES_PER_TOKEN).tolist()
 
     def pack(self, grids: Tensor) -> PackedItems:
-        """Each clip is a segment. On the first stage with what each convolution sees, numbers of
-        frames and then of the first one's outputs, and the positions of this rank's tokens.
+        """Pack clips as segments; on the first stage with the inputs of both convolutions.
+
+        These are numbers of frames, then of the first one's outputs; and this rank's positions.
         """
         num_frames = grids.prod(1)
         lengths = self.num_tokens(grids)
@@ -182,24 +183,23 @@ class WhisperTower(Tower[PackedItems]):
             return PackedItems(segments=segments)
         tokens = neighbours(num_frames, stride=FRAMES_PER_TOKEN)
         places = torch.cat([torch.arange(length) for length in lengths])
-        own, places = (self.part.own(values, len(tokens)) for values in (tokens, places))
-        first, end = int(own[own >= 0].min()), int(own.max()) + 1
+        tokens, places = (self.part.own(values, len(tokens)) for values in (tokens, places))
+        first, end = int(tokens[tokens >= 0].min()), int(tokens.max()) + 1
         frames = neighbours(num_frames, stride=1)[first:end]
         positions = sinusoids(places, self.config.hidden_size).to(self.conv1.weight.dtype)
-        lookups = (frames, torch.where(own >= 0, own - first, -1), positions)
+        lookups = (frames, torch.where(tokens >= 0, tokens - first, -1), positions)
         return PackedItems(segments=segments, lookups=lookups)
 
     def embed(self, patches: Tensor, packed: PackedItems) -> Tensor:
-        """Frames (P, C) -> this rank's tokens (T', D), from just the frames they depend on."""
-        assert self.conv1 is not None, "the first stage embeds"
-        assert self.conv2 is not None, "the first stage embeds"
+        """Embed frames (P, C) to this rank's tokens (T', D), from the frames they depend on."""
+        assert self.conv1 is not None and self.conv2 is not None, "the first stage embeds"
         frames, seen, positions = packed.lookups
         # Blank clips at the end are silence, as is what lies beyond a clip's ends.
         hidden = self.conv1(patches, torch.where(frames < len(patches), frames, -1))
         return self.conv2(hidden, seen) + positions
 
     def project(self, hidden: list[Tensor], packed: PackedItems) -> Tensor:
-        """Tokens stacked into rows, and through the projector."""
+        """Stack tokens into rows, and project them."""
         assert self.projector is not None, "the last stage projects"
         stacked = hidden[0].reshape(-1, self.tokens_per_row * hidden[0].shape[-1])
         return self.projector(stacked)
@@ -209,7 +209,7 @@ build = partial(build_tower, WhisperTower, partial(gelu_stack, approximate="none
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
-    """Every parameter of the whole tower, under our names: no published checkpoint has all."""
+    """Return every parameter of the whole tower; no published checkpoint has all of them."""
     size, ffn = settings.hidden_size, settings.ffn_hidden_size
     stacked = size * settings.tokens_per_row
     shapes: dict[str, tuple[int, ...]] = {

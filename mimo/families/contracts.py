@@ -1,8 +1,8 @@
-"""What a family offers: a Python module with the names below, found by the name in the recipe.
+"""The contracts of families: Python modules that are found by the name in the recipe.
 
 A family of encoders is a file in `encoders`, one of language models in `mimo.families.languages`.
-Modules whose names begin with an underscore hold what families share. A family satisfies
-`EncoderFamily` or `LanguageFamily`, and its settings say all that is known before it is built.
+It satisfies `EncoderFamily` or `LanguageFamily`; its settings hold all that is known before it is
+built. Modules whose names begin with an underscore hold what families share.
 
 Letters: P patches of all items of a call, C numbers per patch, I items, N rows, L feature levels,
 H hidden size of the language model, D of the tower, S sequence, B batch, V vocabulary.
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class ItemRules:
     """How a language family treats the T packed tokens of a lane that stand for items.
 
-    positions: "mrope", where the rows of an item lie on a grid of time, height and width, or
-    "plain", where each is one more than the previous token's. bidirectional: whether the tokens of
-    one item see each other in both directions.
+    positions: "mrope", where an item's tokens lie on a grid of time, height and width, or "plain",
+    where each position is the previous one plus 1. bidirectional: whether the tokens of one item
+    see each other in both directions.
     """
 
     positions: Literal["mrope", "plain"]
@@ -57,16 +57,15 @@ class ItemRules:
 
 
 class FamilySettings(BaseModel):
-    """Sizes of a model, as numbers of elements: the keys under ``model`` that all modules have.
+    """Sizes of a model, in elements: the keys under ``model`` that all modules have.
 
-    Whatever it accepts can be built on any grid in which `grid_problems` finds none.
+    Accepted settings can be built on every grid without `grid_problems`.
     """
 
     model_config = STRICT
 
     changeable_keys: ClassVar[frozenset[str]] = frozenset({"init_std"})
-    """Keys that a run may change when it resumes: the weights and what is computed of given patches
-    stay the same. All others would make it another model."""
+    """Keys that may change when a run resumes, because the model computes the same with them."""
 
     num_layers: Layers
     """Transformer layers."""
@@ -82,26 +81,22 @@ class FamilySettings(BaseModel):
     """Standard deviation of freshly drawn weights."""
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """One name per layer; layers that compute different things have different names.
+        """Return one name per layer; layers that compute different things differ in name.
 
-        All have parameters of the same sizes, whatever their number.
+        All kinds have parameters of the same sizes.
         """
         return ("attention",) * self.num_layers
 
     @abstractmethod
     def scaled_down(self, chunks: int, tp: int) -> Self:
-        """The smallest settings of the same character, for `mimo verify`.
+        """Return the smallest settings of the same character, for `mimo verify`.
 
-        ``chunks``, the chunks of all pipeline stages, and ``tp`` tensor-parallel ranks divide them;
-        every chunk has a layer of every kind there was. Weights are drawn large enough for every
-        part of the model to matter to the loss.
+        ``tp`` ranks and ``chunks``, of all pipeline stages together, divide them, and every chunk
+        has a layer of every kind. Weights are large enough for every part to affect the loss.
         """
 
     def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
-        """Yield what is wrong with ``tp`` ranks and this many chunks of all pipeline stages.
-
-        Each is a sentence that names axis, key and size.
-        """
+        """Yield sizes that ``tp`` ranks or the chunks of all pipeline stages do not divide."""
         for key, size in self._divided_by_tp().items():
             if size % tp:
                 yield f"tp={tp} must divide {key}, which is {size}"
@@ -120,7 +115,7 @@ class EncoderSettings(FamilySettings):
 
     @property
     def num_levels(self) -> int:
-        """L, the feature levels that the encoder emits besides the embeddings.
+        """L, the number of feature levels besides the embeddings.
 
         Level k is added to the hidden states after the language model's k-th layer (DeepStack).
         """
@@ -132,18 +127,18 @@ class EncoderSettings(FamilySettings):
 
     @abstractmethod
     def products(self, output_size: int) -> list[Product]:
-        """All matrices and attention of tower and projector, in the order of a forward.
+        """Return all matrices and attention of tower and projector, in the order of a forward.
 
-        Every parameter of two dimensions or more has one, under its name in ``weights_in_hf``; one
-        that is looked up has no elements. output_size: H.
+        Every parameter of two dimensions or more has one, under its name in ``weights_in_hf``; a
+        table that is looked up has no elements. output_size: H.
         """
 
     @abstractmethod
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """How many there are of each unit of `products` in items with these grids (I, 3)."""
+        """Count each unit of `products` in items with these grids (I, 3)."""
 
     def stack_products(self, per: str, gated: bool) -> list[Product]:
-        """The layers, for one token ``per`` unit, and the final norm."""
+        """Return the layers, for one token ``per`` unit, and the final norm."""
         heads = self.num_attention_heads
         layers = layer_products(
             "blocks.layers",
@@ -196,10 +191,7 @@ class LanguageSettings(FamilySettings):
         return self
 
     def num_tokens(self, tokenizer_size: int) -> int:
-        """How many tokens the model knows, given a tokenizer of this many.
-
-        Raises ValueError if the tokenizer has more than the model.
-        """
+        """Return the tokens that the model knows. Raises ValueError if the tokenizer has more."""
         if self.vocab_size is None:
             return tokenizer_size
         if tokenizer_size > self.vocab_size:
@@ -210,7 +202,7 @@ class LanguageSettings(FamilySettings):
         return self.vocab_size
 
     def padded_vocab_size(self, num_tokens: int) -> int:
-        """V, the rows of the embedding for this many tokens, the same in every layout."""
+        """Return V, the rows of the embedding for this many tokens, the same in every layout."""
         known = max(num_tokens, self.vocab_size or 0)
         return -(-known // self.vocab_multiple) * self.vocab_multiple
 
@@ -226,7 +218,7 @@ class LanguageSettings(FamilySettings):
             yield f"tp={tp} must divide num_query_groups, which is {groups}, or be a multiple of it"
 
     def products(self, vocab_size: int) -> list[Product]:
-        """All matrices and attention, in the order of a forward. vocab_size: V."""
+        """Return all matrices and attention, in the order of a forward. vocab_size: V."""
         embedding = "embedding.word_embeddings.weight"
         layers = layer_products(
             "decoder.layers",
@@ -244,10 +236,9 @@ class LanguageSettings(FamilySettings):
     def counts(
         self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int
     ) -> dict[str, float]:
-        """How many there are of each unit of `products` in segments of these lengths (n,).
+        """Count each unit of `products` in segments of these lengths (n,), without padding.
 
-        lengths, item_rows: without padding; item_rows (I,) of all items in them. loss_tokens: in
-        all of them together, for which alone the head is needed.
+        item_rows: (I,) embeddings of each item in them. loss_tokens: only these need the head.
         """
         return {
             "token": float(lengths.sum()),
@@ -256,10 +247,7 @@ class LanguageSettings(FamilySettings):
         }
 
     def _scaled_sizes(self, tp: int) -> dict[str, Any]:
-        """The sizes of a tiny copy that ``tp`` ranks divide, but for its layers.
-
-        Grouped queries stay grouped, and one group stays one.
-        """
+        """Return the sizes of a tiny copy without its layers; grouped queries stay grouped."""
         groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
         grouped = self.num_attention_heads > self.num_query_groups
         return {
@@ -278,13 +266,12 @@ class EncoderFamily(Protocol):
 
     Settings: type[EncoderSettings]
     PROJECTOR: tuple[str, ...]
-    """How the names of the projector's parameters begin; all others are the tower's."""
+    """Prefixes of the names of the projector's parameters; all others are the tower's."""
 
     def build(self, settings: Any, ctx: ModuleContext, output_size: int, seed: int) -> nn.Module:
-        """This rank's part of tower and projector, with freshly drawn weights.
+        """Build this rank's part of tower and projector; drawn weights agree in all layouts.
 
-        The weights are the same in every layout; a checkpoint fills those in ``ctx.provided``.
-        ctx: process groups and dtype. output_size: H.
+        A checkpoint fills those in ``ctx.provided``. ctx: process groups and dtype. output_size: H.
 
         The module has ``config``, Megatron's `TransformerConfig`; ``set_input_tensor([hidden])``,
         called by the schedule with what the previous stage sent, None on the first;
@@ -296,9 +283,9 @@ class EncoderFamily(Protocol):
           first pipeline stage, else None. ``values(patches)`` gives the latter.
         - items: as prepared, or their grids, (I, 3) int64, every item as (t, h, w) in patches.
         - on the last stage it returns `bridge.ItemRows`: values (N, (1 + L)·H), the embeddings and
-          every level side by side, and how many rows each item became, counted on what was
-          computed; the counts are compared with the plan before anything is sent. On other stages
-          it returns the hidden states for the next stage, (P, 1, ...).
+          every level side by side, and the computed number of rows of each item, which is compared
+          with the plan before anything is sent. On other stages it returns the hidden states for
+          the next stage, (P, 1, ...).
 
         Under sequence parallelism each rank gets all patches and returns its part of the rows,
         ceil(N / tp) of them, blank ones at the end. Without items it returns 0 rows of that width
@@ -307,11 +294,10 @@ class EncoderFamily(Protocol):
         ...
 
     def weights_in_hf(self, settings: Any, output_size: int) -> list[Weight]:
-        """Every parameter of the whole module by its name, with the tensors it is made of.
+        """Return every parameter of the whole module, as runs of the published tensors.
 
-        These have their names in the published checkpoints. A family without any uses the names of
-        its parameters: every family must list them, because parameters are also counted here.
-        output_size: H.
+        A family without published checkpoints uses its own names; the list also serves to count
+        parameters. output_size: H.
         """
         ...
 
@@ -320,7 +306,7 @@ class PublishedEncoderFamily(EncoderFamily, Protocol):
     """A family whose models are part of published checkpoints in Hugging Face format."""
 
     def settings_from_hf(self, config: Config, processors: Processors) -> dict[str, Any]:
-        """Settings by key, from a whole model's configuration and how its items are prepared.
+        """Return settings by key, from a whole model's configuration and its processors.
 
         Raises ValueError, naming their key, for what we do not compute.
         """
@@ -333,22 +319,22 @@ class LanguageFamily(Protocol):
     Settings: type[LanguageSettings]
 
     def settings_from_hf(self, config: Config) -> dict[str, Any]:
-        """Settings by key, from a whole model's configuration.
+        """Return settings by key, from a whole model's configuration.
 
         Raises ValueError, naming their key, for what we do not compute.
         """
         ...
 
     def weights_in_hf(self, settings: Any) -> list[Weight]:
-        """Every parameter of the whole model by its name, with the tensors it is made of.
+        """Return every parameter of the whole model, as runs of the published tensors.
 
-        Like `EncoderFamily.weights_in_hf`. settings: with ``vocab_size``.
+        settings: with ``vocab_size``.
         """
         ...
 
 
 class MegatronLanguageFamily(LanguageFamily, Protocol):
-    """A family that Megatron is among the engines of."""
+    """A family that Megatron can run."""
 
     def build(
         self,
@@ -358,17 +344,13 @@ class MegatronLanguageFamily(LanguageFamily, Protocol):
         max_sequence_length: int,
         seed: int,
     ) -> LanguageModel:
-        """This rank's chunk, Megatron's `GPTModel`, with freshly drawn weights.
+        """Build a chunk of this rank, a `GPTModel`; drawn weights agree in all layouts.
 
-        The weights are the same in every layout; a checkpoint fills those in ``ctx.provided``.
-        It is called once per chunk.
+        A checkpoint fills those in ``ctx.provided``. ctx: process groups, dtype and the chunk.
+        num_tokens: that the model knows; the family pads them to V, and padding takes no part in
+        the loss. max_sequence_length: S of the longest sequence.
 
-        ctx: process groups, dtype and the chunk. num_tokens: the number that the model knows; the
-        family pads it to V, and padding takes no part in the loss. max_sequence_length: tokens of
-        the longest sequence, S.
-
-        On the first stage the model takes ``decoder_input`` (S, B, H), or its part of the sequence
-        under sequence or context parallelism, or looks up ``input_ids`` (B, S) itself; on the last
-        it returns a loss per token if it is given labels, else logits over V.
+        On the first stage the model takes ``decoder_input`` (S, B, H), or this rank's part of it,
+        or looks up ``input_ids`` (B, S); on the last it returns losses of labels, else logits (V).
         """
         ...

@@ -1,8 +1,7 @@
-"""The products of a module in a step, matrices and attention scores, and their FLOPs.
+"""FLOPs of a module: its products, which are matrices and attention scores.
 
-A family lists its products in the order of a forward; `flops_per_unit` adds up what forward and
-backward of each cost. Recomputed activations are not counted, nor padding: this is the work that
-the model needs, not what a kernel happens to do.
+A family lists its products in the order of a forward; `flops_per_unit` adds up forward and backward
+of each. Recomputed activations and padding are not counted: this is the work that the model needs.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from mimo.families.keymap import adapter_names, adapter_shapes
 class Product:
     """One matrix (O, I) that multiplies vectors, or attention's scores and their use.
 
-    parameter: its name in the whole module; None for attention. A parameter that is looked up or
-        scales, and that later products depend on, has no elements.
-    per: the unit that it is done for once, such as "token"; see a family's ``counts``.
+    parameter: its name in the whole module; None for attention. A table that is looked up, or a
+        scale, has no elements; later products depend on it.
+    per: the unit that needs it once, such as "token"; see a family's ``counts``.
     """
 
     parameter: str | None
@@ -41,11 +40,10 @@ def flops_per_unit(
     input_needs_gradient: bool = False,
     adapters: LoRA | None = None,
 ) -> dict[str, float]:
-    """FLOPs of forward and backward for one of each unit.
+    """Return the FLOPs of forward and backward for one of each unit.
 
     A backward passes through a product if anything before it is trained; its weight has a gradient
-    if it is trained itself. is_trained: by the name of a parameter. input_needs_gradient: whether
-    the module's input does.
+    if it is trained itself. is_trained: by the name of a parameter.
     """
     flops: dict[str, float] = {}
     passes = input_needs_gradient
@@ -75,7 +73,7 @@ def _with_adapters(products: Sequence[Product], adapters: LoRA | None) -> Iterat
 
 
 def step_flops(per_unit: Mapping[str, float], counts: Mapping[str, float]) -> float:
-    """FLOPs for so many of each unit."""
+    """Return the FLOPs of these counts of each unit."""
     return sum(per_unit[unit] * count for unit, count in counts.items() if unit in per_unit)
 
 
@@ -88,10 +86,10 @@ def layer_products(
     heads: tuple[int, int, int],
     gated: bool,
 ) -> list[Product]:
-    """The transformer layers of a stack, for one token ``per`` unit.
+    """Return the transformer layers of a stack, for one token ``per`` unit.
 
-    prefix: of their parameters' names. kinds: of each layer, in whose pairs queries with keys are
-    counted. heads: of queries, of keys, and their size.
+    prefix: of their parameters' names. kinds: of each layer; a kind's attention counts in pairs of
+    queries and keys. heads: of queries, of keys, and their size.
     """
     num_heads, num_kv_heads, size = heads
     inner = 2 * ffn_hidden_size if gated else ffn_hidden_size
@@ -110,9 +108,9 @@ def layer_products(
 
 
 def causal_pairs(lengths: np.ndarray, window: int | None = None) -> float:
-    """Queries with the keys that they see, in causal segments of these ``lengths`` (n,).
+    """Count the pairs of a query and a key that it sees, in causal segments of these lengths (n,).
 
-    window: keys that a query sees at most, its own included.
+    window: largest number of keys that a query sees, its own included.
     """
     length = np.asarray(lengths, np.float64)
     full = length if window is None else np.minimum(length, window)

@@ -1,7 +1,7 @@
-"""The configuration files of a folder in Hugging Face format, and which values we can compute.
+"""Read configuration files in Hugging Face format, and refuse what we cannot compute.
 
-Defaults for items are in two places of transformers. Those in the class of an image or video
-processor apply where its file is silent; those in the class of the whole processor always apply.
+Transformers has defaults for items in two places: those of the class of an image or video processor
+apply where its file is silent, those of the class of the whole processor always.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object.
 
     Raises InputError if it is missing or holds anything else, StartError if its file system fails.
     """
@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object as people read it."""
+    """Write a JSON object, indented."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -68,12 +68,12 @@ def new_folder(target: Path, marker: str = "", writer: str = "") -> Iterator[Pat
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` in its current form, whichever version of transformers wrote it.
+    """Read ``config.json`` in its current form, whichever version of transformers wrote it.
 
     Sizes of the language model are under ``text_config``, even for a text-only model, those of a
     tower under ``vision_config``, rotary settings under ``rope_parameters``. Raises InputError.
     """
-    stored = read_json(folder / "config.json")  # says which file is missing or broken
+    stored = read_json(folder / "config.json")
     if (quantized := stored.get("quantization_config")) is not None:
         raise InputError(
             f"{folder / 'config.json'}: quantization_config is {shown(quantized)}, but only plain "
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         reason = f"cannot be understood: {error}"
         if "auto_map" in stored:  # transformers would tell people to run it
-            reason = "has auto_map: the model is code of its own, which is not run"
+            reason = "has auto_map: the model comes with its own code, which is not run"
         raise InputError(f"{folder / 'config.json'}: {reason}") from error
     # Tied embeddings are set at the top or under the text, depending on version and model.
     text = config.setdefault("text_config", dict(config))
@@ -100,10 +100,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def expect(section: Config, where: str, **values: object) -> None:
-    """Raise ValueError for keys of ``section`` with another value than the one we compute.
-
-    A key that is absent or null counts as having the expected value.
-    """
+    """Raise ValueError for keys of ``section`` with another value than this, unless it is null."""
     _compare(section, where, "only {value!r} is supported", values)
 
 
@@ -136,8 +133,7 @@ def refuse_dropout(config: Config) -> None:
         raise ValueError("; ".join(wrong))
 
 
-# The keys that transformers reads for the kinds we compute. The other keys are for other kinds:
-# they may be present with these kinds, but change nothing.
+# The keys that transformers reads for the kinds we compute; others may be present, without effect.
 _ROPE_READ = {
     "default": {"rope_theta"},
     "axial": {"rope_theta"},
@@ -152,11 +148,11 @@ _ROPE_KNOWN = {
 
 
 def rope_settings(section: Config, where: str, *kinds: str) -> tuple[float, float]:
-    """Return the base of the frequencies and the divisor of positions, as transformers does.
+    """Return the base of the frequencies and the divisor of positions.
 
-    Source: its `modeling_rope_utils`. section: the rotary settings under the key ``where``. kinds:
-    the values of ``rope_type`` that the caller computes. Raises ValueError for another kind, for a
-    key that no kind has, and for partially rotated heads.
+    Source: transformers `modeling_rope_utils`. section: the rotary settings under the key
+    ``where``. kinds: the values of ``rope_type`` that the caller computes. Raises ValueError for
+    another kind, for a key that no kind has, and for partially rotated heads.
     """
     kind = section["rope_type"]
     if kind not in kinds:
@@ -184,10 +180,10 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Processors:
-    """The settings by which a folder prepares items; empty where none of its files has any.
+    """A folder's settings of processors; empty where none of its files has any.
 
     image: every setting, defaults included. video, whole: the settings in the files of the video
-    processor and of the processor that both belong to. files: all these files by name.
+    processor and of the whole processor. files: all these files by name.
     """
 
     image: Config
@@ -211,7 +207,7 @@ def read_processors(folder: Path) -> Processors:
 
 
 def processor_class(folder: str | Path) -> Any:
-    """The class of the whole processor in transformers."""
+    """Return the class of the whole processor in transformers."""
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -254,10 +250,7 @@ def _effective_image(folder: Path) -> dict[str, Any]:
 
 
 def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
-    """``min_pixels`` and ``max_pixels`` of Qwen's processors, from old or new files.
-
-    prefix: of the names in the result.
-    """
+    """Return ``min_pixels`` and ``max_pixels`` of Qwen's processors, from old or new files."""
     size = processor.get("size") or {}
     limits = {
         "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
@@ -267,7 +260,7 @@ def pixel_limits(processor: Config, prefix: str = "") -> dict[str, int]:
 
 
 def normalisation(processor: Config) -> dict[str, list[float]]:
-    """Means and deviations of the channels, which files may give as one number for all three."""
+    """Return means and deviations of the channels; files may give one number for all three."""
     channels = {}
     for key in ("image_mean", "image_std"):
         value = processor.get(key)

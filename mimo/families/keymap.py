@@ -1,9 +1,9 @@
 """The key map: our parameters as runs of rows of the tensors of a Hugging Face checkpoint.
 
-Seen as a matrix of its first dimension by all others, each of our parameters is made of whole rows
-of theirs: fused projections stack or interleave them, and a convolution whose stride equals its
-kernel is already a matrix. So one description serves to read a tensor-parallel slice, to write a
-checkpoint back, and to compare gradients. Nothing here deals with files.
+As a matrix of its first dimension by all others, each of our parameters consists of whole rows of
+theirs: fused projections stack or interleave them, and a convolution whose stride equals its kernel
+is a matrix. The map serves to read a tensor-parallel slice, to write a checkpoint, and to compare
+gradients; it reads no files.
 
 Letters: R rows, C columns of a matrix.
 """
@@ -36,13 +36,13 @@ class Source:
         return self.shape[1] if self.transposed else self.shape[0]
 
     def matrix(self, stored: Tensor) -> Tensor:
-        """A stored tensor, or whole rows of it, as (R, C); a vector stays (R,)."""
+        """Return a stored tensor, or whole rows of it, as (R, C); a vector stays (R,)."""
         if self.transposed:
             return stored.T
         return stored if stored.dim() == 1 else stored.flatten(1)
 
     def stored(self, matrix: Tensor) -> Tensor:
-        """The inverse of `matrix` for the whole tensor."""
+        """Invert `matrix` for the whole tensor."""
         return matrix.T.contiguous() if self.transposed else matrix.reshape(self.shape)
 
 
@@ -67,7 +67,7 @@ class Weight:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Each once, in order."""
+        """The tensors that it consists of, in order."""
         return tuple(dict.fromkeys(run.source for run in self.runs))
 
     @property
@@ -76,7 +76,7 @@ class Weight:
         return sum(run.count for run in self.runs)
 
     def rows(self, first: int, last: int) -> Iterator[Run]:
-        """The runs that make up the rows first .. last - 1, without rows of padding."""
+        """Yield the runs that make up the rows first .. last - 1, without rows of padding."""
         position = 0
         for run in self.runs:
             start, stop = max(first - position, 0), min(last - position, run.count)
@@ -85,7 +85,7 @@ class Weight:
             position += run.count
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Our parameter, without padding, from whole tensors of the checkpoint by key."""
+        """Build our parameter, without padding, from whole tensors of the checkpoint by key."""
         import torch  # recipes are read without it
 
         parts = [
@@ -95,11 +95,11 @@ class Weight:
         return torch.cat(parts)
 
     def unpack(self, ours: Tensor) -> dict[str, Tensor]:
-        """The tensors of the checkpoint by key, from our whole parameter, (R, ...) with padding."""
+        """Return the checkpoint's tensors by key, from our parameter (R, ...) with padding."""
         return {source.key: source.stored(rows) for source, rows in self.split(ours).items()}
 
     def split(self, ours: Tensor) -> dict[Source, Tensor]:
-        """The rows of every source in its order, from any tensor with our rows, (R, ...)."""
+        """Return the rows of every source in its order, from any tensor with our rows, (R, ...)."""
         import torch
 
         pieces: dict[Source, dict[int, Tensor]] = {source: {} for source in self.sources}
@@ -115,13 +115,13 @@ class Weight:
 
 
 def plain(name: str, key: str, *shape: int, transposed: bool = False) -> Weight:
-    """A parameter that is one of their tensors, of this shape."""
+    """Map a parameter to one tensor of this shape."""
     source = Source(key, shape, transposed)
     return Weight(name, (Run(source, 0, source.num_rows),))
 
 
 def stacked(name: str, keys: Sequence[str], *shape: int) -> Weight:
-    """Tensors of one shape on top of each other, such as gate and up projection."""
+    """Stack tensors of one shape, such as gate and up projection."""
     return Weight(name, tuple(Run(Source(key, shape), 0, shape[0]) for key in keys))
 
 
@@ -133,7 +133,7 @@ def grouped_qkv(
     head_size: int,
     *columns: int,
 ) -> Weight:
-    """A fused projection in Megatron's order: for each group its queries, its key, its value.
+    """Fuse projections in Megatron's order: for each group its queries, its key, its value.
 
     keys: of the query, key and value projections. columns: none for biases.
     """
@@ -152,7 +152,7 @@ def grouped_qkv(
 
 
 def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int) -> Weight:
-    """A fused projection from one tensor of all queries, then all keys, then all values."""
+    """Reorder a fused projection of all queries, then all keys, then all values."""
     size = num_heads * head_size
     source = Source(key, (3 * size, *columns))
     return Weight(
@@ -166,7 +166,7 @@ def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int
 
 
 def num_elements(weights: Sequence[Weight]) -> int:
-    """The number of elements of all their tensors together."""
+    """Count the elements of all their tensors."""
     return sum(math.prod(source.shape) for weight in weights for source in weight.sources)
 
 
@@ -176,28 +176,27 @@ _ENDINGS = (".lora_a", ".lora_b")
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of an adapter's parameter."""
+    """Return whether this is the name of an adapter's parameter."""
     return name.endswith(_ENDINGS)
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """The names of the two matrices that adapt the parameter of this name."""
+    """Return the names of the two matrices that adapt the parameter of this name."""
     linear = weight.removesuffix(".weight")
     lora_a, lora_b = (f"{linear}{ending}" for ending in _ENDINGS)
     return lora_a, lora_b
 
 
 def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of the two matrices that adapt a whole weight (O, I): (R, I) and (O, R)."""
+    """Return the shapes of the two matrices that adapt a weight (O, I): (R, I) and (O, R)."""
     outputs, inputs = weight
     return (rank, inputs), (outputs, rank)
 
 
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """weight (O, I), lora_a (R, I), lora_b (O, R) -> weight + scale · lora_b lora_a, (O, I).
+    """Return weight (O, I) + scale · lora_b (O, R) @ lora_a (R, I), summed in fp32 at least.
 
-    All have one dtype; the sum is taken in fp32 at least. scale: the recipe's. A rank's parts of
-    the three give its part of the result.
+    All have one dtype. A rank's parts of the three give its part of the result.
     """
     import torch  # recipes are read without it
 

@@ -1,4 +1,4 @@
-"""Finds a model family by its name in the recipe and checks the family's settings.
+"""Find a model family by its name in the recipe, and check the family's settings.
 
 `mimo` never imports `encoders`: an encoder is reached by name only, so adding one is one file.
 """
@@ -32,19 +32,14 @@ def _names(package: str) -> list[str]:
     return sorted(module for module in modules if not module.startswith("_"))
 
 
-def _module(package: str, name: str) -> Any:
-    # A test checks that it keeps the contract: the type checker cannot, as the name is only read.
-    return importlib.import_module(f"{package}.{name}")
-
-
 def language_families() -> dict[str, LanguageFamily]:
-    """All families of language models, by name."""
-    return {name: _module(_LANGUAGES, name) for name in _names(_LANGUAGES)}
+    """Import all families of language models, by name."""
+    return {name: importlib.import_module(f"{_LANGUAGES}.{name}") for name in _names(_LANGUAGES)}
 
 
 def encoder_families() -> dict[str, EncoderFamily]:
-    """All families of encoders, by name."""
-    return {name: _module(_ENCODERS, name) for name in _names(_ENCODERS)}
+    """Import all families of encoders, by name."""
+    return {name: importlib.import_module(f"{_ENCODERS}.{name}") for name in _names(_ENCODERS)}
 
 
 def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
@@ -53,16 +48,17 @@ def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
         raise RecipeError(
             recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
         )
-    return _module(package, name)
+    # A test checks that it keeps the contract, because the type checker cannot.
+    return importlib.import_module(f"{package}.{name}")
 
 
 def language_family(recipe: Recipe) -> LanguageFamily:
-    """The module `mimo.families.languages.<family>`. Raises RecipeError when there is none."""
+    """Return the module `mimo.families.languages.<family>`. Raises RecipeError."""
     return _load(_LANGUAGES, recipe.language.family, ("language", "family"), recipe)
 
 
 def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily:
-    """The module `encoders.<family>`. Raises RecipeError when there is none."""
+    """Return the module `encoders.<family>`. Raises RecipeError."""
     name = recipe.encoders[encoder].family
     return _load(_ENCODERS, name, ("encoders", encoder, "family"), recipe)
 
@@ -70,10 +66,7 @@ def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily:
 def check_settings[S: BaseModel](
     settings: type[S], values: dict[str, Any], location: Location, recipe: Recipe
 ) -> S:
-    """The values at ``location`` of a recipe as ``settings``, a pydantic model.
-
-    Raises RecipeError.
-    """
+    """Validate the values at ``location`` of a recipe. Raises RecipeError."""
     try:
         return settings.model_validate(values)
     except ValidationError as error:
@@ -81,13 +74,13 @@ def check_settings[S: BaseModel](
 
 
 def language_settings(recipe: Recipe) -> LanguageSettings:
-    """The checked settings under ``language.model``. Raises RecipeError with file and line."""
+    """Return the checked settings under ``language.model``. Raises RecipeError."""
     family = language_family(recipe)
     return check_settings(family.Settings, recipe.language.model, ("language", "model"), recipe)
 
 
 def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
-    """The checked settings under ``encoders.<name>.model``. Raises RecipeError."""
+    """Return the checked settings under ``encoders.<name>.model``. Raises RecipeError."""
     return check_settings(
         encoder_family(recipe, encoder).Settings,
         recipe.encoders[encoder].model,

@@ -1,8 +1,6 @@
-"""Patches in the form in which they are sent to a tower, and the names of number formats.
+"""Patches as they are sent to a tower, which turns them into values on the device; dtypes by name.
 
-A tower makes values of them on the device.
-
-Letters: P patches of all items of a forward, C numbers of each, W those of them that are sent.
+Letters: P patches of all items of a forward, C numbers of each, W numbers of each that are sent.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from mimo.device import send_together
 
 @dataclass(frozen=True)
 class WirePatches:
-    """The patches of all items of a forward, those of one form together.
+    """The patches of all items of a forward, grouped by form.
 
     parts: by form, (n, W). offsets: (3, 1, 1) int32, where each channel begins in a table. tables:
-    by form, (3 · 256,) float32, or empty. order: (P,) int64, for each patch its place among all
-    parts one after the other; None if there is only one part.
+    by form, (3 · 256,) float32, or empty. order: (P,) int64, each patch's place in the
+    concatenation of all parts; None if there is only one part.
     """
 
     forms: tuple[WireForm, ...]
@@ -39,9 +37,9 @@ class WirePatches:
         join: Callable[[list[Tensor]], Tensor],
         copy: Callable[[Tensor], Tensor],
     ) -> WirePatches:
-        """Bring items to the device: the form of each and its patches (n, W), at least one item.
+        """Copy items to the device: the form of each and its patches (n, W), at least one item.
 
-        join: lays host tensors one after the other there. copy: brings one there.
+        join: copies the concatenation of host tensors. copy: copies one.
         """
         items = [item for item in items if len(item[1])] or items[:1]
         forms = tuple(dict.fromkeys(form for form, _ in items))
@@ -63,7 +61,7 @@ class WirePatches:
         )
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """(P, C) in the order of the items: those of `WireForm.values`, in ``dtype``."""
+        """Return values (P, C) in the order of the items, equal to those of `WireForm.values`."""
         each = zip(self.forms, self.parts, self.tables, strict=True)
         values = [self._values_of(*part, dtype) for part in each]
         return values[0] if self.order is None else torch.cat(values)[self.order]
@@ -85,7 +83,7 @@ DTYPES = {
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """The smallest ``train.precision`` that holds every number of this format."""
+    """Return the smallest ``train.precision`` that holds every number of this format."""
     # There is none for fp16; fp32 holds all of its numbers.
     wanted = torch.float32 if dtype == torch.float16 else dtype
     return next(name for name, known in DTYPES.items() if known == wanted)

@@ -14,6 +14,11 @@ from PIL import Image
 from data.text.digits import write_tokenizer
 from mimo.check.compare import Shard, gradient_floor, joined, slice_of
 from mimo.check.workload import Item, Sample, write_shard
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
+from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.model.step_plan import StepPlanner
+from mimo.parallel.build import build_layout
 
 # Images per sample, four samples to a global microbatch: mixed, text only, mixed.
 # The second step starts over, with stale gradients to clear.
@@ -126,6 +131,28 @@ def write_recipe(directory: Path) -> Path:
     return path
 
 
+def open_sources(recipe: Recipe) -> Dataset:
+    """Open the training data of a recipe."""
+    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
+    assert dataset is not None
+    return dataset
+
+
+def planner_of(
+    path: Path,
+    *overrides: str,
+    micro_batch_size: int = 4,
+    num_microbatches: int = 3,
+    **options: Any,
+) -> StepPlanner:
+    """Return a planner of the recipe's steps. options: further arguments of `StepPlanner`."""
+    recipe = load_recipe(path, overrides)
+    dataset, media = open_sources(recipe), {"vision": ("image",)}
+    sizes = micro_batch_size, num_microbatches
+    layout = build_layout(recipe)
+    return StepPlanner(layout, media, dataset.indexes, dataset.order, *sizes, **options)
+
+
 # How modules lie on ranks, which does not matter on one rank.
 _PLACED = {"grid", "recompute", "placement", "run_ahead", "encode_group"}
 _reference_of: dict[str, dict[str, Any]] = {}
@@ -135,9 +162,6 @@ def reference_steps(
     run_ranks: Callable[..., list[Any]], path: Path, overrides: list[str]
 ) -> dict[str, Any]:
     """`run_reference_steps` on a rank, once for all layouts of the same model and batches."""
-    from mimo.checkpoint.hf.recipes import load_recipe
-    from mimo.parallel.build import build_layout
-
     recipe = load_recipe(path, overrides)
     data = recipe.model_dump(mode="json", exclude={"bridge": True})
     for section in (data["language"], *data["encoders"].values()):
@@ -158,8 +182,6 @@ def reference_steps(
 def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """One rank: train; its metrics, and its shards with gradients and weights."""
     from mimo.check.steps import layout_steps
-    from mimo.checkpoint.hf.recipes import load_recipe
-    from mimo.parallel.build import build_layout
 
     recipe = load_recipe(path, overrides)
     found = layout_steps(recipe, build_layout(recipe), NUM_STEPS)
@@ -169,8 +191,6 @@ def run_layout_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, A
 def run_reference_steps(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
     """The same steps on one rank: metrics by step, last gradient and weights by parameter."""
     from mimo.check.steps import reference_steps
-    from mimo.checkpoint.hf.recipes import load_recipe
-    from mimo.parallel.build import build_layout
 
     recipe = load_recipe(path, overrides)
     together = recipe.train.micro_batch_size * build_layout(recipe).language.dp

@@ -1,4 +1,1 @@
-"""Language models: one file per family, found by the name in the recipe (``language.family``).
-
-What a file offers is said by `mimo.families.contracts.LanguageFamily`.
-"""
+"""Language models: one file per family, found by its name; the contract is `LanguageFamily`."""

@@ -1,4 +1,4 @@
-"""Decoders with grouped queries and a gated MLP: settings, construction and published names."""
+"""Decoders with grouped queries and a gated MLP: settings, construction, published names."""
 
 from __future__ import annotations
 
@@ -64,10 +64,7 @@ def build(
     max_sequence_length: int,
     seed: int,
 ) -> engine.LanguageModel:
-    """This rank's chunk; weights that no checkpoint provides are drawn, the same in every layout.
-
-    num_tokens: of the tokenizer, without the padding of the vocabulary.
-    """
+    """Implement `MegatronLanguageFamily.build`."""
     config = engine.transformer_config(settings.stack_shape(), ctx)
     model = engine.build_gpt(
         config,
@@ -86,10 +83,7 @@ def build(
 
 
 def decoder_sizes(config: Config) -> dict[str, Any]:
-    """The settings that all decoders have, from a whole model's configuration.
-
-    Raises ValueError for dropout, also of the tower.
-    """
+    """Return the settings of all decoders. Raises ValueError for dropout, also of the tower."""
     refuse_dropout(config)
     text = config["text_config"]
     heads = text["num_attention_heads"]
@@ -110,7 +104,7 @@ def decoder_sizes(config: Config) -> dict[str, Any]:
 def decoder_weights(
     settings: LanguageSettings, norms: Mapping[str, str], qkv_bias: bool = False
 ) -> list[Weight]:
-    """Every parameter of a decoder. norms: of a layer, our name by theirs."""
+    """Return every parameter of a decoder. norms: of a layer, our name by theirs."""
     size, vocab = settings.hidden_size, settings.vocab_size
     assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
     ffn, head = settings.ffn_hidden_size, settings.head_size
@@ -147,8 +141,8 @@ class MRopeSettings(DecoderSettings):
     item_rules: ClassVar = ItemRules(positions="mrope", bidirectional=False)
 
     rotary_base: RotaryBase = 1_000_000.0
-    # A list in YAML: only the container is converted, not its entries.
     """Base of rotary positions."""
+    # A list in YAML: only the container is converted, not its entries.
     mrope_section: Annotated[tuple[Channels, Channels, Channels], Field(strict=False)]
     """Rotary channels that follow time, height and width; they sum to half the head size."""
 
@@ -162,10 +156,7 @@ class MRopeSettings(DecoderSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Self:
-        """A tiny copy: see `LanguageSettings.scaled_down`.
-
-        The shares of the three rotary axes, tied embeddings, rotary base and epsilon stay.
-        """
+        """Scale down; the shares of the three rotary axes stay."""
         sizes = self._scaled_sizes(tp)
         section = proportional(self.mrope_section, sizes["head_size"] // 2)
         return self.model_copy(
@@ -174,11 +165,10 @@ class MRopeSettings(DecoderSettings):
 
 
 def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]:
-    """Recipe keys under ``language.model`` for a whole model's configuration.
+    """Return recipe keys under ``language.model``; `settings_from_hf` of mRoPE families.
 
-    section: ``mrope_section`` of the family where the configuration says none. For a model of text
-    alone, whose three positions are always equal, any will do. Raises ValueError for what we do not
-    compute.
+    section: default of ``mrope_section``. Any will do for a text-only model, whose three positions
+    are always equal.
     """
     text, rope = config["text_config"], config["text_config"]["rope_parameters"]
     expect(text, "text_config", hidden_act="silu", use_sliding_window=False)
@@ -194,7 +184,7 @@ def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]
 
 
 def proportional(parts: tuple[int, int, int], total: int) -> tuple[int, int, int]:
-    """``parts`` scaled to sum to ``total``, by largest remainder; what was above 0 stays so."""
+    """Scale parts to sum to ``total``, by largest remainder; positive ones stay positive."""
     exact = [part * total / sum(parts) for part in parts]
     scaled = [max(int(x), 1) if part else 0 for x, part in zip(exact, parts, strict=True)]
     for axis in sorted(range(3), key=lambda a: scaled[a] - exact[a])[: max(0, total - sum(scaled))]:

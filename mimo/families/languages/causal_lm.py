@@ -1,8 +1,7 @@
 """Any causal language model of transformers, for text alone and `engine: fsdp` only.
 
-Its configuration goes along whole, and its tensors are those that transformers gives it. Where they
-are those of a decoder with pre-norms, as Llama's, they have our names, and adapters fit; else they
-keep transformers' own.
+The settings hold its whole configuration. Tensors of a decoder with pre-norms, as Llama's, have our
+names, so that adapters fit; others keep the names of transformers.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Settings(LanguageSettings):
     engines: ClassVar = ("fsdp",)
 
     config: dict[str, Any] = Field(default={"model_type": "llama"}, max_length=500)
-    """The configuration of transformers, where it says more than the sizes."""
+    """The configuration of transformers, without the sizes."""
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy: see `LanguageSettings.scaled_down`. The configuration stays."""
+        """Scale down; the configuration stays."""
         sizes = {**self._scaled_sizes(tp), "num_layers": chunks, "init_std": 0.1}
         return self.model_copy(update=sizes)
 
@@ -62,10 +61,7 @@ class Settings(LanguageSettings):
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:
-    """Recipe keys for the configuration of a model of text alone.
-
-    Raises ValueError for what the engine cannot run.
-    """
+    """Return recipe keys for a text-only model. Raises ValueError for what cannot run."""
     from transformers import PreTrainedConfig  # late: it takes seconds to import
 
     from mimo.engines.fsdp.models import structure_problems
@@ -90,7 +86,7 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:
-    """Every parameter of the whole model, under our name or else its own."""
+    """Return every parameter of the whole model, under our name or else that of transformers."""
     assert settings.vocab_size is not None, "settings from a checkpoint say how many it knows"
     whole = _on_meta(json.dumps(settings.configuration()))
     shapes = {name: tuple(param.shape) for name, param in whole.named_parameters()}

@@ -1,8 +1,8 @@
 """Language models of the Gemma-3 kind: sliding and global layers, norms around every branch.
 
-Five local layers with a sliding window to one global layer, each kind with a rotary base of its
-own; GQA, norms on queries and keys, tanh GeGLU, norm factors of 1 + weight, tied embeddings scaled
-by sqrt(hidden_size). Inside an item tokens see each other in both directions. Source: transformers
+Each global layer follows five local layers with a sliding window and another rotary base; GQA,
+norms on queries and keys, tanh GeGLU, norm factors of 1 + weight, tied embeddings scaled by
+sqrt(hidden_size). Inside an item tokens see each other in both directions. Source: transformers
 `Gemma3TextModel` and `create_masks_for_vision_model`.
 """
 
@@ -54,7 +54,7 @@ class Settings(DecoderSettings):
     tie_word_embeddings: bool = True
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: sliding, or global."""
+        """Return the kind of each layer: sliding, or global."""
         return tuple(
             "sliding" if number % self.sliding_window_pattern else "global"
             for number in range(1, self.num_layers + 1)
@@ -72,11 +72,7 @@ class Settings(DecoderSettings):
         return numbers
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """A tiny copy: see `LanguageSettings.scaled_down`.
-
-        Each chunk has one layer of each kind that the model has; rotary bases, factor, epsilon and
-        the share of query_pre_attn_scalar in head_size stay.
-        """
+        """Scale down; the share of query_pre_attn_scalar in head_size stays."""
         kinds = len(set(self.layer_kinds()))
         pattern = 1 if self.sliding_window_pattern == 1 else 2
         if kinds == 1 and pattern > 1:  # fewer layers than the pattern: none is global
@@ -107,19 +103,19 @@ class Settings(DecoderSettings):
         )
 
     def rotary(self) -> nn.Module:
-        """A base of its own for each kind of layer."""
+        """Return rotary positions with one base for each kind of layer."""
         bases = self.local_rotary_base, self.rotary_base
         return engine.LocalGlobalRope(self.head_size, *bases, self.rotary_factor)
 
     def layer_spec(
         self, config: engine.TransformerConfig, ctx: engine.ModuleContext
     ) -> engine.ModuleSpec:
-        """Layers with norms around every branch."""
+        """Return the spec of layers with norms around every branch."""
         return engine.local_global_layer_spec(config, ctx.lora)
 
     @property
     def embedding_scale(self) -> float:
-        """The root of the width."""
+        """Root of the width."""
         return self.hidden_size**0.5
 
 
@@ -132,7 +128,7 @@ _SANDWICH_NORMS = {
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:
-    """Recipe keys under ``language.model`` for Gemma-3's configuration. Raises ValueError."""
+    """Return recipe keys for Gemma-3's configuration. Raises ValueError."""
     text = config["text_config"]
     expect(
         text,
@@ -168,5 +164,5 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:
-    """Every parameter of the whole model, as what it consists of in Gemma-3's checkpoints."""
+    """Return every parameter of the whole model, as runs of Gemma-3's tensors."""
     return decoder_weights(settings, _SANDWICH_NORMS | QK_NORMS)

@@ -31,15 +31,15 @@ class Settings(MRopeSettings):
         return replace(super().stack_shape(), qkv_bias=True)
 
     def rotary(self) -> nn.Module:
-        """Each axis has its block of channels."""
+        """Return rotary positions in which each axis has a block of channels."""
         return engine.MRope(engine.contiguous_axes(self.mrope_section), self.rotary_base)
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:
-    """Recipe keys for Qwen2.5-VL's configuration, or Qwen2.5's. Raises ValueError."""
+    """Return recipe keys for Qwen2.5-VL's configuration, or Qwen2.5's. Raises ValueError."""
     return mrope_settings_from_hf(config, section=[16, 24, 24])
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:
-    """Every parameter of the whole model, as what it consists of in Qwen2.5-VL's checkpoints."""
+    """Return every parameter of the whole model, as runs of Qwen2.5-VL's tensors."""
     return decoder_weights(settings, PRE_NORMS, qkv_bias=True)

@@ -31,16 +31,16 @@ class Settings(MRopeSettings):
         return replace(super().stack_shape(), qk_norm=True)
 
     def rotary(self) -> nn.Module:
-        """The axes take turns among the channels."""
+        """Return rotary positions in which the axes alternate among the channels."""
         return engine.MRope(engine.interleaved_axes(self.mrope_section), self.rotary_base)
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:
-    """Recipe keys for Qwen3-VL's configuration, or Qwen3's. Raises ValueError."""
+    """Return recipe keys for Qwen3-VL's configuration, or Qwen3's. Raises ValueError."""
     expect(config["text_config"], "text_config", attention_bias=False)
     return mrope_settings_from_hf(config, section=[24, 20, 20])
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:
-    """Every parameter of the whole model, as what it consists of in Qwen3-VL's checkpoints."""
+    """Return every parameter of the whole model, as runs of Qwen3-VL's tensors."""
     return decoder_weights(settings, PRE_NORMS | QK_NORMS)

@@ -9,15 +9,7 @@ import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError, RecipeError
-from mimo.model.dataset import (
-    Dataset,
-    changed_shards_named,
-    item_processors,
-    open_dataset,
-    open_tokenizer,
-)
-from mimo.model.step_plan import StepPlanner
-from mimo.parallel.build import build_layout
+from mimo.model.dataset import Dataset, changed_shards_named
 from tests.data.file_server import serving
 from tests.mimo import tiny
 
@@ -31,12 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 def drawn(path: Path, *overrides: str, steps: int = 25) -> np.ndarray:
     """(source, sample) of every sample of the first steps, (2, n)."""
-    recipe = load_recipe(path, overrides)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
-    media = {"vision": ("image",)}
-    indexes, order = dataset.indexes, dataset.order
-    planner = StepPlanner(build_layout(recipe), media, indexes, order, 80, 1)
+    planner = tiny.planner_of(path, *overrides, micro_batch_size=80, num_microbatches=1)
     samples = [planner.microbatches(step)[0].samples for step in range(steps)]
     return np.concatenate([np.stack([one.source, one.sample]) for one in samples], axis=1)
 
@@ -96,10 +83,7 @@ def opened_before_the_change(dataset: Dataset) -> None:
 
 
 def opened(path: Path, *overrides: str) -> Dataset:
-    recipe = load_recipe(path, overrides)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
-    return dataset
+    return tiny.open_sources(load_recipe(path, overrides))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from data.index.reader import SampleReader
 from data.loader import DecoderLate, LoadedStep, StepLoader
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model import decoding as decodings
-from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.model.step_plan import StepPlanner
 from mimo.parallel.build import build_layout
 from mimo.parallel.connections import Host
@@ -40,10 +39,8 @@ class Case:
     def __init__(self, directory: Path, root: Path, *overrides: str) -> None:
         self.path = tiny.write_recipe(directory)
         recipe = load_recipe(self.path, [COLOCATED, *overrides])
-        dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-        assert dataset is not None
-        self.dataset: Dataset = dataset
-        self.reader = dataset.readers[0]
+        self.dataset = tiny.open_sources(recipe)
+        self.reader = self.dataset.readers[0]
         self.layout, self.root = build_layout(recipe), root
 
     def trap(self, log: Path, do: str, times: int = 1) -> SampleReader:
@@ -54,11 +51,7 @@ class Case:
             victim = file.read()
         assert io.BytesIO(victim).read(4) == b"\x89PNG"
         trap = Trap(
-            **vars(self.reader.processors["image"]),
-            victim=victim,
-            do=do,
-            times=times,
-            log=str(log),
+            **vars(self.reader.processors["image"]), victim=victim, do=do, times=times, log=str(log)
         )
         return SampleReader(self.reader.index, self.reader.chat, {"image": trap})
 

@@ -16,8 +16,7 @@ from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_recipe
 from tests.cases import quick
 from tests.conftest import RunRanks
-from tests.mimo import tiny
-from tests.mimo.model.test_parity import check
+from tests.mimo.model.test_parity import ENCODER_SP, RECOMPUTED, TWO_LANES, check
 
 # Three tokens of a window, four of an image: the window cuts inside images, too.
 LANGUAGE_MODEL = (
@@ -34,44 +33,28 @@ FAMILY = ["language.family=gemma3", LANGUAGE_MODEL, "encoders.vision.family=gemm
 COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1}"]
 
 LAYOUTS = {
-    "1 lane to 1": (2, []),
-    "3 lanes to 2": (
-        5,
-        ["encoders.vision.grid.dp=3", "language.grid.dp=2", "train.micro_batch_size=2"],
-    ),
-    "cp2 tp2 with sp": (5, ["language.grid={cp: 2, tp: 2, sp: true}"]),
+    "1 lane to 1": [],
+    "3 lanes to 2": ["encoders.vision.grid.dp=3", *TWO_LANES],
+    "cp2 tp2 with sp": ["language.grid={cp: 2, tp: 2, sp: true}"],
     # Three layers a stage: the second stage begins with a global one.
-    "colocated pp2, stages unlike": (
-        2,
-        [*COLOCATED, "language.grid.pp=2", "language.model.num_layers=6"],
-    ),
-    "encoder tp2 with sp, recomputed": (
-        3,
-        [
-            "encoders.vision.grid={tp: 2, sp: true, dp: 1}",
-            "encoders.vision.recompute=full",
-            "language.recompute=full",
-        ],
-    ),
-    "cp2, recomputed in part": (3, ["language.grid.cp=2", "language.recompute=selective"]),
-    "interleaved pp2 vpp2": (
-        3,
-        ["language.grid.pp=2", "language.grid.vpp=2", "train.micro_batch_size=3"],
-    ),
+    "colocated pp2, stages unlike": [
+        *COLOCATED,
+        "language.grid.pp=2",
+        "language.model.num_layers=6",
+    ],
+    "encoder tp2 with sp, recomputed": [ENCODER_SP, "encoders.vision.recompute=full", RECOMPUTED],
+    "cp2, recomputed in part": ["language.grid.cp=2", "language.recompute=selective"],
+    "interleaved pp2 vpp2": [
+        "language.grid.pp=2",
+        "language.grid.vpp=2",
+        "train.micro_batch_size=3",
+    ],
 }
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("gemma")
-    tiny.write_samples(directory)
-    return tiny.write_recipe(directory)
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "cp2 tp2 with sp"))
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
-    ranks, overrides = LAYOUTS[layout]
-    check(run_ranks, recipe, ranks, [*FAMILY, *overrides])
+    check(run_ranks, recipe, [*FAMILY, *LAYOUTS[layout]])
 
 
 def test_unpacked_batches_with_images_are_refused(recipe: Path) -> None:

@@ -129,9 +129,7 @@ def test_index_doctor_check_and_train_warn_of_sources_with_unknown_text(
 MANY = 800
 
 
-def test_ctrl_c_ends_all_processes_of_mimo_data_index_and_leaves_whole_files(
-    recipe: Path,
-) -> None:
+def test_ctrl_c_ends_all_processes_of_mimo_data_index_and_leaves_whole_files(recipe: Path) -> None:
     first = recipe.parent / "train-4-00000.tar"
     for number in range(10, 10 + MANY - 5):  # enough for seconds, however late the signal is
         shutil.copy(first, first.with_name(f"train-{number}-00000.tar"))

@@ -15,13 +15,7 @@ from data.modalities.processor import WireForm
 from mimo.device import Staging
 from mimo.families.contracts import ItemRules
 from mimo.model.decoding import EncoderItems
-from mimo.model.inputs import (
-    ReceivedRows,
-    join_levels,
-    place_embeddings,
-    stage_items,
-    stage_lane,
-)
+from mimo.model.inputs import ReceivedRows, join_levels, place_embeddings, stage_items, stage_lane
 from mimo.parallel.partition import PartitionAdapter
 
 TOKENS = 24

@@ -13,7 +13,7 @@ import pytest
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.model.test_parity import check
+from tests.mimo.model.test_parity import TWO_LANES, check
 
 MODEL = (
     "model: {num_layers: 4, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2, "
@@ -27,125 +27,99 @@ LAYERS = "language.model.num_layers=4"
 INTERLEAVED = ["language.grid={pp: 2, vpp: 2}", "train.micro_batch_size=3"]
 
 LAYOUTS = {
-    "1 lane to 1": (2, DISJOINT),
-    "recompute": (2, [*DISJOINT, "language.recompute=full", "encoders.vision.recompute=full"]),
-    "language pp2": (3, [*DISJOINT, "language.grid.pp=2"]),
-    "language pp2 recompute": (3, [*DISJOINT, "language.grid.pp=2", "language.recompute=full"]),
-    "interleaved pp2 vpp2": (3, [*DISJOINT, *INTERLEAVED]),
-    "interleaved pp2 vpp2 with the least run-ahead": (
-        3,
-        [*DISJOINT, *INTERLEAVED, "encoders.vision.run_ahead=3"],
-    ),
-    "interleaved pp2 vpp2 recompute": (
-        3,
-        [*DISJOINT, *INTERLEAVED, "language.recompute=full"],
-    ),
-    "interleaved pp2 vpp2 with tp2 and sp": (
-        5,
-        [*DISJOINT, *INTERLEAVED, "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}"],
-    ),
-    "tp2 with sp": (3, [*DISJOINT, "language.grid={tp: 2, sp: true}"]),
-    "tp2 without sp": (3, [*DISJOINT, "language.grid={tp: 2}"]),
-    "tp2 without sp, pp2": (5, [*DISJOINT, "language.grid={tp: 2, pp: 2}"]),
-    "replicated, tp2 with sp, pp2": (
-        5,
-        [*DISJOINT, "language.grid={tp: 2, sp: true, pp: 2}", "bridge.delivery=replicated"],
-    ),
-    "cp2 tp2 with sp": (5, [*DISJOINT, "language.grid={cp: 2, tp: 2, sp: true}"]),
-    "cp2 pp2, unpacked, recompute": (
-        5,
-        [
-            *DISJOINT,
-            "language.grid={cp: 2, pp: 2}",
-            "data.packing=false",
-            "language.recompute=full",
-        ],
-    ),
-    "replicated, cp2": (3, [*DISJOINT, "language.grid.cp=2", "bridge.delivery=replicated"]),
-    "encoder tp2 with sp to pp2": (
-        4,
-        [*DISJOINT, "encoders.vision.grid={tp: 2, sp: true, dp: 1}", "language.grid.pp=2"],
-    ),
-    "encoder pp2 tp2 with sp": (
-        5,
-        [*DISJOINT, "encoders.vision.grid={pp: 2, tp: 2, sp: true, dp: 1}"],
-    ),
-    "cp2, interleaved": (5, [*DISJOINT, *INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}"]),
-    "unpacked, tp2 with sp, pp2": (
-        5,
-        [*DISJOINT, "language.grid={tp: 2, sp: true, pp: 2}", "data.packing=false"],
-    ),
-    "unpacked, interleaved": (3, [*DISJOINT, *INTERLEAVED, "data.packing=false"]),
-    "unpacked, replicated, tp2 with sp": (
-        3,
-        [
-            *DISJOINT,
-            "language.grid={tp: 2, sp: true}",
-            "data.packing=false",
-            "bridge.delivery=replicated",
-        ],
-    ),
-    "3 lanes to 2": (
-        5,
-        [
-            *DISJOINT,
-            "encoders.vision.grid.dp=3",
-            "language.grid.dp=2",
-            "train.micro_batch_size=2",
-        ],
-    ),
-    "3 lanes to 2 with pp2": (
-        7,
-        [
-            *DISJOINT,
-            "encoders.vision.grid.dp=3",
-            "language.grid={dp: 2, pp: 2}",
-            "train.micro_batch_size=2",
-        ],
-    ),
-    "encoder tp2 to pp2": (4, [*DISJOINT, "encoders.vision.grid.tp=2", "language.grid.pp=2"]),
-    "encoder pp2 to pp2": (4, [*DISJOINT, "encoders.vision.grid.pp=2", "language.grid.pp=2"]),
-    "encoder pp2 recompute": (
-        3,
-        [*DISJOINT, "encoders.vision.grid.pp=2", "encoders.vision.recompute=full"],
-    ),
-    "gradients reduced during backward, pp2": (
-        3,
-        [*DISJOINT, "language.grid.pp=2", "train.overlap_grad_reduce=true"],
-    ),
-    "frozen encoder to pp2": (
-        3,
-        [*DISJOINT, "encoders.vision.freeze=true", "language.grid.pp=2"],
-    ),
-    "frozen tower to interleaved": (
-        3,
-        [*DISJOINT, *INTERLEAVED, "encoders.vision.freeze=tower"],
-    ),
-    "frozen language model, pp2": (
-        3,
-        [*DISJOINT, "language.freeze=true", "language.grid.pp=2"],
-    ),
-    "colocated with pp2": (2, [*COLOCATED, "language.grid.pp=2"]),
-    "colocated in groups with pp2": (
-        2,
-        [*COLOCATED, "encoders.vision.encode_group=2", "language.grid.pp=2"],
-    ),
-    "colocated tp2 with sp, pp2": (
-        2,
-        [*COLOCATED, "encoders.vision.grid={tp: 2, sp: true}", "language.grid.pp=2"],
-    ),
-    "colocated interleaved": (2, [*COLOCATED, *INTERLEAVED]),
-    "colocated, tp2 without sp, pp2": (4, [*COLOCATED, "language.grid={tp: 2, pp: 2}"]),
-    "colocated tp2 frozen with pp2": (
-        4,
-        [
-            *COLOCATED,
-            "encoders.vision.grid.tp=2",
-            "encoders.vision.freeze=true",
-            "language.grid={dp: 2, pp: 2}",
-            "train.micro_batch_size=2",
-        ],
-    ),
+    "1 lane to 1": DISJOINT,
+    "recompute": [*DISJOINT, "language.recompute=full", "encoders.vision.recompute=full"],
+    "language pp2": [*DISJOINT, "language.grid.pp=2"],
+    "language pp2 recompute": [*DISJOINT, "language.grid.pp=2", "language.recompute=full"],
+    "interleaved pp2 vpp2": [*DISJOINT, *INTERLEAVED],
+    "interleaved pp2 vpp2 with the least run-ahead": [
+        *DISJOINT,
+        *INTERLEAVED,
+        "encoders.vision.run_ahead=3",
+    ],
+    "interleaved pp2 vpp2 recompute": [*DISJOINT, *INTERLEAVED, "language.recompute=full"],
+    "interleaved pp2 vpp2 with tp2 and sp": [
+        *DISJOINT,
+        *INTERLEAVED,
+        "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}",
+    ],
+    "tp2 with sp": [*DISJOINT, "language.grid={tp: 2, sp: true}"],
+    "tp2 without sp": [*DISJOINT, "language.grid={tp: 2}"],
+    "tp2 without sp, pp2": [*DISJOINT, "language.grid={tp: 2, pp: 2}"],
+    "replicated, tp2 with sp, pp2": [
+        *DISJOINT,
+        "language.grid={tp: 2, sp: true, pp: 2}",
+        "bridge.delivery=replicated",
+    ],
+    "cp2 tp2 with sp": [*DISJOINT, "language.grid={cp: 2, tp: 2, sp: true}"],
+    "cp2 pp2, unpacked, recompute": [
+        *DISJOINT,
+        "language.grid={cp: 2, pp: 2}",
+        "data.packing=false",
+        "language.recompute=full",
+    ],
+    "replicated, cp2": [*DISJOINT, "language.grid.cp=2", "bridge.delivery=replicated"],
+    "encoder tp2 with sp to pp2": [
+        *DISJOINT,
+        "encoders.vision.grid={tp: 2, sp: true, dp: 1}",
+        "language.grid.pp=2",
+    ],
+    "encoder pp2 tp2 with sp": [*DISJOINT, "encoders.vision.grid={pp: 2, tp: 2, sp: true, dp: 1}"],
+    "cp2, interleaved": [*DISJOINT, *INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}"],
+    "unpacked, tp2 with sp, pp2": [
+        *DISJOINT,
+        "language.grid={tp: 2, sp: true, pp: 2}",
+        "data.packing=false",
+    ],
+    "unpacked, interleaved": [*DISJOINT, *INTERLEAVED, "data.packing=false"],
+    "unpacked, replicated, tp2 with sp": [
+        *DISJOINT,
+        "language.grid={tp: 2, sp: true}",
+        "data.packing=false",
+        "bridge.delivery=replicated",
+    ],
+    "3 lanes to 2": [*DISJOINT, "encoders.vision.grid.dp=3", *TWO_LANES],
+    "3 lanes to 2 with pp2": [
+        *DISJOINT,
+        "encoders.vision.grid.dp=3",
+        "language.grid={dp: 2, pp: 2}",
+        "train.micro_batch_size=2",
+    ],
+    "encoder tp2 to pp2": [*DISJOINT, "encoders.vision.grid.tp=2", "language.grid.pp=2"],
+    "encoder pp2 to pp2": [*DISJOINT, "encoders.vision.grid.pp=2", "language.grid.pp=2"],
+    "encoder pp2 recompute": [
+        *DISJOINT,
+        "encoders.vision.grid.pp=2",
+        "encoders.vision.recompute=full",
+    ],
+    "gradients reduced during backward, pp2": [
+        *DISJOINT,
+        "language.grid.pp=2",
+        "train.overlap_grad_reduce=true",
+    ],
+    "frozen encoder to pp2": [*DISJOINT, "encoders.vision.freeze=true", "language.grid.pp=2"],
+    "frozen tower to interleaved": [*DISJOINT, *INTERLEAVED, "encoders.vision.freeze=tower"],
+    "frozen language model, pp2": [*DISJOINT, "language.freeze=true", "language.grid.pp=2"],
+    "colocated with pp2": [*COLOCATED, "language.grid.pp=2"],
+    "colocated in groups with pp2": [
+        *COLOCATED,
+        "encoders.vision.encode_group=2",
+        "language.grid.pp=2",
+    ],
+    "colocated tp2 with sp, pp2": [
+        *COLOCATED,
+        "encoders.vision.grid={tp: 2, sp: true}",
+        "language.grid.pp=2",
+    ],
+    "colocated interleaved": [*COLOCATED, *INTERLEAVED],
+    "colocated, tp2 without sp, pp2": [*COLOCATED, "language.grid={tp: 2, pp: 2}"],
+    "colocated tp2 frozen with pp2": [
+        *COLOCATED,
+        "encoders.vision.grid.tp=2",
+        "encoders.vision.freeze=true",
+        "language.grid={dp: 2, pp: 2}",
+        "train.micro_batch_size=2",
+    ],
 }
 
 # A second encoder: without levels, and with fewer than the first.
@@ -156,46 +130,18 @@ FEWER = (
     "min_pixels: 784, max_pixels: 3136, init_std: 0.2}}"
 )
 TWO_ENCODERS = {
-    "one without levels, pp2": (4, [*DISJOINT, tiny.SECOND_ENCODER, "language.grid.pp=2"]),
-    "one with fewer levels, tp2 with sp": (
-        4,
-        [*DISJOINT, FEWER, "language.grid={tp: 2, sp: true}"],
-    ),
-    "one with fewer levels, interleaved": (4, [*DISJOINT, FEWER, *INTERLEAVED]),
-    "mixed, pp2": (
-        3,
-        [
-            *COLOCATED,
-            FEWER,
-            "language.grid.pp=2",
-        ],
-    ),
+    "one without levels, pp2": [*DISJOINT, tiny.SECOND_ENCODER, "language.grid.pp=2"],
+    "one with fewer levels, tp2 with sp": [*DISJOINT, FEWER, "language.grid={tp: 2, sp: true}"],
+    "one with fewer levels, interleaved": [*DISJOINT, FEWER, *INTERLEAVED],
+    "mixed, pp2": [*COLOCATED, FEWER, "language.grid.pp=2"],
 }
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny_levels")
-    tiny.write_samples(directory)
-    return tiny.write_recipe(directory)
-
-
-@pytest.fixture(scope="module")
-def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny_levels_two")
-    tiny.write_samples(directory, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
-    return tiny.write_recipe(directory)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    quick(LAYOUTS, "interleaved pp2 vpp2 with tp2 and sp"),
-)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "interleaved pp2 vpp2 with tp2 and sp"))
 def test_steps_with_levels_equal_those_of_one_rank(
     run_ranks: RunRanks, recipe: Path, layout: str
 ) -> None:
-    ranks, overrides = LAYOUTS[layout]
-    check(run_ranks, recipe, ranks, [LAYERS, *overrides])
+    check(run_ranks, recipe, [LAYERS, *LAYOUTS[layout]])
 
 
 @pytest.mark.slow
@@ -203,5 +149,4 @@ def test_steps_with_levels_equal_those_of_one_rank(
 def test_steps_with_levels_of_two_encoders_equal_those_of_one_rank(
     run_ranks: RunRanks, two_encoder_recipe: Path, layout: str
 ) -> None:
-    ranks, overrides = TWO_ENCODERS[layout]
-    check(run_ranks, two_encoder_recipe, ranks, [LAYERS, *overrides])
+    check(run_ranks, two_encoder_recipe, [LAYERS, *TWO_ENCODERS[layout]])

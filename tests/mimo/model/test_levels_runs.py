@@ -18,20 +18,20 @@ from tests.mimo.runs import ADAM, metrics, run
 
 @pytest.mark.slow
 def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
-    run_ranks: RunRanks, recipe: Path
+    run_ranks: RunRanks, path: Path
 ) -> None:
     settings = [LAYERS, *ADAM, "train.steps=4", "train.save_every=2"]
-    run(run_ranks, recipe, *DISJOINT, *settings, *INTERLEAVED)
-    whole = metrics(recipe)
-    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
+    run(run_ranks, path, *DISJOINT, *settings, *INTERLEAVED)
+    whole = metrics(path)
+    checkpoint = path.parent / "runs" / "tiny" / "checkpoints" / "step_2"
     others = [
         [*DISJOINT, "encoders.vision.grid.pp=2", "language.grid={tp: 2, sp: true}"],
         [*COLOCATED, "language.grid.pp=2"],
     ]
     for number, other in enumerate(others):
         name = f"other{number}"
-        run(run_ranks, recipe, *other, *settings, f"name={name}", resume_from=checkpoint)
-        for got, expected in zip(metrics(recipe, name), whole[2:], strict=True):
+        run(run_ranks, path, *other, *settings, f"name={name}", resume_from=checkpoint)
+        for got, expected in zip(metrics(path, name), whole[2:], strict=True):
             assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
@@ -43,20 +43,20 @@ def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
     ),
 )
 def test_validation_passes_levels_on_without_gradients(
-    run_ranks: RunRanks, recipe: Path, layout: list[str]
+    run_ranks: RunRanks, path: Path, layout: list[str]
 ) -> None:
-    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    shard = f"data.validation=[{{path: '{path.parent}/train-*.tar'}}]"
     every = ["train.validate_every=1", "train.validation_batches=1", "train.learning_rate=1e-12"]
-    run(run_ranks, recipe, LAYERS, *layout, "train.steps=1", shard, *every)
-    step, validation = metrics(recipe)
+    run(run_ranks, path, LAYERS, *layout, "train.steps=1", shard, *every)
+    step, validation = metrics(path)
     # The same samples with (nearly) the same weights.
     assert validation["validation_loss"] == pytest.approx(step["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_answers_depend_on_the_levels_of_an_image(run_ranks: RunRanks, recipe: Path) -> None:
-    run(run_ranks, recipe, LAYERS, *DISJOINT, "language.grid.pp=2", "train.steps=1")
-    (differs,) = run_ranks(_logits_with_and_without_levels, 1, recipe.parent / "runs" / "tiny")
+def test_answers_depend_on_the_levels_of_an_image(run_ranks: RunRanks, path: Path) -> None:
+    run(run_ranks, path, LAYERS, *DISJOINT, "language.grid.pp=2", "train.steps=1")
+    (differs,) = run_ranks(_logits_with_and_without_levels, 1, path.parent / "runs" / "tiny")
     assert differs
 
 
@@ -84,14 +84,14 @@ def _logits_with_and_without_levels(rank: int, folder: Path) -> bool:
 
 
 def test_a_stage_that_only_receives_levels_takes_part_in_the_check_of_plans(
-    run_ranks: RunRanks, recipe: Path
+    run_ranks: RunRanks, path: Path
 ) -> None:
     expected = r"bridge vision \(levels 3\), microbatch 0: ranks \[0\] and ranks \[2\] planned"
     with pytest.raises(RanksFailed, match=expected):
-        run_ranks(_run_with_another_plan_on_the_last_stage, 3, recipe)
+        run_ranks(_run_with_another_plan_on_the_last_stage, 3, path)
 
 
-def _run_with_another_plan_on_the_last_stage(rank: int, recipe: Path) -> None:
+def _run_with_another_plan_on_the_last_stage(rank: int, path: Path) -> None:
     from mimo.model import decoding
     from mimo.model.step_plan import StepPlanner
     from mimo.parallel.connections import Host
@@ -101,4 +101,4 @@ def _run_with_another_plan_on_the_last_stage(rank: int, recipe: Path) -> None:
     if rank == 2:
         plan = StepPlanner.microbatches
         StepPlanner.microbatches = lambda self, step: plan(self, step)[::-1]  # type: ignore[method-assign]
-    tiny.run_layout_steps(rank, recipe, [LAYERS, *DISJOINT, "language.grid.pp=2"])
+    tiny.run_layout_steps(rank, path, [LAYERS, *DISJOINT, "language.grid.pp=2"])

@@ -5,37 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from data.loader import LoadedStep, StepLoader
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.model.dataset import Dataset
 from mimo.model.decoding import decoding_of, gather_items
-from mimo.model.step_plan import StepPlan, StepPlanner
-from mimo.parallel.build import build_layout
+from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import Coords, Layout
 from tests.mimo import tiny
 
 
 def load(path: Path, rank: int) -> tuple[LoadedStep, StepPlan, Dataset, Layout]:
     """The first step as ``rank`` loads it: rank 0 encodes, rank 1 is the language model."""
-    recipe = load_recipe(path)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
-    layout = build_layout(recipe)
-    planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
+    planner, dataset = tiny.planner_of(path), tiny.open_sources(load_recipe(path))
+    layout = planner.layout
     decoding = decoding_of(dataset.readers, layout, rank)
     loader = StepLoader(planner, dataset.readers, decoding, 0, 1)
     loaded = loader.next()
     loader.close()
     return loaded, planner.finish(loaded.microbatches), dataset, layout
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 def test_language_rank_decodes_no_item_and_encoder_rank_tokenizes_no_sample(path: Path) -> None:

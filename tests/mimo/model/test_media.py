@@ -12,19 +12,12 @@ from data.text.messages import MediaText
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.model.dataset import check_media, item_processors, open_tokenizer
-from tests.mimo import tiny
 
 VIDEO = (
     "encoders.vision.other_media={video: {placeholder: '<|video_pad|>', "
     "item_text: '3 {placeholder}'}}"
 )
 SECOND = "encoders.second={family: qwen_vl, media: clip, placeholder: '<|clip_pad|>', model: {}}"
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
 
 
 def test_one_encoder_may_take_several_media_each_with_its_processor_and_tokens(path: Path) -> None:

@@ -206,8 +206,7 @@ def test_bytes_of_a_parameter_that_learns_follow_precision_and_optimizer(
 
 def test_ranks_are_refused_once_their_modules_need_more_than_they_share(tmp_path: Path) -> None:
     recipe = load_recipe(
-        tiny.write_recipe(tmp_path),
-        [*MODELS["gemma3"], "language.grid={tp: 2, pp: 3}"],
+        tiny.write_recipe(tmp_path), [*MODELS["gemma3"], "language.grid={tp: 2, pp: 3}"]
     )
     layout = build_layout(recipe)
     vision, first, middle, last = parameters_by_role(recipe, layout)

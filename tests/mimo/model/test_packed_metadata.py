@@ -9,9 +9,6 @@ import pytest
 
 from data.batch import GlobalMicrobatch
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.model.step_plan import StepPlanner
-from mimo.parallel.build import build_layout
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -46,19 +43,13 @@ def run_and_record(rank: int, path: Path, overrides: list[str]) -> dict:
 
 def planned_samples(path: Path, overrides: list[str]) -> list[GlobalMicrobatch]:
     """The microbatches of all steps, as the data index has them."""
-    recipe = load_recipe(path, overrides)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
-    layout = build_layout(recipe)
-    planner = StepPlanner(layout, {"vision": ("image",)}, dataset.indexes, dataset.order, 4, 3)
+    planner = tiny.planner_of(path, *overrides)
     return [m.samples for step in range(tiny.NUM_STEPS) for m in planner.microbatches(step)]
 
 
 def read_lengths(path: Path) -> list[int]:
     """Tokens of the samples of all steps, in order, as each is read and encoded."""
-    recipe = load_recipe(path)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
+    dataset = tiny.open_sources(load_recipe(path))
     places = dataset.order.at(np.arange(12 * tiny.NUM_STEPS))
     return [
         len(dataset.readers[source].sample(sample).input_ids)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.parallel.build import build_layout
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -27,6 +29,11 @@ INTERLEAVED = [
 ]
 
 COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1}"]
+TWO_LANES = ["language.grid.dp=2", "train.micro_batch_size=2"]
+ENCODER_SP = "encoders.vision.grid={tp: 2, sp: true, dp: 1}"
+LANGUAGE_SP = "language.grid={tp: 2, sp: true}"
+FROZEN_TOWER = "encoders.vision.freeze=tower"
+RECOMPUTED = "language.recompute=full"
 
 # Six sequences to a step, instead of twelve samples.
 BY_TOKENS = [
@@ -37,280 +44,160 @@ BY_TOKENS = [
     "train.global_batch_size=6",
 ]
 
-# name: (ranks, overrides). Every lane layout has four samples to a global microbatch.
+# Every layout has four samples to a global microbatch.
 LAYOUTS = {
-    "1 lane to 1": (2, []),
-    "1 lane to 2": (3, ["language.grid.dp=2", "train.micro_batch_size=2"]),
-    "2 lanes to 1": (3, ["encoders.vision.grid.dp=2"]),
-    "2 lanes to 2": (
-        4,
-        ["encoders.vision.grid.dp=2", "language.grid.dp=2", "train.micro_batch_size=2"],
-    ),
-    "3 lanes to 2": (
-        5,
-        ["encoders.vision.grid.dp=3", "language.grid.dp=2", "train.micro_batch_size=2"],
-    ),
-    "language tp2": (3, ["language.grid.tp=2"]),
-    "language tp2 with sp": (3, ["language.grid.tp=2", "language.grid.sp=true"]),
-    "encoder tp2": (3, ["encoders.vision.grid.tp=2"]),
-    "encoder tp2 with sp": (3, ["encoders.vision.grid={tp: 2, sp: true, dp: 1}"]),
-    "encoder tp2 with sp, frozen": (
-        3,
-        ["encoders.vision.grid={tp: 2, sp: true, dp: 1}", "encoders.vision.freeze=true"],
-    ),
-    "2 lanes tp2 with sp to tp2 with sp": (
-        6,
-        [
-            "encoders.vision.grid={tp: 2, sp: true, dp: 2}",
-            "language.grid={tp: 2, sp: true, dp: 1}",
-        ],
-    ),
-    "encoder pp2 tp2 with sp and recompute": (
-        5,
-        ["encoders.vision.grid={tp: 2, sp: true, pp: 2, dp: 1}", "encoders.vision.recompute=full"],
-    ),
-    "language pp2": (3, ["language.grid.pp=2"]),
-    "2 lanes tp2 to tp2 pp2 with sp": (
-        8,
-        [
-            "encoders.vision.grid.tp=2",
-            "encoders.vision.grid.dp=2",
-            "language.grid.tp=2",
-            "language.grid.pp=2",
-            "language.grid.sp=true",
-        ],
-    ),
-    "recompute": (
-        2,
-        ["language.recompute=full", "encoders.vision.recompute=full"],
-    ),
-    "untied embeddings": (2, ["language.model.tie_word_embeddings=false"]),
-    "encoder pp2": (3, ["encoders.vision.grid.pp=2"]),
-    "encoder pp2 to language pp2": (
-        4,
-        ["encoders.vision.grid.pp=2", "language.grid.pp=2"],
-    ),
-    "interleaved pp2 vpp2": (3, INTERLEAVED),
-    "interleaved pp2 vpp2 with tp2 and sp": (
-        5,
-        [*INTERLEAVED, "language.grid.tp=2", "language.grid.sp=true"],
-    ),
-    "colocated": (2, [*COLOCATED, "language.grid.pp=2"]),
-    "colocated with other tp": (
-        4,
-        [
-            *COLOCATED,
-            "encoders.vision.grid={tp: 2}",
-            "language.grid={tp: 4, sp: true}",
-            "language.model.num_query_groups=4",
-        ],
-    ),
-    "colocated tp2 with sp": (
-        2,
-        [
-            *COLOCATED,
-            "encoders.vision.grid={tp: 2, sp: true}",
-            "language.grid={tp: 2, sp: true}",
-        ],
-    ),
-    "colocated tp2 with sp in groups of two microbatches": (
-        4,
-        [
-            *COLOCATED,
-            "encoders.vision.grid={tp: 2, sp: true}",
-            "encoders.vision.encode_group=2",
-            "language.grid.pp=2",
-            "language.grid.tp=2",
-        ],
-    ),
-    "colocated lanes and rows gathered over tp": (
-        4,
-        [
-            *COLOCATED,
-            "encoders.vision.grid={tp: 1}",
-            "language.grid={tp: 2, dp: 2}",
-            "train.micro_batch_size=2",
-        ],
-    ),
-    "colocated in groups of two microbatches": (
-        2,
-        [
-            *COLOCATED,
-            "encoders.vision.encode_group=2",
-            "language.grid.pp=2",
-            "train.overlap_grad_reduce=true",
-        ],
-    ),
-    "colocated interleaved": (2, [*INTERLEAVED, *COLOCATED]),
-    "colocated frozen": (
-        2,
-        [
-            *COLOCATED,
-            "encoders.vision.freeze=true",
-            "language.grid.dp=2",
-            "train.micro_batch_size=2",
-        ],
-    ),
-    "only the projector learns": (
-        3,
-        ["language.freeze=true", "encoders.vision.freeze=tower", "language.grid.pp=2"],
-    ),
-    "only the projector of a pipelined encoder learns": (
-        3,
-        ["language.freeze=true", "encoders.vision.freeze=tower", "encoders.vision.grid.pp=2"],
-    ),
-    "only the projector of an encoder with pp2, tp2 and sp learns": (
-        5,
-        [
-            "language.freeze=true",
-            "encoders.vision.freeze=tower",
-            "encoders.vision.grid={tp: 2, sp: true, pp: 2, dp: 1}",
-        ],
-    ),
-    "the tower is frozen, colocated": (
-        2,
-        [*COLOCATED, "encoders.vision.freeze=tower", "language.grid.pp=2"],
-    ),
-    "unpacked": (3, ["data.packing=false", "language.grid.dp=2", "train.micro_batch_size=2"]),
-    "unpacked, tp2 with sp, pp2": (
-        5,
-        ["data.packing=false", "language.grid={tp: 2, sp: true, pp: 2}"],
-    ),
-    "unpacked, interleaved, tp2 without sp": (
-        5,
-        [*INTERLEAVED, "data.packing=false", "language.grid.tp=2"],
-    ),
-    "cp2": (3, ["language.grid.cp=2"]),
-    "cp2 tp2 with sp": (5, ["language.grid={cp: 2, tp: 2, sp: true}"]),
-    "cp2 tp2 without sp, two lanes": (
-        6,
-        ["language.grid={cp: 2, tp: 2}", "encoders.vision.grid.dp=2"],
-    ),
-    "cp3, unpacked": (
-        4,
-        ["language.grid.cp=3", "data.packing=false", "data.sequence_length=126"],
-    ),
-    "cp2 tp2 with sp, unpacked": (
-        5,
-        ["language.grid={cp: 2, tp: 2, sp: true}", "data.packing=false"],
-    ),
-    "cp2, 3 lanes to 2, overlapped": (
-        7,
-        [
-            "encoders.vision.grid.dp=3",
-            "language.grid={cp: 2, dp: 2}",
-            "train.micro_batch_size=2",
-            "train.overlap_grad_reduce=true",
-        ],
-    ),
-    "cp2, interleaved pp2 vpp2": (
-        5,
-        [*INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}"],
-    ),
-    "cp2 tp2 pp2 with sp, colocated, recomputed": (
-        8,
-        [
-            *COLOCATED,
-            "encoders.vision.grid={tp: 2}",
-            "language.grid={cp: 2, tp: 2, sp: true, pp: 2}",
-            "language.recompute=full",
-        ],
-    ),
-    "cp2, the tower is frozen": (3, ["language.grid.cp=2", "encoders.vision.freeze=tower"]),
-    "cp2, recomputed in part": (3, ["language.grid.cp=2", "language.recompute=selective"]),
-    "2 lanes to 2, by tokens": (
-        4,
-        ["encoders.vision.grid.dp=2", "language.grid.dp=2", *BY_TOKENS],
-    ),
-    "by tokens, cp2, interleaved pp2 vpp2": (
-        5,
-        [*INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}", *BY_TOKENS],
-    ),
-    "clipped": (
-        5,
-        ["train.clip_grad_norm=0.5", "language.grid.tp=2", "language.grid.pp=2"],
-    ),
+    "1 lane to 1": [],
+    "1 lane to 2": [*TWO_LANES],
+    "2 lanes to 1": ["encoders.vision.grid.dp=2"],
+    "2 lanes to 2": ["encoders.vision.grid.dp=2", *TWO_LANES],
+    "3 lanes to 2": ["encoders.vision.grid.dp=3", *TWO_LANES],
+    "language tp2": ["language.grid.tp=2"],
+    "language tp2 with sp": ["language.grid.tp=2", "language.grid.sp=true"],
+    "encoder tp2": ["encoders.vision.grid.tp=2"],
+    "encoder tp2 with sp": [ENCODER_SP],
+    "encoder tp2 with sp, frozen": [ENCODER_SP, "encoders.vision.freeze=true"],
+    "2 lanes tp2 with sp to tp2 with sp": [
+        "encoders.vision.grid={tp: 2, sp: true, dp: 2}",
+        "language.grid={tp: 2, sp: true, dp: 1}",
+    ],
+    "encoder pp2 tp2 with sp and recompute": [
+        "encoders.vision.grid={tp: 2, sp: true, pp: 2, dp: 1}",
+        "encoders.vision.recompute=full",
+    ],
+    "language pp2": ["language.grid.pp=2"],
+    "2 lanes tp2 to tp2 pp2 with sp": [
+        "encoders.vision.grid={tp: 2, dp: 2}",
+        "language.grid={tp: 2, pp: 2, sp: true}",
+    ],
+    "recompute": [RECOMPUTED, "encoders.vision.recompute=full"],
+    "untied embeddings": ["language.model.tie_word_embeddings=false"],
+    "encoder pp2": ["encoders.vision.grid.pp=2"],
+    "encoder pp2 to language pp2": ["encoders.vision.grid.pp=2", "language.grid.pp=2"],
+    "interleaved pp2 vpp2": INTERLEAVED,
+    "interleaved pp2 vpp2 with tp2 and sp": [
+        *INTERLEAVED,
+        "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}",
+    ],
+    "colocated": [*COLOCATED, "language.grid.pp=2"],
+    "colocated with other tp": [
+        *COLOCATED,
+        "encoders.vision.grid={tp: 2}",
+        "language.grid={tp: 4, sp: true}",
+        "language.model.num_query_groups=4",
+    ],
+    "colocated tp2 with sp": [*COLOCATED, "encoders.vision.grid={tp: 2, sp: true}", LANGUAGE_SP],
+    "colocated tp2 with sp in groups of two microbatches": [
+        *COLOCATED,
+        "encoders.vision.grid={tp: 2, sp: true}",
+        "encoders.vision.encode_group=2",
+        "language.grid={tp: 2, pp: 2}",
+    ],
+    "colocated lanes and rows gathered over tp": [
+        *COLOCATED,
+        "encoders.vision.grid={tp: 1}",
+        "language.grid={tp: 2, dp: 2}",
+        "train.micro_batch_size=2",
+    ],
+    "colocated in groups of two microbatches": [
+        *COLOCATED,
+        "encoders.vision.encode_group=2",
+        "language.grid.pp=2",
+        "train.overlap_grad_reduce=true",
+    ],
+    "colocated interleaved": [*INTERLEAVED, *COLOCATED],
+    "colocated frozen": [*COLOCATED, "encoders.vision.freeze=true", *TWO_LANES],
+    "only the projector learns": ["language.freeze=true", FROZEN_TOWER, "language.grid.pp=2"],
+    "only the projector of a pipelined encoder learns": [
+        "language.freeze=true",
+        FROZEN_TOWER,
+        "encoders.vision.grid.pp=2",
+    ],
+    "only the projector of an encoder with pp2, tp2 and sp learns": [
+        "language.freeze=true",
+        FROZEN_TOWER,
+        "encoders.vision.grid={tp: 2, sp: true, pp: 2, dp: 1}",
+    ],
+    "the tower is frozen, colocated": [*COLOCATED, FROZEN_TOWER, "language.grid.pp=2"],
+    "unpacked": ["data.packing=false", *TWO_LANES],
+    "unpacked, tp2 with sp, pp2": ["data.packing=false", "language.grid={tp: 2, sp: true, pp: 2}"],
+    "unpacked, interleaved, tp2 without sp": [
+        *INTERLEAVED,
+        "data.packing=false",
+        "language.grid.tp=2",
+    ],
+    "cp2": ["language.grid.cp=2"],
+    "cp2 tp2 with sp": ["language.grid={cp: 2, tp: 2, sp: true}"],
+    "cp2 tp2 without sp, two lanes": ["language.grid={cp: 2, tp: 2}", "encoders.vision.grid.dp=2"],
+    "cp3, unpacked": ["language.grid.cp=3", "data.packing=false", "data.sequence_length=126"],
+    "cp2 tp2 with sp, unpacked": ["language.grid={cp: 2, tp: 2, sp: true}", "data.packing=false"],
+    "cp2, 3 lanes to 2, overlapped": [
+        "encoders.vision.grid.dp=3",
+        "language.grid={cp: 2, dp: 2}",
+        "train.micro_batch_size=2",
+        "train.overlap_grad_reduce=true",
+    ],
+    "cp2, interleaved pp2 vpp2": [*INTERLEAVED, "language.grid={cp: 2, pp: 2, vpp: 2}"],
+    "cp2 tp2 pp2 with sp, colocated, recomputed": [
+        *COLOCATED,
+        "encoders.vision.grid={tp: 2}",
+        "language.grid={cp: 2, tp: 2, sp: true, pp: 2}",
+        RECOMPUTED,
+    ],
+    "cp2, the tower is frozen": ["language.grid.cp=2", FROZEN_TOWER],
+    "cp2, recomputed in part": ["language.grid.cp=2", "language.recompute=selective"],
+    "2 lanes to 2, by tokens": ["encoders.vision.grid.dp=2", "language.grid.dp=2", *BY_TOKENS],
+    "by tokens, cp2, interleaved pp2 vpp2": [
+        *INTERLEAVED,
+        "language.grid={cp: 2, pp: 2, vpp: 2}",
+        *BY_TOKENS,
+    ],
+    "clipped": ["train.clip_grad_norm=0.5", "language.grid.tp=2", "language.grid.pp=2"],
 }
 
 # Two encoders, `vision` for images and `glyphs` for videos.
 SECOND = tiny.SECOND_ENCODER
 SECOND_COLOCATED = [SECOND, "encoders.glyphs.placement=colocated", "encoders.glyphs.grid={tp: 1}"]
 TWO_ENCODERS = {
-    "both disjoint": (3, [SECOND]),
-    "both disjoint, 3 lanes and 1 lane tp2 to 2": (
-        7,
-        [
-            SECOND,
-            "encoders.vision.grid.dp=3",
-            "encoders.glyphs.grid.tp=2",
-            "language.grid.dp=2",
-            "train.micro_batch_size=2",
-        ],
-    ),
-    "both disjoint, interleaved, tp2 with sp": (
-        7,
-        [
-            SECOND,
-            *INTERLEAVED,
-            "encoders.glyphs.grid.dp=2",
-            "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}",
-        ],
-    ),
-    "mixed with pp2": (4, [*SECOND_COLOCATED, "encoders.vision.grid.dp=2", "language.grid.pp=2"]),
-    "mixed in groups of two microbatches": (
-        3,
-        [
-            *SECOND_COLOCATED,
-            "encoders.glyphs.encode_group=2",
-            "language.grid.pp=2",
-            "train.overlap_grad_reduce=true",
-        ],
-    ),
-    "mixed with sp, the first encoder frozen": (
-        3,
-        [
-            *SECOND_COLOCATED,
-            "encoders.vision.freeze=true",
-            "language.grid={tp: 2, sp: true}",
-        ],
-    ),
-    "both colocated": (
-        4,
-        [
-            *SECOND_COLOCATED,
-            *COLOCATED,
-            "encoders.glyphs.grid={tp: 2}",
-            "language.grid={tp: 2, pp: 2}",
-        ],
-    ),
-    "both colocated with lanes": (
-        2,
-        [*SECOND_COLOCATED, *COLOCATED, "language.grid.dp=2", "train.micro_batch_size=2"],
-    ),
+    "both disjoint": [SECOND],
+    "both disjoint, 3 lanes and 1 lane tp2 to 2": [
+        SECOND,
+        "encoders.vision.grid.dp=3",
+        "encoders.glyphs.grid.tp=2",
+        *TWO_LANES,
+    ],
+    "both disjoint, interleaved, tp2 with sp": [
+        SECOND,
+        *INTERLEAVED,
+        "encoders.glyphs.grid.dp=2",
+        "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}",
+    ],
+    "mixed with pp2": [*SECOND_COLOCATED, "encoders.vision.grid.dp=2", "language.grid.pp=2"],
+    "mixed in groups of two microbatches": [
+        *SECOND_COLOCATED,
+        "encoders.glyphs.encode_group=2",
+        "language.grid.pp=2",
+        "train.overlap_grad_reduce=true",
+    ],
+    "mixed with sp, the first encoder frozen": [
+        *SECOND_COLOCATED,
+        "encoders.vision.freeze=true",
+        LANGUAGE_SP,
+    ],
+    "both colocated": [
+        *SECOND_COLOCATED,
+        *COLOCATED,
+        "encoders.glyphs.grid={tp: 2}",
+        "language.grid={tp: 2, pp: 2}",
+    ],
+    "both colocated with lanes": [*SECOND_COLOCATED, *COLOCATED, *TWO_LANES],
 }
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    tiny.write_samples(directory)
-    return tiny.write_recipe(directory)
-
-
-@pytest.fixture(scope="module")
-def two_encoder_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny_two")
-    tiny.write_samples(directory, videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
-    return tiny.write_recipe(directory)
-
-
 def check(
-    run_ranks: RunRanks,
-    recipe: Path,
-    ranks: int,
-    overrides: list[str],
-    tolerance: float = TOLERANCE,
+    run_ranks: RunRanks, recipe: Path, overrides: list[str], tolerance: float = TOLERANCE
 ) -> None:
+    """Compare the steps of a layout, on as many ranks as it needs, with those of one rank."""
+    ranks = build_layout(load_recipe(recipe, overrides)).world_size
     reference = tiny.reference_steps(run_ranks, recipe, overrides)
     results = run_ranks(tiny.run_layout_steps, ranks, recipe, overrides)
     for result in results:
@@ -343,25 +230,23 @@ def check(
     ),
 )
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
-    check(run_ranks, recipe, *LAYOUTS[layout])
+    check(run_ranks, recipe, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", quick(TWO_ENCODERS, "mixed with pp2"))
 def test_steps_with_two_encoders_equal_those_of_one_rank(
     run_ranks: RunRanks, two_encoder_recipe: Path, layout: str
 ) -> None:
-    check(run_ranks, two_encoder_recipe, *TWO_ENCODERS[layout])
+    check(run_ranks, two_encoder_recipe, TWO_ENCODERS[layout])
 
 
 @pytest.mark.parametrize(
-    "layout",
-    quick(["3 lanes to 2", "2 lanes tp2 to tp2 pp2 with sp", "colocated"], "3 lanes to 2"),
+    "layout", quick(["3 lanes to 2", "2 lanes tp2 to tp2 pp2 with sp", "colocated"], "3 lanes to 2")
 )
 def test_steps_in_fp64_equal_those_of_one_rank_to_ten_digits(
     run_ranks: RunRanks, recipe: Path, layout: str
 ) -> None:
-    ranks, overrides = LAYOUTS[layout]
-    check(run_ranks, recipe, ranks, [*overrides, "train.precision=fp64"], FP64_TOLERANCE)
+    check(run_ranks, recipe, [*LAYOUTS[layout], "train.precision=fp64"], FP64_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +255,7 @@ def test_steps_in_fp64_equal_those_of_one_rank_to_ten_digits(
 def test_steps_equal_those_of_one_rank_when_gradients_reduce_during_backward(
     run_ranks: RunRanks, recipe: Path, layout: str
 ) -> None:
-    ranks, overrides = LAYOUTS[layout]
-    check(run_ranks, recipe, ranks, [*overrides, "train.overlap_grad_reduce=true"])
+    check(run_ranks, recipe, [*LAYOUTS[layout], "train.overlap_grad_reduce=true"])
 
 
 @pytest.mark.parametrize("layout", quick(["1 lane to 2", "language pp2"], "language pp2"))
@@ -379,5 +263,4 @@ def test_steps_equal_those_of_one_rank_when_gradients_reduce_during_backward(
 def test_frozen_module_keeps_its_weights_and_the_other_learns_as_on_one_rank(
     run_ranks: RunRanks, recipe: Path, module: str, layout: str
 ) -> None:
-    ranks, overrides = LAYOUTS[layout]
-    check(run_ranks, recipe, ranks, [*overrides, f"{module}.freeze=true"])
+    check(run_ranks, recipe, [*LAYOUTS[layout], f"{module}.freeze=true"])

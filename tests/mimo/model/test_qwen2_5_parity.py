@@ -15,8 +15,7 @@ from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from tests.cases import quick
 from tests.conftest import RunRanks
-from tests.mimo import tiny
-from tests.mimo.model.test_parity import check
+from tests.mimo.model.test_parity import ENCODER_SP, FROZEN_TOWER, LANGUAGE_SP, TWO_LANES, check
 
 TOWER = (
     "model: {num_layers: 4, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2, "
@@ -31,41 +30,28 @@ COLOCATED = [
 ]
 
 LAYOUTS = {
-    "1 lane to 1": (2, DISJOINT),
-    "3 lanes to 2": (
-        5,
-        [
-            *DISJOINT,
-            "encoders.vision.grid.dp=3",
-            "language.grid.dp=2",
-            "train.micro_batch_size=2",
-        ],
-    ),
-    "language cp2 tp2 with sp": (5, [*DISJOINT, "language.grid={cp: 2, tp: 2, sp: true}"]),
-    "colocated pp2": (2, [*COLOCATED, "language.grid.pp=2"]),
-    "encoder tp2 with recompute": (
-        3,
-        [*DISJOINT, "encoders.vision.grid.tp=2", "encoders.vision.recompute=full"],
-    ),
-    "encoder tp2 with sp": (3, [*DISJOINT, "encoders.vision.grid={tp: 2, sp: true, dp: 1}"]),
-    "encoder tp2 with sp, only the projector learns": (
-        3,
-        [
-            *DISJOINT,
-            "encoders.vision.grid={tp: 2, sp: true, dp: 1}",
-            "encoders.vision.freeze=tower",
-            "language.freeze=true",
-        ],
-    ),
-    "encoder pp2": (3, [*DISJOINT, "encoders.vision.grid.pp=2"]),
-    "2 lanes tp2 with sp to tp2 with sp": (
-        6,
-        [
-            *DISJOINT,
-            "encoders.vision.grid={tp: 2, sp: true, dp: 2}",
-            "language.grid={tp: 2, sp: true}",
-        ],
-    ),
+    "1 lane to 1": DISJOINT,
+    "3 lanes to 2": [*DISJOINT, "encoders.vision.grid.dp=3", *TWO_LANES],
+    "language cp2 tp2 with sp": [*DISJOINT, "language.grid={cp: 2, tp: 2, sp: true}"],
+    "colocated pp2": [*COLOCATED, "language.grid.pp=2"],
+    "encoder tp2 with recompute": [
+        *DISJOINT,
+        "encoders.vision.grid.tp=2",
+        "encoders.vision.recompute=full",
+    ],
+    "encoder tp2 with sp": [*DISJOINT, ENCODER_SP],
+    "encoder tp2 with sp, only the projector learns": [
+        *DISJOINT,
+        ENCODER_SP,
+        FROZEN_TOWER,
+        "language.freeze=true",
+    ],
+    "encoder pp2": [*DISJOINT, "encoders.vision.grid.pp=2"],
+    "2 lanes tp2 with sp to tp2 with sp": [
+        *DISJOINT,
+        "encoders.vision.grid={tp: 2, sp: true, dp: 2}",
+        LANGUAGE_SP,
+    ],
 }
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -77,26 +63,16 @@ VERIFIED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny_qwen2_5")
-    tiny.write_samples(directory)
-    return tiny.write_recipe(directory)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    quick(LAYOUTS, "encoder pp2"),
-)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "encoder pp2"))
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
-    check(run_ranks, recipe, *LAYOUTS[layout])
+    check(run_ranks, recipe, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(
     "grids",
     [
         pytest.param([], marks=pytest.mark.slow),  # the recipe's own
-        ["language.grid={tp: 2, sp: true, pp: 2}", "encoders.vision.grid={tp: 2, sp: true, dp: 1}"],
+        ["language.grid={tp: 2, sp: true, pp: 2}", ENCODER_SP],
     ],
     ids=["its layout", "tp2 with sp, pp2"],
 )

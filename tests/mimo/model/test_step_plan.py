@@ -11,38 +11,18 @@ import numpy as np
 import pytest
 
 from data.packing import TokenBudget, Used
-from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.model.step_plan import PlannedMicrobatch, StepPlanner, first_samples
-from mimo.parallel.build import build_layout
 from tests.mimo import tiny
 from tests.mimo.model.test_levels_parity import DISJOINT, LAYERS
 
 OVERRIDES = [LAYERS, *DISJOINT, "language.grid={tp: 2, pp: 2}"]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    return tiny.write_recipe(tmp_path)
-
-
-def planner_of(path: Path, *overrides: str, num_microbatches: int = 3, **given: Any) -> StepPlanner:
-    """A planner of a few microbatches, with levels needed on both stages of the language model."""
-    recipe = load_recipe(path, overrides or OVERRIDES)
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
-    layout = build_layout(recipe)
-    media = {"vision": ("image",)}
-    indexes, order = dataset.indexes, dataset.order
-    return StepPlanner(layout, media, indexes, order, 4, num_microbatches, **given)
-
-
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
 def test_every_link_has_a_plan_of_all_rows_to_the_ranks_of_its_stage(
     path: Path, delivery: str
 ) -> None:
-    planner = planner_of(path, delivery=delivery)
+    planner = tiny.planner_of(path, *OVERRIDES, delivery=delivery)
     plan, layout = planner.finish(planner.microbatches(0)), planner.layout
     links = layout.links_of("vision")
     assert [link.stage for link in links] == [0, 1]
@@ -63,16 +43,16 @@ def test_every_link_has_a_plan_of_all_rows_to_the_ranks_of_its_stage(
 
 
 def test_a_rank_plans_the_bridges_that_it_needs_as_every_other_rank_does(path: Path) -> None:
-    everything = planner_of(path)
+    everything = tiny.planner_of(path, *OVERRIDES)
     first, second = everything.layout.links_of("vision")
     whole = everything.finish(everything.microbatches(0))
-    one = planner_of(path, links=[second])
+    one = tiny.planner_of(path, *OVERRIDES, links=[second])
     plan = one.finish(one.microbatches(0))
     assert list(plan.bridges) == [second]
     for got, expected in zip(plan.bridges[second], whole.bridges[second], strict=True):
         assert got.digest == expected.digest
     assert whole.bridges[first][0].digest != whole.bridges[second][0].digest
-    none = planner_of(path, links=[])
+    none = tiny.planner_of(path, *OVERRIDES, links=[])
     assert none.finish(none.microbatches(0)).num_loss_tokens == whole.num_loss_tokens
 
 
@@ -89,7 +69,7 @@ LANES = {  # microbatches and grid of the language model; four packs to a step
 def planner_of_lanes(path: Path, lanes: str, **given: Any) -> StepPlanner:
     count, grid = LANES[lanes]
     overrides = [f"language.grid={grid}", "train.micro_batch_size=1", "data.shuffle_block=1"]
-    return planner_of(path, *overrides, num_microbatches=count, **given)
+    return tiny.planner_of(path, *overrides, num_microbatches=count, **given)
 
 
 def packs_of(microbatches: Iterable[PlannedMicrobatch]) -> Counter[tuple[int, ...]]:

@@ -45,14 +45,14 @@ def run_both(
     from mimo.checkpoint.hf.recipes import load_recipe
     from mimo.families.registry import encoder_settings
     from mimo.generate.one_rank import LocalModel
-    from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
+    from mimo.model.dataset import open_tokenizer
+    from tests.mimo import tiny
 
     recipe = load_recipe(path, overrides)
     settings: Any = encoder_settings(recipe, "vision")
     frames = settings.temporal_patch_size
     chat = open_tokenizer(recipe)
-    dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
-    assert dataset is not None
+    dataset = tiny.open_sources(recipe)
     (index,), (reader,) = dataset.indexes, dataset.readers
     samples = [reader.sample(number) for number in range(len(index))]
     items = [index.items_of_sample(number) for number in range(len(index))]

@@ -14,7 +14,6 @@ from PIL import Image
 from data.text.digits import write_tokenizer
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError
-from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -46,16 +45,13 @@ CROPS = [
 ]
 LENGTH = "data.sequence_length=256"
 LAYOUTS = {
-    "2 lanes to pp2": (4, ["encoders.vision.grid.dp=2", "language.grid.pp=2"]),
-    "1 lane to tp2 with sp": (3, ["language.grid={tp: 2, sp: true}"]),
-    "colocated": (
-        2,
-        [
-            "encoders.vision.placement=colocated",
-            "encoders.vision.grid.dp=2",
-            "language.grid.tp=2",
-        ],
-    ),
+    "2 lanes to pp2": ["encoders.vision.grid.dp=2", "language.grid.pp=2"],
+    "1 lane to tp2 with sp": ["language.grid={tp: 2, sp: true}"],
+    "colocated": [
+        "encoders.vision.placement=colocated",
+        "encoders.vision.grid.dp=2",
+        "language.grid.tp=2",
+    ],
 }
 
 
@@ -105,15 +101,13 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_over_images_and_videos_of_one_tower_equal_those_of_one_rank(
     run_ranks: RunRanks, videos: Path, family: str, layout: str
 ) -> None:
-    ranks, overrides = LAYOUTS[layout]
-    check(run_ranks, videos, ranks, [*TOWERS[family], OTHER_MEDIA, LENGTH, *overrides])
+    check(run_ranks, videos, [*TOWERS[family], OTHER_MEDIA, LENGTH, *LAYOUTS[layout]])
 
 
 def test_steps_over_images_with_crops_equal_those_of_one_rank(
     run_ranks: RunRanks, images: Path
 ) -> None:
-    ranks, overrides = LAYOUTS["2 lanes to pp2"]
-    check(run_ranks, images, ranks, [*CROPS, LENGTH, *overrides])
+    check(run_ranks, images, [*CROPS, LENGTH, *LAYOUTS["2 lanes to pp2"]])
 
 
 def test_the_samples_have_items_of_several_frames_and_parts_of_several_items(
@@ -123,9 +117,7 @@ def test_the_samples_have_items_of_several_frames_and_parts_of_several_items(
     numbers: dict[str, set[int]] = {}
     cases = {name: (videos, [*own, OTHER_MEDIA]) for name, own in TOWERS.items()}
     for name, (path, overrides) in (cases | {"gemma3": (images, CROPS)}).items():
-        recipe = load_recipe(path, [*overrides, LENGTH])
-        dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-        assert dataset is not None
+        dataset = tiny.open_sources(load_recipe(path, [*overrides, LENGTH]))
         (index,), (reader,) = dataset.indexes, dataset.readers
         grids[name] = {reader.plan(item).grid[0] for item in range(index.num_items)}
         numbers[name] = set(index.column("item_number").tolist())

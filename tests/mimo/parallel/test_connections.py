@@ -180,10 +180,7 @@ def patience_of_a_run(rank: int, folder: Path) -> list[float]:
         # Every receiver of the first stage, which has 8 · 28 ranks.
         (0, {"bridge.vision.0.forward": 224, "bridge.vision.0.backward": 224}),
         # Every sender, and the second stage, to and from.
-        (
-            130,
-            {"bridge.vision.0.forward": 128, "bridge.vision.0.backward": 128, "language.pp": 2},
-        ),
+        (130, {"bridge.vision.0.forward": 128, "bridge.vision.0.backward": 128, "language.pp": 2}),
         (600, {"language.pp": 4}),
     ],
 )
