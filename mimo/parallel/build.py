@@ -1,4 +1,4 @@
-"""Places the modules of a recipe on ranks, and checks the layout.
+"""Place the modules of a recipe on ranks, and check the layout.
 
 Disjoint encoders come first, then the language model, unless a recipe gives `rank_offset`.
 """
@@ -31,8 +31,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     With a `world_size`, one module may leave out `dp`: it gets the remaining ranks. Without one, a
     missing `dp` is 1 and the world is as large as the grids need.
 
-    Raises RecipeError with one line per error: grids that overlap, leave ranks unused or need
-    another number of ranks, sizes that do not divide, a run-ahead that would deadlock.
+    Raises RecipeError with one line per error.
     """
     problems = [*refusals(recipe)]
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
@@ -71,7 +70,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 
 
 def _blocks(grids: dict[str, GridSpec], most_ranks: int) -> int:
-    """Fewest blocks of lanes with at most `most_ranks` at an end of a bridge; else the most.
+    """Return the fewest blocks of lanes with at most `most_ranks` at an end of a bridge.
 
     grids: of the language model and of disjoint encoders.
     """
@@ -82,7 +81,7 @@ def _blocks(grids: dict[str, GridSpec], most_ranks: int) -> int:
 
 
 def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
-    """Bridges of each encoder with feature levels; errors are added to `problems`."""
+    """Return the bridges of each encoder with feature levels; adds errors to `problems`."""
     links = {}
     try:
         layers = language_settings(recipe).num_layers
@@ -104,7 +103,7 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
 
 
 def _grid(recipe: Recipe, module: str) -> GridSpec:
-    """Grid of `module`, not yet placed, with one lane if `dp` is left out."""
+    """Return the grid of `module`, not yet placed, with one lane if `dp` is left out."""
     part = recipe.module(module)
     grid = part.grid
     return GridSpec(
@@ -156,7 +155,7 @@ def _derive_lanes(
 
 
 def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
-    """Place grids: a given offset stands, every other module takes the lowest free block."""
+    """Place grids: at the recipe's offset, else in the lowest free block."""
     placed: dict[str, GridSpec] = {}
     for name, grid in grids.items():
         if (offset := recipe.module(name).grid.rank_offset) is not None:
@@ -262,14 +261,13 @@ def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
                 (*key_of(name), "grid", "rank_offset"),
                 "a colocated encoder has the ranks of the language model; remove rank_offset",
             )
-        group, first = (
-            recipe.encoders[n].encode_group for n in (name, sorted(layout.colocated)[0])
-        )
+        other = min(layout.colocated)
+        group, first = (recipe.encoders[n].encode_group for n in (name, other))
         if group != first:
             yield recipe.problem(
                 (*key_of(name), "encode_group"),
-                f"got {group}, but encoders.{sorted(layout.colocated)[0]} has {first}; colocated "
-                f"encoders share their groups, give both the same",
+                f"got {group}, but encoders.{other} has {first}; colocated encoders share their "
+                f"groups, give both the same",
             )
         stages = layout.language.pp if layout.language.vpp > 1 else 1
         if group != "all" and group % stages:

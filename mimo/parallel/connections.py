@@ -1,9 +1,9 @@
-"""What ranks do together before the first step: connect to each other, and find their hosts.
+"""Connect ranks before the first step, and find the ranks of a host.
 
-NCCL connects two ranks at the first message from one to the other in a group, and blocks both
-hosts until each has made its call. Inside a step that could close a circle of waiting ranks, so
-every pair that may exchange messages is connected when the groups are created. A collective
-connects ranks only for collectives, and its first call blocks the hosts of all its ranks.
+NCCL connects two ranks at their first message in a group, and blocks both hosts until each has made
+its call. Inside a step that could close a circle of waiting ranks, so every pair that may exchange
+messages is connected when the groups are created. A collective connects ranks only for collectives,
+and its first call blocks the hosts of all its ranks.
 """
 
 from __future__ import annotations
@@ -26,28 +26,21 @@ from mimo.parallel.grids import GridSpec, Layout, Link
 
 
 def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]:
-    """For each block of lanes, the ranks at a link's sending and at its receiving end."""
+    """Return, for each block of lanes, the ranks at a link's sending and at its receiving end."""
     encoder, language = layout.encoders[link.encoder], layout.language
     blocks = layout.blocks_of(link.encoder)
 
-    def lanes(grid: GridSpec, block: int) -> range:
+    def ranks(grid: GridSpec, block: int, stage: int) -> list[int]:
         size = grid.dp // blocks
-        return range(block * size, (block + 1) * size)
+        return [
+            grid.rank(dp=dp, pp=stage, cp=cp, tp=tp)
+            for dp in range(block * size, (block + 1) * size)
+            for cp in range(grid.cp)
+            for tp in range(grid.tp)
+        ]
 
     return [
-        (
-            [
-                encoder.rank(dp=d, pp=encoder.pp - 1, tp=t)
-                for d in lanes(encoder, block)
-                for t in range(encoder.tp)
-            ],
-            [
-                language.rank(dp=d, pp=link.stage, cp=c, tp=t)
-                for d in lanes(language, block)
-                for c in range(language.cp)
-                for t in range(language.tp)
-            ],
-        )
+        (ranks(encoder, block, encoder.pp - 1), ranks(language, block, link.stage))
         for block in range(blocks)
     ]
 
@@ -68,10 +61,7 @@ def connect_bridge(
     senders: Collection[int],
     receivers: Collection[int],
 ) -> None:
-    """Connect every sender with every receiver, and back for gradients.
-
-    Every rank of the two groups calls it, and no other.
-    """
+    """Connect every sender with every receiver, and back; all ranks of both groups call it."""
     rank = dist.get_rank()
     my_receivers = receivers if rank in senders else ()
     my_senders = senders if rank in receivers else ()
@@ -80,7 +70,7 @@ def connect_bridge(
 
 
 def connect_all(group: dist.ProcessGroup) -> None:
-    """Connect every pair of ranks of a group, which exchange rows. All of them call it."""
+    """Connect every pair of ranks of a group, which exchange rows; all of them call it."""
     ranks = dist.get_process_group_ranks(group)
     _connect(group, ranks, ranks)
 
@@ -104,7 +94,7 @@ def connect_stages(pipeline: dist.ProcessGroup, interleaved: bool) -> None:
 
 
 def connect_context(group: dist.ProcessGroup) -> None:
-    """Connect a ring of context-parallel ranks, in which Transformer Engine passes keys on.
+    """Connect a ring of context-parallel ranks, in which Transformer Engine sends keys.
 
     All ranks of the group call it. Two ranks send batches, more ranks single messages.
     """
@@ -159,7 +149,7 @@ class Host:
     """This rank's host.
 
     ranks: on it, ascending. job: a name that is unique to this world. free_bytes: of its shared
-    memory; 0 without. cores_per_rank: among the cores that this rank may use.
+    memory. cores_per_rank: of the cores that this rank may use.
     """
 
     ranks: tuple[int, ...]
@@ -191,7 +181,7 @@ def find_host() -> Host:
 
 
 def _identity() -> list[object]:
-    """Facts that are equal for processes with the same shared memory and temporary files."""
+    """Return facts that are equal for processes with the same shared memory and temporary files."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_text() if boot.exists() else socket.gethostname()
     folders = [path for path in (SHARED_MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]

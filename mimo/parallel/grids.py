@@ -20,9 +20,9 @@ _REPEATS = 4  # of the schedule's pattern, with its beginning and end
 class Link:
     """The bridge between an encoder and one stage of the language model that needs its rows.
 
-    levels: ascending; one message holds the rows of all. chunks: for each level, the chunk of the
-    stage that needs it, ascending. Level 0 is the embeddings, for the first layer's input; level k
-    is added after the k-th layer (DeepStack), so it goes to the chunk that owns that layer.
+    levels: ascending; one message holds the rows of all. chunks: ascending, for each level the
+    stage's chunk that needs it. Level 0 is the embeddings, for the first layer's input; level k is
+    added after the k-th layer (DeepStack), so it goes to the chunk that owns that layer.
     """
 
     encoder: str
@@ -142,24 +142,18 @@ class Layout:
 
 
 def encode_group(recipe: Recipe) -> int | None:
-    """Microbatches that colocated encoders encode at once; None for all."""
-    return min(
-        (
-            encoder.encode_group
-            for encoder in recipe.encoders.values()
-            if encoder.placement == "colocated" and encoder.encode_group != "all"
-        ),
-        default=None,
-    )
+    """Return the microbatches that colocated encoders encode in one go; None for all."""
+    colocated = [e.encode_group for e in recipe.encoders.values() if e.placement == "colocated"]
+    return min((group for group in colocated if group != "all"), default=None)
 
 
 def num_microbatches(recipe: Recipe, layout: Layout) -> int:
-    """Microbatches per step, equal on every lane of the language model."""
+    """Return the microbatches per step, equal on every lane of the language model."""
     return recipe.train.global_batch_size // (recipe.train.micro_batch_size * layout.language.dp)
 
 
 def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
-    """Run-ahead of `encoder`; 'auto' is one more than needed, so that both sides overlap."""
+    """Return the run-ahead of `encoder`; 'auto' is one more than needed, so that sides overlap."""
     value = recipe.encoders[encoder].run_ahead
     if value != "auto":
         return value
@@ -167,10 +161,10 @@ def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
 
 
 def posted_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
-    """Microbatches whose receives the language model posts before it needs the rows.
+    """Return how many microbatches ahead the language model posts its receives.
 
-    As many as the run-ahead exceeds the minimum. With fewer, sends without a receive would pile up
-    on the encoder's device; with more, receives would wait for this rank's own gradients.
+    With fewer, sends without a receive would pile up on the encoder's device; with more, receives
+    would wait for this rank's gradients.
     """
     return run_ahead(recipe, layout, encoder) - _least_run_ahead(recipe, layout)
 
@@ -181,12 +175,12 @@ def _least_run_ahead(recipe: Recipe, layout: Layout) -> int:
 
 
 def segment_multiple(cp: int) -> int:
-    """Multiple for the tokens of each segment of a packed sequence, which has 2·cp chunks."""
+    """Return the multiple for the tokens of each packed segment, which has 2·cp chunks."""
     return 2 * cp if cp > 1 else 1
 
 
 def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> int:
-    """Multiple for the tokens of each whole sequence, packed or not.
+    """Return the multiple for the tokens of each whole sequence, packed or not.
 
     Sequence parallelism cuts a context-parallel rank's share into tp parts. tokens_on_rank: the
     multiple for the tokens that a rank holds.
@@ -199,10 +193,9 @@ def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> in
 
 
 def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) -> tuple[Link, ...]:
-    """Links for the embeddings and `num_levels` further levels, in the order of their stages.
+    """Return links for the embeddings and `num_levels` further levels, in the order of stages.
 
-    Megatron splits the layers evenly: chunk c of stage s is the (c·pp + s)-th part. There must be a
-    layer for every level.
+    Megatron splits the layers evenly: chunk c of stage s is the (c·pp + s)-th part.
     """
     assert num_levels <= num_layers, f"{num_levels} levels for {num_layers} layers"
     per_chunk = max(1, num_layers // (pp * vpp))
@@ -217,13 +210,12 @@ def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) 
 
 
 def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
-    """Fewest microbatches that a disjoint encoder must send before it waits for a gradient.
+    """Return the fewest microbatches that a disjoint encoder sends before it waits for gradients.
 
     With fewer, both sides wait for each other: the encoder for the gradients of a microbatch, the
     language model for the rows of a later one. The number follows from the order in which
-    Megatron's schedule (1F1B, or interleaved with `vpp` chunks) runs the first stage. Only the
-    stage's first chunk matters: it takes rows before all other stages and chunks, and returns
-    gradients after them.
+    Megatron's schedule (1F1B, or interleaved) runs the first chunk of the first stage: it takes
+    rows before all other stages and chunks, and returns gradients after them.
     """
     # The order repeats every pp microbatches.
     microbatches = min(microbatches, _REPEATS * pp)
@@ -269,16 +261,15 @@ def overlap_of(train: Train, on_gpu: bool) -> Overlap:
 
 
 def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
-    """Environment variables of this rank that depend on its place in the layout.
+    """Return environment variables of this rank that depend on its place in the layout.
 
     At an end of a disjoint encoder's bridge kernels load at the start: loading one at its first use
     may wait for a transfer that is posted ahead, whose sender may wait for the kernel. Elsewhere
-    kernels load when used: all of them take 1 to 2 GiB.
+    they load when used, because all of them take 1 to 2 GiB.
 
     With one hardware queue a GPU starts kernels in launch order, so the exchange inside a
     tensor-parallel layer starts before the matrix product that it overlaps with. But one wait
-    blocks all streams, so ranks with transfers posted ahead (an end of a disjoint encoder's bridge,
-    context parallelism, FSDP2) keep the device's several queues.
+    blocks all streams, so ranks with transfers posted ahead keep several queues.
     """
     grids = [layout.grids[name] for name in layout.modules_of(rank)]
     if _at_end_of_bridge(layout, rank):

@@ -69,12 +69,12 @@ class BridgeGroups:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's view: its modules' groups and the bridges that it takes part in.
+    """The process groups of this rank.
 
     modules: by name, the groups of each module of which this rank owns a part.
-    meshes: of those whose engine is fsdp, the same ranks as (dp_replicate, dp_shard, tp).
+    meshes: of modules whose engine is fsdp, the same ranks as (dp_replicate, dp_shard, tp).
     bridges: those with this rank at one end; for each encoder, in the order of their stages.
-    groups: all groups with this rank, in the order in which they were made.
+    groups: all groups with this rank, in the order of their creation.
     """
 
     layout: Layout
@@ -105,25 +105,20 @@ class Topology:
         self.groups.clear()
 
 
+@dataclass
 class _GroupFactory:
     """Creates groups, each set of ranks once. Every rank of the world makes the same calls.
 
     timeout: of each group's collectives; None for the backend's default, which may be longer.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        groups: list[dist.ProcessGroup],
-        timeout: datetime.timedelta | None = None,
-    ) -> None:
-        self.rank = rank
-        self.groups = groups
-        self.timeout = timeout
-        self.created: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    rank: int
+    groups: list[dist.ProcessGroup]
+    timeout: datetime.timedelta | None = None
+    created: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def mine(self, enumeration: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
-        """The group of `enumeration` with this rank; None if there is none."""
+        """Return the group of `enumeration` with this rank; None if there is none."""
         group = None
         for ranks in enumeration:
             key = tuple(ranks)
@@ -149,7 +144,7 @@ class _GroupFactory:
 
 
 def comm_grid(spec: GridSpec) -> HyperCommGrid:
-    """Megatron's view of a module's ranks; creates no group."""
+    """Describe a module's ranks to Megatron; creates no group."""
     axes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
     return HyperCommGrid(list(axes.values()), list(axes), spec.rank_offset)
 
@@ -186,7 +181,7 @@ def _mesh(
     sizes: tuple[int, int, int],
     timeout: datetime.timedelta | None,
 ) -> DeviceMesh | None:
-    """Mesh (dp_replicate, dp_shard, tp) of the ranks from `first` on; None on other ranks.
+    """Create the mesh (dp_replicate, dp_shard, tp) of the ranks from `first`; None on others.
 
     Lanes that shard one copy of the weights are adjacent. A mesh lives as long as its world:
     DTensor caches meshes by their ranks, and would otherwise use destroyed groups.
@@ -248,9 +243,8 @@ def _add_bridge(
 ) -> None:
     """Create and connect the groups of a bridge's block; every rank of the world calls it.
 
-    Two groups over both ends are the minimum: items are balanced over the encoder's lanes, so each
-    lane may have rows for any lane of the language model. As a rank connects to the whole other
-    end, large ends are cut into blocks of lanes.
+    Items are balanced over the encoder's lanes, so each lane may have rows for any lane of the
+    language model, and a rank connects to the whole other end. So large ends are cut into blocks.
     """
     ends = sorted({*senders, *receivers})
     forward, backward = (

@@ -1,14 +1,16 @@
-"""Splits sequences over language ranks: context parallelism (CP), then sequence parallelism (SP).
+"""Split sequences over language ranks: context parallelism (CP), then sequence parallelism (SP).
 
 CP gives every rank its zigzag share of each segment of a packed sequence, or of each sequence of a
 batch; see `mimo.ops.segments`. SP then scatters a CP rank's share over its tensor-parallel group,
-in tp equal parts. Embeddings get both. Labels and loss mask get CP only, because logits come back
-gathered from SP, and so do position ids, because queries and keys do.
+in tp equal parts. Embeddings get both. Labels, loss mask and position ids get CP only, because SP
+gathers logits, queries and keys.
 
 Letters: B batch (1 for packed), S sequence (T packed tokens), H hidden.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,25 +20,22 @@ from mimo.ops.segments import PackedSegments, zigzag_indices
 from mimo.parallel.grids import sequence_multiple
 
 
+@dataclass(frozen=True)
 class PartitionAdapter:
     """Splits sequences over explicit groups of one language rank.
 
-    cp, tp: this rank's context- and tensor-parallel groups. sequence_parallel: whether embeddings
-    are scattered over ``tp``. No communication happens in a forward; the backward of the SP
-    scatter all-gathers over ``tp``, so all of its ranks take part.
+    sequence_parallel: whether embeddings are scattered over ``tp``. A forward does not communicate;
+    the backward of the SP scatter all-gathers over ``tp``, so all of its ranks take part.
     """
 
-    def __init__(
-        self, cp: dist.ProcessGroup, tp: dist.ProcessGroup, sequence_parallel: bool
-    ) -> None:
-        self.cp = cp
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
+    cp: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    sequence_parallel: bool
 
     def shard_embeddings(
         self, embeddings: Tensor, packed_seq_params: PackedSegments | None
     ) -> Tensor:
-        """(S, B, H), equal on all ranks -> (S/(cp·tp), B, H) with SP, else (S/cp, B, H).
+        """Cut (S, B, H), equal on all ranks, to (S/(cp·tp), B, H) with SP, else (S/cp, B, H).
 
         packed_seq_params: the segments of a packed sequence; None for a batch.
         Raises ValueError, naming the recipe key, for lengths that do not divide.
@@ -54,11 +53,7 @@ class PartitionAdapter:
         return scatter_sequence(embeddings, group=self.tp)
 
     def slice_tokens(self, tokens: Tensor, packed_seq_params: PackedSegments | None) -> Tensor:
-        """(B, S) -> (B, S/cp), CP only: labels, masks, positions, token ids before the lookup.
-
-        packed_seq_params: the segments of a packed sequence; None for a batch. Raises ValueError,
-        naming the recipe key, for lengths that do not divide.
-        """
+        """Cut (B, S) to (B, S/cp): labels, masks, positions, and token ids before the lookup."""
         return self._cut(tokens, 1, packed_seq_params)
 
     def _cut(self, tensor: Tensor, dim: int, packed_seq_params: PackedSegments | None) -> Tensor:
