@@ -357,7 +357,8 @@ class MimoModel:
         levels = join_levels(received)
         if levels is None or not self.whole_rows:
             return levels
-        return cut_levels(levels, *batch.input_ids.shape, partial(self._cut, batch))
+        size, length = batch.input_ids.shape
+        return cut_levels(levels, size, length, partial(self._cut, batch))
 
 
 def _flat_embeddings(
