@@ -22,7 +22,7 @@ from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.model.test_gemma3_parity import FAMILY as GEMMA
+from tests.mimo.model.test_family_parity import GEMMA
 from tests.mimo.model.test_levels_parity import DISJOINT, LAYERS
 from tests.mimo.runs import ADAM
 
