@@ -64,6 +64,18 @@ def settings_of(family: Any, **given: object) -> Any:
     return family.Settings(**{**known, **given})
 
 
+def draw_items(settings: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values (P, C) and grids (I, 3) of random items of an encoder."""
+    processor, rng = settings.processor(), np.random.default_rng(0)
+    patches, grids = [], []
+    for _ in range(count):
+        decoded = processor.decode(processor.random_file(rng))
+        part = Part(processor.size_of(decoded))
+        grids.append(processor.plan(part).grid)
+        patches.append(processor.wire.values(processor.item_patches([decoded], part, 0)))
+    return np.concatenate(patches), np.array(grids)
+
+
 def functions(protocol: type) -> Iterator[tuple[str, inspect.Signature]]:
     """The functions of a protocol, inherited ones too, without ``self``."""
     for name, value in inspect.getmembers(protocol, inspect.isfunction):

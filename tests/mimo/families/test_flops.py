@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from data.modalities.processor import Part
 from mimo.config.modules import LoRA
 from mimo.families.flops import causal_pairs, flops_per_unit, step_flops
 from mimo.families.keymap import is_adapter
@@ -20,7 +19,7 @@ from mimo.families.registry import encoder_families, language_families
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.lone_module import SEED, _context
-from tests.mimo.families.test_contracts import settings_of
+from tests.mimo.families.test_contracts import draw_items, settings_of
 
 H, NUM_TOKENS = 32, 16
 LENGTHS = (12, 12, 12)  # alike, so that no kernel computes on padding
@@ -97,17 +96,11 @@ def count_tower(rank: int, name: str, case: str) -> Counted:
     settings = settings_of(family).scaled_down(1, 1)
     tower = family.build(settings, _with_adapters(case), H, SEED)
     _freeze(tower, case, family.PROJECTOR)
-    processor, rng = settings.processor(), np.random.default_rng(0)
-    patches, grids = [], []
-    for _ in range(2):
-        decoded = processor.decode(processor.random_file(rng))
-        part = Part(processor.size_of(decoded))
-        grids.append(processor.plan(part).grid)
-        patches.append(processor.wire.values(processor.item_patches([decoded], part, 0)))
+    patches, grids = draw_items(settings, 2)
     tower.set_input_tensor([None])
-    given = torch.from_numpy(np.concatenate(patches)), torch.tensor(grids)
+    given = torch.from_numpy(patches), torch.from_numpy(grids)
     theirs = _theirs(lambda: tower(*given).values, 1.0)
-    counts = settings.counts(np.array(grids))
+    counts = settings.counts(grids)
     return (*_ours(settings, counts, case, H, family.PROJECTOR), *theirs)
 
 

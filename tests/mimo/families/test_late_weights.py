@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import importlib
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from data.modalities.processor import Part
 from mimo.families.registry import encoder_families, language_families
 from tests.conftest import RunRanks
 from tests.lone_module import SEED, _context
-from tests.mimo.families.test_contracts import settings_of
+from tests.mimo.families.test_contracts import draw_items, settings_of
 
 H = 32
 TOWERS = [*encoder_families()]
@@ -46,11 +44,7 @@ def run_tower(rank: int, name: str) -> tuple[Tensor, Tensor]:
     family = importlib.import_module(f"encoders.{name}")
     settings = settings_of(family).scaled_down(1, 1)
     tower = family.build(settings, _context(1, False), H, SEED)
-    processor = settings.processor()
-    decoded = processor.decode(processor.random_file(np.random.default_rng(0)))
-    part = Part(processor.size_of(decoded))
-    grids = torch.tensor([processor.plan(part).grid])
-    patches = torch.from_numpy(processor.wire.values(processor.item_patches([decoded], part, 0)))
+    patches, grids = map(torch.from_numpy, draw_items(settings, 1))
     tower.set_input_tensor([None])
     before = tower(patches, grids).values.detach()
     late(tower)

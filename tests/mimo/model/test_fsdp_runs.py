@@ -140,23 +140,27 @@ def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
     save(trainer.saver, trainer.progress)
 
 
+def start_with_weights(run_ranks: RunRanks, recipe: Recipe, run: Path) -> dict[str, Tensor]:
+    """Start from the weights of a run; assert that a checkpoint before the first step has them."""
+    written = find_checkpoint(run)
+    run_ranks(save_at_the_start, 2, recipe, FromWeights(written))
+    at_start, before = read(recipe.run_dir / "checkpoints" / "step_0"), read(written)
+    assert at_start.keys() == before.keys()
+    for name, tensor in at_start.items():
+        assert name.startswith("optimizer.") or torch.equal(tensor, before[name]), name
+    return at_start
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 def test_another_engine_begins_with_exactly_the_weights_and_a_fresh_optimizer(
     run_ranks: RunRanks, recipe: Path, by_fsdp: Path, by_megatron: Path, engine: str
 ) -> None:
     to_fsdp = engine == "fsdp"
-    written = find_checkpoint(by_megatron if to_fsdp else by_fsdp)
     overrides = [*FSDP, *TP, "train.precision=bf16"] if to_fsdp else [*TP]
-    own = load_recipe(recipe, [*overrides, f"name=start_{engine}"])
-    run_ranks(save_at_the_start, 2, own, FromWeights(written))
-    at_start, before = read(own.run_dir / "checkpoints" / "step_0"), read(written)
-    assert at_start.keys() == before.keys()
-    for name, tensor in at_start.items():
-        if name.startswith("optimizer."):
-            assert not tensor.any(), name
-        else:
-            assert torch.equal(tensor, before[name]), name
+    started = load_recipe(recipe, [*overrides, f"name=start_{engine}"])
+    at_start = start_with_weights(run_ranks, started, by_megatron if to_fsdp else by_fsdp)
+    assert not any(t.any() for name, t in at_start.items() if name.startswith("optimizer."))
 
 
 @pytest.mark.slow
@@ -180,7 +184,7 @@ def test_a_run_whose_folder_is_gone_answers_and_is_exported_as_megatrons(
 
 
 def answers(rank: int, runs: list[Path]) -> list[tuple[list[str], str]]:
-    """Of each run, answers about pictures and without any, and what `mimo evaluate` prints."""
+    """Return each run's answers with and without pictures, and what `mimo evaluate` prints."""
     from PIL import Image
 
     from mimo.generate.answer import Generator, Request
@@ -230,13 +234,8 @@ def test_adapters_learn_as_megatrons_do_and_go_from_one_engine_to_the_other(
     for key, tensor in exported[1].items():
         torch.testing.assert_close(exported[0][key], tensor, rtol=1e-3, atol=1e-5)
     for engine, written in ((FSDP, theirs), ([], ours)):
-        own = load_recipe(path, [*LORA, *engine, f"name=start_{len(engine)}"])
-        run_ranks(save_at_the_start, 2, own, FromWeights(find_checkpoint(written)))
-        at_start = read(own.run_dir / "checkpoints" / "step_0")
-        before = read(find_checkpoint(written))
-        assert at_start.keys() == before.keys()
-        for name, tensor in at_start.items():
-            assert name.startswith("optimizer.") or torch.equal(tensor, before[name]), name
+        started = load_recipe(path, [*LORA, *engine, f"name=start_{len(engine)}"])
+        start_with_weights(run_ranks, started, written)
 
 
 @pytest.mark.slow

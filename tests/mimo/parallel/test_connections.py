@@ -27,48 +27,51 @@ LARGE = Layout(
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def first_messages(_: int, layout: Layout, rank: int) -> dict[str, int]:
-    """How many messages one rank of a large world starts, by group."""
+def join_large_world(layout: Layout, rank: int) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from mimo.parallel.groups import build_topology
 
     dist.destroy_process_group()
     os.environ["WORLD_SIZE"] = str(layout.world_size)  # Megatron's grids look there
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    batch, found = dist.batch_isend_irecv, Counter()
+
+
+def first_messages(_: int, layout: Layout, rank: int) -> dict[str, int]:
+    """How many messages one rank of a large world starts, by group."""
+    import torch.distributed as dist
+
+    from mimo.parallel.groups import build_topology
+
+    join_large_world(layout, rank)
+    batch, counts = dist.batch_isend_irecv, Counter()
 
     def count(operations: Any) -> Any:
         (group,) = {one.group.group_desc for one in operations}
-        assert group not in found, "one batch in a group"
-        found[group] = len(operations)
+        assert group not in counts, "one batch in a group"
+        counts[group] = len(operations)
         return batch(operations)
 
     dist.batch_isend_irecv = count
     build_topology(layout)
-    return dict(found)
+    return dict(counts)
 
 
 def groups_of_a_rank(_: int, layout: Layout, rank: int) -> tuple[list[int], int]:
     """Sizes of the groups that one rank of a large world is in, and how many were asked for."""
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from mimo.parallel.groups import build_topology
 
-    dist.destroy_process_group()
-    os.environ["WORLD_SIZE"] = str(layout.world_size)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    new_group, asked = dist.new_group, list[object]()
+    join_large_world(layout, rank)
+    new_group, requests = dist.new_group, list[object]()
 
-    def count(ranks: list[int], **given: Any) -> Any:
-        asked.append(ranks)
-        return new_group(ranks, **given)
+    def count(ranks: list[int], **options: Any) -> Any:
+        requests.append(ranks)
+        return new_group(ranks, **options)
 
     dist.new_group = count
     sizes = [group.size() for group in build_topology(layout).groups]
-    return sorted(size for size in sizes if size > 1), len(asked)
+    return sorted(size for size in sizes if size > 1), len(requests)
 
 
 def connect_under_the_rules_of_nccl(_: int, layout: Layout) -> bool:

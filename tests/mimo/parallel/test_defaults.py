@@ -53,13 +53,17 @@ def test_weights_that_nobody_can_gather_late_are_refused(
         Train(steps=1, global_batch_size=1, **given)
 
 
-def queues(layout: Layout) -> list[bool]:
-    """For each rank, whether it is told to use one queue."""
+def ranks_with(layout: Layout, name: str, value: str) -> list[int]:
+    """The ranks that get this value of an environment variable from their layout."""
     return [
-        [(one.name, one.value) for one in variables_of(layout, rank)]
-        == [("CUDA_DEVICE_MAX_CONNECTIONS", "1")]
+        rank
         for rank in range(layout.world_size)
+        if (name, value) in [(v.name, v.value) for v in variables_of(layout, rank)]
     ]
+
+
+ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+EAGER = ("CUDA_MODULE_LOADING", "EAGER")
 
 
 def test_tensor_parallel_ranks_launch_in_order_unless_they_post_transfers_ahead() -> None:
@@ -67,7 +71,7 @@ def test_tensor_parallel_ranks_launch_in_order_unless_they_post_transfers_ahead(
     language = GridSpec(LANGUAGE, tp=2, pp=2, rank_offset=2)
     layout = Layout(language, {"vision": vision}, 6)
     # The encoder and the first stage exchange rows, the second stage does not.
-    assert queues(layout) == [False] * 4 + [True] * 2
+    assert ranks_with(layout, *ONE_QUEUE) == [4, 5]
 
 
 def test_colocated_encoders_post_nothing_ahead_and_context_parallel_ranks_do() -> None:
@@ -75,18 +79,10 @@ def test_colocated_encoders_post_nothing_ahead_and_context_parallel_ranks_do() -
     together = {"vision": vision}
     colocated = frozenset(together)
     language = GridSpec(LANGUAGE, tp=2)
-    assert queues(Layout(language, together, 2, colocated)) == [True, True]
-    assert queues(Layout(GridSpec(LANGUAGE, tp=2, cp=2), {}, 4)) == [False] * 4
-    assert queues(Layout(GridSpec(LANGUAGE, dp=2), together, 2, colocated)) == [False] * 2
-
-
-def loads_eagerly(layout: Layout) -> list[bool]:
-    """For each rank, whether it is told to load all kernels at its start."""
-    return [
-        ("CUDA_MODULE_LOADING", "EAGER")
-        in [(one.name, one.value) for one in variables_of(layout, rank)]
-        for rank in range(layout.world_size)
-    ]
+    assert ranks_with(Layout(language, together, 2, colocated), *ONE_QUEUE) == [0, 1]
+    lanes = Layout(GridSpec(LANGUAGE, dp=2), together, 2, colocated)
+    for layout in (Layout(GridSpec(LANGUAGE, tp=2, cp=2), {}, 4), lanes):
+        assert ranks_with(layout, *ONE_QUEUE) == []
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
@@ -95,10 +91,10 @@ def test_kernels_load_at_the_start_only_at_the_ends_of_a_disjoint_encoder_s_brid
 ) -> None:
     vision = {"vision": GridSpec("vision", dp=2, engine=engine)}
     language = GridSpec(LANGUAGE, tp=2, pp=2, rank_offset=2)
-    assert loads_eagerly(Layout(language, vision, 6)) == [True] * 4 + [False] * 2
+    assert ranks_with(Layout(language, vision, 6), *EAGER) == [0, 1, 2, 3]
     language = GridSpec(LANGUAGE, dp=2, engine=engine)
     colocated = frozenset(vision)
-    assert loads_eagerly(Layout(language, vision, 2, colocated)) == [False] * 2
+    assert ranks_with(Layout(language, vision, 2, colocated), *EAGER) == []
 
 
 def test_check_prints_what_was_chosen_and_what_the_user_chose(
