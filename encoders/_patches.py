@@ -170,7 +170,7 @@ class PatchTower(Tower[PackedPatches]):
         assert self.patch_embed is not None, "the first stage embeds"
         if packed.order is not None:
             patches = packed.order.sort(patches)
-        hidden = self.patch_embed(self.part.own(patches, packed.num_patches))
+        hidden = self.patch_embed(self.part.take(patches, packed.num_patches))
         return hidden if self.pos_embed is None else hidden + self.pos_embed(*packed.lookups)
 
 

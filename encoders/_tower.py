@@ -82,7 +82,7 @@ class SequencePart:
         """Return the blank rows to add; without items one per part, as the engine needs some."""
         return -num_rows % self.count if num_rows else self.count
 
-    def own(self, values: Tensor, length: int) -> Tensor:
+    def take(self, values: Tensor, length: int) -> Tensor:
         """Return this rank's part (length / count, ...) of values (n, ...), padded with zeros."""
         size = length // self.count
         part = values[self.number * size : (self.number + 1) * size]
@@ -189,7 +189,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
     def embed(self, patches: Tensor, packed: P) -> Tensor:
         """Embed patches (P, C) of all items, without blank ones, to this rank's tokens (T', D).
 
-        It takes this rank's part with ``self.part.own``, of inputs or of tokens. Either way the
+        It takes this rank's part with ``self.part.take``, of inputs or of tokens. Either way the
         module that embeds sees only part of the gradient: mark it with ``self.part.sum_gradients``.
         Without items it runs on blanks alone.
         """

@@ -200,7 +200,7 @@ class Gemma3Tower(PatchTower):
         side, places = self.settings.patches_per_side, packed.places
         # Blank patches lie outside the image; any position will do for them.
         index = (places[:, 0] * side + places[:, 1]).clamp(max=side**2 - 1)
-        return replace(packed, lookups=(self.part.own(index, len(index)),))
+        return replace(packed, lookups=(self.part.take(index, len(index)),))
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Project hidden states (P', 1, D) to rows (N', H)."""

@@ -194,7 +194,7 @@ class Qwen3VLTower(QwenTower):
         if not isinstance(self.pos_embed, GridPositions):  # a later stage
             return packed
         sizes = grids[:, 1:].repeat_interleave(grids.prod(1), dim=0)  # (P, 2)
-        parts = (self.part.own(values, len(values)) for values in (packed.places, sizes))
+        parts = (self.part.take(values, len(values)) for values in (packed.places, sizes))
         return replace(packed, lookups=self.pos_embed.corners(*parts))
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:

@@ -180,7 +180,7 @@ class QwenVLTower(QwenTower):
             return rows
         if self.part.count > 1:
             rows = engine.gather_sequence(rows, group=self.tp_group)
-        return rows[self.part.own(order.back, len(order.back))]
+        return rows[self.part.take(order.back, len(order.back))]
 
 
 build = partial(build_tower, QwenVLTower, gated_stack)

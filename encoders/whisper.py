@@ -183,7 +183,7 @@ class WhisperTower(Tower[PackedItems]):
             return PackedItems(segments=segments)
         tokens = neighbours(num_frames, stride=FRAMES_PER_TOKEN)
         places = torch.cat([torch.arange(length) for length in lengths])
-        tokens, places = (self.part.own(values, len(tokens)) for values in (tokens, places))
+        tokens, places = (self.part.take(values, len(tokens)) for values in (tokens, places))
         first, end = int(tokens[tokens >= 0].min()), int(tokens.max()) + 1
         frames = neighbours(num_frames, stride=1)[first:end]
         positions = sinusoids(places, self.config.hidden_size).to(self.conv1.weight.dtype)

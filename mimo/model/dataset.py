@@ -67,23 +67,21 @@ def linear_tokens(recipe: Recipe) -> int:
     return round(linear / (scores / 2))
 
 
-def check_media(recipe: Recipe) -> None:
-    """Raise RecipeError unless every modality has one encoder and its own tokens."""
-    problems, owners = [], dict[tuple[str, str], str]()
+def media_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield what keeps every modality from having one encoder and its own tokens."""
+    owners = dict[tuple[str, str], str]()
     for where, place, media, tokens in _media_of(recipe):
         if media == "text":
-            message = "'text' belongs to the language model; name another modality"
-            problems.append(recipe.problem(where, message))
+            message = "'text' is the language model's own; name another modality"
+            yield recipe.problem(where, message)
         named = {where: ("media", media)}
         for key in ("placeholder", "template_token"):
             named[*place, key] = key, getattr(tokens, key)
         for location, (key, value) in named.items():
             owner = owners.setdefault((key, value), dotted(location))
             if value is not None and owner != dotted(location):
-                message = f"got {value!r}, which {owner} has already; name another"
-                problems.append(recipe.problem(location, message))
-    if problems:
-        raise RecipeError(*problems)
+                message = f"got {value!r}, which {owner} is already; name another"
+                yield recipe.problem(location, message)
 
 
 def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
@@ -98,7 +96,8 @@ def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTo
 
 def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
     """Return the modalities that the encoders take, by name. Raises RecipeError."""
-    check_media(recipe)
+    if problems := [*media_problems(recipe)]:
+        raise RecipeError(*problems)
     return {
         media: encoder_settings(recipe, name).processor(media)
         for name, encoder in recipe.encoders.items()

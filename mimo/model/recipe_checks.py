@@ -20,9 +20,9 @@ from mimo.families.registry import (
 from mimo.model.dataset import (
     SPLITS,
     check_index,
-    check_media,
     for_each_source,
     item_processors,
+    media_problems,
     open_dataset,
     open_tokenizer,
     sources_of,
@@ -36,7 +36,7 @@ from mimo.ops.acceleration import (
     this_machine,
 )
 from mimo.parallel.build import build_layout
-from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.runtime.ranks import RankEnv
 
 
@@ -46,49 +46,17 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     Raises RecipeError with all problems.
     """
     layout = build_layout(recipe, num_ranks)
-    problems: list[str] = [*_profile_problems(recipe, layout)]
-    if not any(module.trains for module in recipe.modules.values()):
-        problems.append(
-            recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
-        )
-    try:
-        settings = language_settings(recipe)
-        grid = layout.language
-        if grid.engine not in settings.engines:
-            message = (
-                f"got {grid.engine}, which cannot run a language model of family "
-                f"{recipe.language.family}; set it to {settings.engines[0]}"
-            )
-            problems.append(recipe.problem(("language", "engine"), message))
-        elif grid.engine == "megatron":
-            problems += [
-                recipe.problem(("language", "grid"), message)
-                for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp)
-            ]
-        problems += _fp8_problems(recipe, grid.tp)
-        if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
-            message = (
-                f"got false, but in language.family {recipe.language.family} the tokens of an item "
-                "see each other in both directions, which needs packed sequences; set it to true"
-            )
-            problems.append(recipe.problem(("data", "packing"), message))
-    except RecipeError as error:
-        problems += error.problems
-    try:
-        check_media(recipe)
-    except RecipeError as error:
-        problems += error.problems
-    for name, spec in layout.encoders.items():
+    problems = list[str]()
+    for check in (
+        _profile_problems(recipe, layout),
+        _language_problems(recipe, layout.language),
+        media_problems(recipe),
+        *(_encoder_problems(recipe, grid) for grid in layout.encoders.values()),
+    ):
         try:
-            tower = encoder_settings(recipe, name)
+            problems += check
         except RecipeError as error:
             problems += error.problems
-            continue
-        if spec.engine == "megatron":
-            problems += [
-                recipe.problem(("encoders", name, "grid"), message)
-                for message in tower.grid_problems(spec.tp, spec.pp)
-            ]
     if not problems and any(grid.engine == "fsdp" for grid in layout.grids.values()):
         from mimo.model.fsdp import fsdp_problems  # late: transformers takes seconds
 
@@ -96,6 +64,36 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     if problems:
         raise RecipeError(*problems)
     return layout
+
+
+def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
+    """Yield what the language model's family cannot do; raises RecipeError for bad settings."""
+    if not any(module.trains for module in recipe.modules.values()):
+        yield recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
+    settings, family = language_settings(recipe), recipe.language.family
+    if grid.engine not in settings.engines:
+        yield recipe.problem(
+            ("language", "engine"),
+            f"got {grid.engine}, which cannot run a language model of family {family}; set it to "
+            f"{settings.engines[0]}",
+        )
+    elif grid.engine == "megatron":
+        for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp):
+            yield recipe.problem(("language", "grid"), message)
+    yield from _fp8_problems(recipe, grid.tp)
+    if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
+        yield recipe.problem(
+            ("data", "packing"),
+            f"got false, but in language.family {family} the tokens of an item see each other in "
+            "both directions, which needs packed sequences; set it to true",
+        )
+
+
+def _encoder_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
+    settings = encoder_settings(recipe, grid.module)
+    if grid.engine == "megatron":
+        for message in settings.grid_problems(grid.tp, grid.pp):
+            yield recipe.problem((*key_of(grid.module), "grid"), message)
 
 
 def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

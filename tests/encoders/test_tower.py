@@ -86,7 +86,7 @@ class SoundTower(Tower[Sounds]):
         assert self.stem is not None
         padded = nn.functional.pad(patches, (0, 0, 0, sum(packed.frames) - len(patches)))
         tokens = torch.cat([self.stem(item.T).T for item in padded.split(packed.frames)])
-        return self.part.own(nn.functional.gelu(tokens), len(tokens))
+        return self.part.take(nn.functional.gelu(tokens), len(tokens))
 
     def project(self, hidden: list[Tensor], packed: Sounds) -> Tensor:
         assert self.projector is not None
