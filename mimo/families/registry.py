@@ -32,14 +32,19 @@ def _names(package: str) -> list[str]:
     return sorted(module for module in modules if not module.startswith("_"))
 
 
+def _import(package: str, name: str) -> Any:
+    # A test checks that it keeps the contract, because the type checker cannot.
+    return importlib.import_module(f"{package}.{name}")
+
+
 def language_families() -> dict[str, LanguageFamily]:
     """Import all families of language models, by name."""
-    return {name: importlib.import_module(f"{_LANGUAGES}.{name}") for name in _names(_LANGUAGES)}
+    return {name: _import(_LANGUAGES, name) for name in _names(_LANGUAGES)}
 
 
 def encoder_families() -> dict[str, EncoderFamily]:
     """Import all families of encoders, by name."""
-    return {name: importlib.import_module(f"{_ENCODERS}.{name}") for name in _names(_ENCODERS)}
+    return {name: _import(_ENCODERS, name) for name in _names(_ENCODERS)}
 
 
 def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
@@ -48,8 +53,7 @@ def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
         raise RecipeError(
             recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
         )
-    # A test checks that it keeps the contract, because the type checker cannot.
-    return importlib.import_module(f"{package}.{name}")
+    return _import(package, name)
 
 
 def language_family(recipe: Recipe) -> LanguageFamily:

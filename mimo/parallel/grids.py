@@ -144,7 +144,7 @@ class Layout:
 def encode_group(recipe: Recipe) -> int | None:
     """Return the microbatches that colocated encoders encode in one go; None for all."""
     colocated = [e.encode_group for e in recipe.encoders.values() if e.placement == "colocated"]
-    return min((group for group in colocated if group != "all"), default=None)
+    return min((group for group in colocated if isinstance(group, int)), default=None)
 
 
 def num_microbatches(recipe: Recipe, layout: Layout) -> int:

@@ -47,7 +47,7 @@ LEARNS = {
 
 def _ours(settings: Any, counts: dict[str, float], case: str, size: int, projector: Any) -> Any:
     learns, input_learns = LEARNS[case]
-    adapters = LoRA(rank=RANK, targets=TARGETS) if case.startswith("adapters") else None
+    adapters = LoRA(rank=RANK) if case.startswith("adapters") else None
     found = []
     for kind in (True, False):
         pairs = {name: n for name, n in counts.items() if name.endswith("pair") != kind}
