@@ -108,13 +108,8 @@ class Cluster(Section):
     """Whether the job has its nodes to itself."""
     cpus_per_rank: bounds.Threads | None = None
     """CPU cores of a rank (`--cpus-per-task`); null leaves it to SLURM."""
-    memory_per_node: Annotated[str, Field(pattern=r"^\d{1,9}[KMGT]?$")] | None = None
-    """Memory of the job on a node, such as `512G`; null for the site's default."""
-    gpu_binding: Literal["none", "closest"] = "none"
-    """`closest` shows a rank only the GPUs nearest to its cores; `none` shows all of the node, and
-    a rank takes the GPU of its local rank."""
     options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
-    """Further options of sbatch, such as `--mail-type=FAIL`."""
+    """Further options of sbatch, such as `--mem=512G` or `--mail-type=FAIL`."""
     container: Container | None = None
     """The image that ranks run in; null for none."""
     venv: bounds.PathText | None = None

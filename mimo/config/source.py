@@ -28,7 +28,10 @@ PHASES = "phases"
 
 REMOVED: dict[Location, str] = {
     ("stages",): f"it is now called '{PHASES}'",
+    ("cluster", "gpu_binding"): "a rank sees all GPUs of its node and takes that of its local rank",
     ("cluster", "local_logs"): "ranks write their logs to the run folder, or to cluster.log_dir",
+    ("cluster", "memory_per_node"): "give cluster.options an entry such as --mem=512G",
+    ("data", "worker_timeout_seconds"): "it is a quarter of bridge.timeout_seconds",
     ("train", "tp_comm_overlap"): "sends no longer overlap with tensor-parallel linears",
     ("data", "prepare"): "`python -m examples.digits` writes the example data",
     ("data", "prepare_settings"): "give its options to `python -m examples.digits`",

@@ -111,9 +111,6 @@ class Data(Section):
     workers: bounds.Workers | None = None
     """Decoding processes of each rank; 0 decodes in a thread. Null divides the cores of a host
     among its ranks, less one for each rank itself: 0 with fewer than two cores a rank."""
-    worker_timeout_seconds: bounds.Seconds | None = None
-    """A worker that takes longer for one item or text is replaced; null for a quarter of
-    `bridge.timeout_seconds`."""
     prefetch_mib: bounds.Mebibytes = 512
     """Most MiB that a rank prefetches; the next step is prefetched in any case."""
 

@@ -54,8 +54,7 @@ def open_decoding(
         host,
         workers,
         ahead_bytes=data.prefetch_mib * _MIB,
-        worker_seconds=data.worker_timeout_seconds
-        or recipe.bridge.timeout_seconds / _TRIES_PER_TIMEOUT,
+        worker_seconds=recipe.bridge.timeout_seconds / _TRIES_PER_TIMEOUT,
         peer_seconds=recipe.bridge.timeout_seconds,
     )
 

@@ -126,7 +126,6 @@ class Job:
             "ntasks-per-node": max(map(len, component.nodes)),
             "gpus-per-node": gpus or None,
             "cpus-per-task": cluster.cpus_per_rank,
-            "mem": cluster.memory_per_node,
             "partition": partition,
             "account": cluster.account,
             "qos": cluster.qos,
@@ -182,7 +181,7 @@ class Job:
             if cluster.cpus_per_rank is not None:
                 options.append(f"--cpus-per-task={cluster.cpus_per_rank}")
             if any(option.startswith("--gpus-per-node=") for option in directives):
-                options.append(f"--gpu-bind={cluster.gpu_binding}")
+                options.append("--gpu-bind=none")
             group = f"_HET_GROUP_{number}" if several else ""
             yield {
                 "directives": directives,

@@ -24,9 +24,7 @@ constraint: a100&ib
 reservation: spring_2026
 time_limit: "2-00:00:00"
 cpus_per_rank: 12
-memory_per_node: 900G
-gpu_binding: closest
-options: ["--mail-type=FAIL", "--exclude=gpu[003,017]"]
+options: ["--mem=900G", "--mail-type=FAIL", "--exclude=gpu[003,017]"]
 venv: /shared/venv
 modules: [cuda/12.8, "nccl tests/2.27"]
 environment: {NCCL_DEBUG: WARN, GREETING: "it's $(hostname) `date` \\"#\\""}

@@ -208,7 +208,7 @@ def test_any_folder_is_entered_as_it_is_called(path: str, job: Job) -> None:
 )
 @pytest.mark.parametrize(
     "key",
-    ["partition", "account", "qos", "constraint", "reservation", "time_limit", "memory_per_node"],
+    ["partition", "account", "qos", "constraint", "reservation", "time_limit"],
 )
 def test_nothing_but_a_word_becomes_a_directive(key: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=rf"site.yaml:1: cluster\.{key}: "):
@@ -249,7 +249,9 @@ def test_what_the_layout_decides_is_no_option(option: str, tmp_path: Path) -> No
         ("container: {runtime: pyxis, image: a, mounts: ['/a,/b:/c']}", "cluster.container.mounts"),
         ("container: {runtime: apptainer, image: --x}", "cluster.container.image"),
         ("{container: {runtime: pyxis, image: a}, log_dir: '/a:b'}", "cluster.log_dir"),
-        ("local_logs: /tmp", "cluster.local_logs"),
+        ("local_logs: /tmp", "cluster.local_logs: this key was removed; ranks write"),
+        ("memory_per_node: 1G", "cluster.memory_per_node: this key was removed; give"),
+        ("gpu_binding: none", "cluster.gpu_binding: this key was removed; a rank sees"),
     ],
 )
 def test_what_slurm_or_a_container_cannot_be_told_is_refused(

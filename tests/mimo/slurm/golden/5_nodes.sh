@@ -8,7 +8,6 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=12
-#SBATCH --mem=900G
 #SBATCH --partition=gpu
 #SBATCH --account=vision-lab
 #SBATCH --qos=normal
@@ -18,6 +17,7 @@
 #SBATCH --exclusive
 #SBATCH --signal=USR1@600
 #SBATCH --requeue
+#SBATCH --mem=900G
 #SBATCH --mail-type=FAIL
 #SBATCH --exclude=gpu[003,017]
 
@@ -94,7 +94,7 @@ ranks() {
   srun --export=ALL --kill-on-bad-exit=0 --wait=120 \
     --nodes=5 --ntasks=40 --ntasks-per-node=8 --distribution=block \
     --cpus-per-task=12 \
-    --gpu-bind=closest \
+    --gpu-bind=none \
     "${rank[@]}" mimo "$@"
 }
 

@@ -8,7 +8,6 @@
 #SBATCH --ntasks-per-node=2
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=12
-#SBATCH --mem=900G
 #SBATCH --partition=gpu
 #SBATCH --account=vision-lab
 #SBATCH --qos=normal
@@ -18,6 +17,7 @@
 #SBATCH --exclusive
 #SBATCH --signal=USR1@600
 #SBATCH --requeue
+#SBATCH --mem=900G
 #SBATCH --mail-type=FAIL
 #SBATCH --exclude=gpu[003,017]
 
