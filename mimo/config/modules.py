@@ -113,12 +113,13 @@ class Module(Section):
     """Sizes and other settings of the family; see its section below."""
 
 
-def _check_adapters_can_learn(freeze: bool | Literal["tower"], lora: LoRA | None) -> None:
-    if freeze is True and lora is not None:
+def _check_adapters[M: (Language, Encoder)](module: M) -> M:
+    if module.freeze is True and module.lora is not None:
         raise ValueError(
             "freeze: true trains nothing, but lora adds adapters that train; remove freeze "
             "(lora freezes the weights that it adapts) or remove lora"
         )
+    return module
 
 
 class Language(Module):
@@ -131,10 +132,7 @@ class Language(Module):
     freeze: bool = False
     """Freeze all weights."""
 
-    @model_validator(mode="after")
-    def _adapters_can_learn(self) -> "Language":
-        _check_adapters_can_learn(self.freeze, self.lora)
-        return self
+    _adapters_can_learn = model_validator(mode="after")(_check_adapters)
 
     @property
     def trains(self) -> bool:
@@ -217,10 +215,7 @@ class Encoder(Module):
     ] = "all"
     """Microbatches that a colocated encoder encodes at once."""
 
-    @model_validator(mode="after")
-    def _adapters_can_learn(self) -> "Encoder":
-        _check_adapters_can_learn(self.freeze, self.lora)
-        return self
+    _adapters_can_learn = model_validator(mode="after")(_check_adapters)
 
     @property
     def trains(self) -> bool:
@@ -230,11 +225,7 @@ class Encoder(Module):
     @property
     def own_tokens(self) -> MediaTokens:
         """How items of its modality `media` appear in the text."""
-        return MediaTokens(
-            placeholder=self.placeholder,
-            template_token=self.template_token,
-            item_text=self.item_text,
-        )
+        return MediaTokens(**self.model_dump(include={*MediaTokens.model_fields}))
 
     @property
     def media_tokens(self) -> dict[str, MediaTokens]:

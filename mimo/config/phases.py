@@ -18,7 +18,16 @@ from typing import Any
 
 from mimo.config.bounds import PHASE_NAME
 from mimo.config.schema import Fill, Recipe, check_keys, key_of, parse_recipe
-from mimo.config.source import PHASES, Location, YamlSource, as_yaml, dotted, read_yaml
+from mimo.config.source import (
+    PHASES,
+    Location,
+    YamlSource,
+    as_yaml,
+    dotted,
+    leaves,
+    merge,
+    read_yaml,
+)
 from mimo.errors import RecipeError, shown
 
 _NAME = re.compile(PHASE_NAME)
@@ -184,10 +193,7 @@ def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
 def _for_each[S: Recipe | PhaseSource, T](
     names: Sequence[str], items: Sequence[S], do: Callable[[S], T]
 ) -> list[T]:
-    """Call `do` on all items, one for each phase. Raises one RecipeError with all problems.
-
-    A line that is the same for all phases appears once.
-    """
+    """Call `do` for each phase. Raises one RecipeError with all problems, shared lines once."""
     results: list[T] = []
     failures: list[tuple[str, tuple[str, ...]]] = []
     for name, item in zip(names, items, strict=True):
@@ -214,7 +220,7 @@ def _phase_source(base: YamlSource, index: int, name: str) -> PhaseSource:
     """Merge the keys of phase `index` over those outside `phases`."""
     keys = {key: value for key, value in base.data[PHASES][index].items() if key != "name"}
     data = {key: value for key, value in base.data.items() if key != PHASES}
-    replaced = {location for location, _ in _leaves(keys)}
+    replaced = {location for location, _ in leaves(keys)}
     origins = {
         location: origin
         for location, origin in base.origins.items()
@@ -229,27 +235,12 @@ def _phase_source(base: YamlSource, index: int, name: str) -> PhaseSource:
         for location, origin in base.origins.items()
         if location[:2] == prefix and location[2:3] and location[2] in keys
     }
-    merged = _merged(data, keys)
-    return PhaseSource(
-        base.path, merged, origins | changed, name=name, index=index, changed=frozenset(changed)
-    )
-
-
-def _merged(base: Any, changes: Any) -> Any:
-    if not (isinstance(base, dict | list) and isinstance(changes, dict)):
-        return deepcopy(changes)
-    merged = deepcopy(base)
-    for key, value in changes.items():
-        known = isinstance(base, list) or key in base
-        merged[key] = _merged(base[key] if known else None, value)
-    return merged
+    merged, locations = merge(data, keys), frozenset(changed)
+    return PhaseSource(base.path, merged, origins | changed, [], [], name, index, locations)
 
 
 def _number_entries(base: YamlSource, below: Any, changes: Any, where: Location) -> Iterator[str]:
-    """Replace the paths by which a phase names entries of a list by indices; yield errors.
-
-    changes: a value of the phase, at `where`, to merge over `below`.
-    """
+    """Replace paths by which a phase at `where` names entries of lists by indices; yield errors."""
     if not (isinstance(below, dict | list) and isinstance(changes, dict)):
         return
     for key in list(changes) if isinstance(below, list) else ():
@@ -279,7 +270,7 @@ def _fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
     """Keys of phase `index` that all phases must share."""
     encoders = base.data.get("encoders")
     known = set(encoders) if isinstance(encoders, dict) else set()
-    for location, value in _leaves(base.data[PHASES][index]):
+    for location, value in leaves(base.data[PHASES][index]):
         where, key = (PHASES, index, *location), dotted(location)
         if location[0] == "encoders" and len(location) > 1 and location[1] not in known:
             key = dotted(location[:2])
@@ -300,8 +291,8 @@ def _override_problems(base: YamlSource) -> Iterator[str]:
         if location[0] in (PHASES, "name"):  # a phase's name is not the recipe's
             continue
         value = _value_at(base.data, location)
-        below = [(*location, *rest) for rest, _ in _leaves(value)] or [location]
-        if all(_gives(phase, leaf) for phase in phases for leaf in below):
+        below = [(*location, *rest) for rest, _ in leaves(value)] or [location]
+        if all(_value_at(phase, leaf) is not _NOTHING for phase in phases for leaf in below):
             better = ", ".join(dotted((PHASES, n, *location)) for n in range(len(phases)))
             message = f"has no effect, as every phase sets it; override {better}"
             yield base.problem(location, message)
@@ -311,29 +302,11 @@ _NOTHING = object()
 
 
 def _value_at(data: Any, location: Location) -> Any:
-    """The value at `location` inside mappings, or `_NOTHING`."""
+    """The value at `location` inside mappings, or what replaces a parent; else `_NOTHING`."""
     for part in location:
-        if not isinstance(data, dict) or part not in data:
+        if not isinstance(data, dict):
+            break
+        if part not in data:
             return _NOTHING
         data = data[part]
     return data
-
-
-def _leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:
-    """Yield all values inside the mapping `data` that are not mappings, with their locations."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from _leaves(value, (*location, key))
-    elif location:
-        yield location, data
-
-
-def _gives(phase: Any, location: Location) -> bool:
-    """Whether a phase sets the value at `location`, directly or through a parent."""
-    for part in location:
-        if not isinstance(phase, dict):
-            return True  # a plain value or a list replaces a parent
-        if part not in phase:
-            return False
-        phase = phase[part]
-    return True

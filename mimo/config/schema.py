@@ -18,12 +18,12 @@ from mimo.config.cluster import Cluster
 from mimo.config.modules import MAX_ENTRIES, Encoder, Language, Section
 from mimo.config.source import (
     PHASES,
+    REMOVED,
     Location,
     YamlSource,
     as_yaml,
     dotted,
     read_yaml,
-    replacement_of,
 )
 from mimo.config.training import Bridge, Data, Train
 from mimo.errors import RecipeError, nearest, shown, suggestion
@@ -149,11 +149,9 @@ Fill = Callable[[dict[str, Any]], Iterable[tuple[Location, str]]]
 
 
 def read_recipe(path: Path, overrides: Sequence[str], fill: Fill) -> Recipe:
-    """Read the recipe at `path`, without phases, with `overrides` such as `language.grid.tp=2`.
+    """Read the recipe at `path`, without phases, with overrides such as `language.grid.tp=2`.
 
-    `fill` adds what the folder of `init_from` holds: `mimo.checkpoint.hf.recipes.fill_recipe`.
-    Raises RecipeError with one line per error: a missing file, invalid YAML, an override that
-    cannot be applied, an unknown key, a wrong type, a value out of range or not supported yet.
+    fill: adds what the folder of `init_from` holds. Raises RecipeError with one line per error.
     """
     source = read_yaml(Path(path), overrides)
     if PHASES in source.data:
@@ -178,10 +176,7 @@ def parse_recipe(source: YamlSource, fill: Fill) -> Recipe:
 
 
 def check_keys(source: YamlSource) -> None:
-    """Raise RecipeError for unknown keys before the folder of `init_from` is read.
-
-    Reading the folder takes seconds, and only the folder tells which keys are missing.
-    """
+    """Raise RecipeError for unknown keys before the folder of `init_from` is read, in seconds."""
     try:
         if "init_from" in source.data:
             Recipe.model_validate(source.data)
@@ -239,10 +234,10 @@ def descriptions(
     base: Location = (),
     skipped: str | None = None,
 ) -> Iterator[str]:
-    """Yield one line for each of pydantic's errors about `model`, in the words of a recipe.
+    """Yield a line for each of pydantic's errors about `model`, in the words of a recipe.
 
     problem: formats a location and a message. base: location of the model's keys. skipped: a type
-    of pydantic's errors to leave out.
+    of errors to leave out.
     """
     for details in error.errors():
         if details["type"] == skipped:
@@ -260,7 +255,7 @@ def _message(
     details: ErrorDetails, location: Location, model: type[BaseModel], is_recipe: bool
 ) -> str:
     if details["type"] == "extra_forbidden":
-        if is_recipe and (instead := replacement_of(location)) is not None:
+        if is_recipe and (instead := REMOVED.get(location)) is not None:
             return f"this key was removed; {instead}"
         section = _section_at(location[:-1], model)
         choices = [*section.model_fields] if section is not None else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ REMOVED: dict[Location, str] = {
     ("data", "prepare_settings"): "give its options to `python -m examples.digits`",
     ("data", "directory"): "give the folder to `python -m examples.digits`",
 }
-"""Keys of earlier versions, and what to use instead. The part `*` is any name."""
+"""Keys of earlier versions, and what to use instead."""
 
 _RECORDED = "recipe.yaml"  # the copy in a run, a job or a checkpoint
 _MAX_BYTES = 2**18
@@ -58,23 +59,34 @@ def as_yaml(data: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-def replacement_of(location: Location) -> str | None:
-    """What to use instead of a removed key; None for any other key."""
-    for old, instead in REMOVED.items():
-        if len(old) == len(location) and all(
-            part in ("*", key) for part, key in zip(old, location, strict=True)
-        ):
-            return instead
-    return None
+def merge(base: Any, changes: Any) -> Any:
+    """Merge mappings key by key at every depth, and into a list by index; others replace."""
+    by_index = isinstance(base, list)
+    if not (isinstance(changes, dict) and (by_index or isinstance(base, dict))):
+        return deepcopy(changes)
+    if by_index and not all(isinstance(key, int) for key in changes):
+        return deepcopy(changes)  # the schema refuses it
+    merged = deepcopy(base)
+    for key, value in changes.items():
+        merged[key] = merge(base[key] if by_index or key in base else None, value)
+    return merged
+
+
+def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:
+    """Yield all values inside the mapping `data` that are not mappings, with their locations."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from leaves(value, (*location, key))
+    elif location:
+        yield location, data
 
 
 @dataclass
 class YamlSource:
-    """Plain data (`dict`, `list`, `str`, `int`, `float`, `bool`, `None`) with an origin per value.
+    """Plain data with an origin per value.
 
-    `origins` maps the location of a value to `recipes/x.yaml:12` or `override 'a.b=1'`;
-    `overridden` lists the locations that overrides have set; `problems` collects errors of reading,
-    so that they are reported together with later ones.
+    origins: `recipes/x.yaml:12` or `override 'a.b=1'` by location. overridden: locations that
+    overrides have set. problems: errors of reading, to be reported together with later ones.
     """
 
     path: Path
@@ -110,27 +122,15 @@ class YamlSource:
         self.overridden.append(location)
 
     def merge_section(self, key: str, other: YamlSource) -> None:
-        """Merge a file into the section `key`. The file holds its keys, or `key` around them.
-
-        Mappings merge key by key at every depth; lists and plain values replace the old ones.
-        """
+        """Merge a file into the section `key`. The file holds its keys, or `key` around them."""
         prefix: Location = () if key in other.data else (key,)
         for name in (name for name in other.data if not prefix and name != key):
             message = f"the file is only for {key}; remove this key"
             self.problems.append(other.problem((name,), message))
         changes = other.data if prefix else other.data[key]
-
-        def merged(old: Any, new: Any, location: Location) -> Any:
-            if isinstance(new, dict) and isinstance(old, dict | None):
-                base = old or {}
-                return {
-                    **base,
-                    **{k: merged(base.get(k), v, (*location, k)) for k, v in new.items()},
-                }
+        for location, _ in leaves(changes, (key,)):
             self._forget_origins(location)
-            return new
-
-        self.data[key] = merged(self.data.get(key), changes, (key,))
+        self.data[key] = merge(self.data.get(key), changes)
         self.origins.setdefault((key,), str(other.path))
         self.origins |= {
             (*prefix, *location): origin
@@ -168,8 +168,8 @@ def read_yaml(
 ) -> YamlSource:
     """Read `path`, merge the files of `sections` into their keys, and apply `overrides`.
 
-    Raises RecipeError when a file is missing, too large, not YAML, or holds no mapping; StartError
-    when its file system fails. Overrides that cannot be applied are left in `problems`.
+    Raises RecipeError for a file that is no recipe, StartError if its file system fails. Overrides
+    that cannot be applied are left in `problems`.
     """
     source = _read_file(path)
     for key, file in (sections or {}).items():
@@ -213,13 +213,10 @@ def _read_file(path: Path) -> YamlSource:
 
 
 def _drop(section: Any, location: Location) -> None:
-    if not isinstance(section, dict):
-        return
-    for key in [*section] if location[0] == "*" else [location[0]]:
-        if len(location) > 1:
-            _drop(section.get(key), location[1:])
-        else:
-            section.pop(key, None)
+    for key in location[:-1]:
+        section = section.get(key) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.pop(location[-1], None)
 
 
 class _Constructor(SafeConstructor):

@@ -226,7 +226,8 @@ def be_a_rank(
     def gather() -> Report:
         """Return the report on rank 0, an empty one elsewhere."""
         texts = meeting.gather(json.dumps(asdict(facts)))
-        return Report([text and Facts(**json.loads(text)) for text in texts], texts and links)
+        ranks = [None if text is None else Facts(**json.loads(text)) for text in texts]
+        return Report(ranks, links if texts else [])
 
     def is_sound() -> bool:
         if probe:
