@@ -100,102 +100,66 @@ class SweepCell:
         return " · ".join([f"{encoders} → {self.language or '1 rank'}", *self.options])
 
 
-SWEEP = (
-    # Lane ratios: equal, fan-in, fan-out, and those that do not divide.
-    SweepCell("", ""),
-    SweepCell("dp2", "dp2", ("overlap",)),
-    SweepCell("", "dp3"),
-    SweepCell("dp3", ""),
-    SweepCell("dp2", "dp3", ("clipped",)),
-    SweepCell("dp3", "dp2", ("recompute",)),
-    SweepCell("pp2 dp2", "dp4", ("blocks of lanes",)),
-    # Tensor and sequence parallelism, on either side.
-    SweepCell("tp2", "dp2"),
-    SweepCell("tp2 sp", ""),
-    SweepCell("tp2 sp", "tp2", ("recompute",)),
-    SweepCell("tp2 sp dp2", "dp3"),
-    SweepCell("tp2 sp dp2", "tp2 dp2", ("replicated",)),
-    SweepCell("tp4 sp", "tp2"),
-    # Pipelines, also interleaved, and encoders with several stages.
-    SweepCell("pp2", "dp2"),
-    SweepCell("pp3", "dp2", ("selective recompute",)),
-    SweepCell("pp3", "pp2"),
-    SweepCell("pp2 vpp2", ""),
-    SweepCell("tp2 sp pp2 vpp2", "dp3"),
-    SweepCell("tp2 sp pp2", "tp2 dp2", ("recompute",)),
-    SweepCell("pp2 dp2", "dp3", ("overlap",)),
-    # Colocated encoders.
-    SweepCell("dp2", "colocated"),
-    SweepCell("tp2 sp", "colocated"),
-    SweepCell("tp2 dp2", "colocated tp2", ("groups of 3",)),
-    SweepCell("tp2 sp dp2", "colocated", ("recompute",)),
-    SweepCell("pp2 vpp2", "colocated tp2"),
-    SweepCell("tp2 sp pp2 dp2", "colocated tp2"),
-    # Context parallelism, packed and as a batch.
-    SweepCell("cp2", "dp2"),
-    SweepCell("cp2 dp2", "dp3"),
-    SweepCell("tp2 cp2 sp", "tp2 sp", ("recompute",)),
-    SweepCell("tp2 cp2", "dp3", ("replicated",)),
-    SweepCell("cp2 pp2 vpp2", "dp2"),
-    SweepCell("tp2 cp2 pp2", "colocated tp2"),
-    SweepCell("tp2 cp2 sp dp2", "colocated", ("recompute",)),
-    SweepCell("tp2 cp2 sp", "dp2", ("unpacked",)),
-    SweepCell("cp2", "dp2", second="colocated"),
-    # Batches instead of packed sequences.
-    SweepCell("dp2", "", ("unpacked",)),
-    SweepCell("tp2 sp pp2", "dp3", ("unpacked", "recompute")),
-    # A distributed optimizer.
-    SweepCell("dp2", "dp3", ("distributed optimizer",)),
-    SweepCell("cp2 pp2", "dp2", ("distributed optimizer", "gathered late")),
-    SweepCell("tp2 sp pp2", "dp2", ("distributed optimizer", "clipped")),
-    SweepCell("tp2 sp dp2", "colocated tp2 sp", ("distributed optimizer",)),
-    # Frozen parts.
-    SweepCell("pp3", "dp2", ("only the projector learns",)),
-    SweepCell("cp2", "pp2", ("only the projector learns",)),
-    SweepCell("dp2", "dp2", ("frozen encoder",)),
-    SweepCell("tp2 sp pp2", "dp2", ("frozen language",)),
-    SweepCell("tp2 pp2", "colocated", ("frozen encoder",)),
-    SweepCell("pp3", "", ("frozen language",)),
-    # Only adapters are trained, those of both modules or of the language model.
-    SweepCell("tp2 sp pp2", "dp2", ("adapters",)),
-    SweepCell("tp2 cp2", "colocated", ("adapters", "recompute")),
-    SweepCell("pp2 vpp2", "tp2", ("adapters", "overlap")),
-    SweepCell("tp2 sp", "dp2", ("language adapters", "recompute")),
-    # Two encoders: disjoint, colocated, and one of each.
-    SweepCell("tp2 sp dp2", "dp3", second=""),
-    SweepCell("tp2 pp2", "colocated tp2", second="colocated"),
-    SweepCell("tp2 sp", "dp3", ("recompute",), second="colocated"),
-    SweepCell("pp2 vpp2 dp2", "colocated", second="dp2"),
-    # The modules of transformers on both sides.
-    SweepCell("fsdp dp2", "fsdp dp2", ("clipped",)),
-    SweepCell("fsdp tp2", "fsdp"),
-    SweepCell("fsdp tp2 sp", "fsdp dp2", ("recompute",)),
-    SweepCell("fsdp tp2 sp dp2", "fsdp dp3"),
-    SweepCell("fsdp dp4 replicate2", "fsdp dp2", ("kept gathered",)),
-    SweepCell("fsdp dp2 replicate2", "fsdp dp4 replicate2", ("reduced each time",)),
-    SweepCell("fsdp dp2", "fsdp dp3", ("unpacked",)),
-    SweepCell("fsdp tp2 sp dp2", "colocated fsdp"),
-    SweepCell(
-        "fsdp tp2 dp2",
-        "colocated fsdp",
-        ("groups of 3", "selective recompute", "reduced each time"),
-    ),
-    SweepCell("fsdp tp2 sp", "fsdp dp2", ("replicated",)),
-    SweepCell("fsdp tp2 sp dp2", "fsdp dp2", ("frozen encoder",)),
-    SweepCell("fsdp dp3", "fsdp dp2", ("only the projector learns",)),
-    SweepCell("fsdp tp2 sp", "fsdp dp2", ("frozen language", "recompute")),
-    SweepCell("fsdp dp2", "colocated fsdp", ("frozen language",)),
-    SweepCell("fsdp tp2 sp dp2", "fsdp dp2", ("adapters",)),
-    SweepCell("fsdp tp2", "colocated fsdp", ("language adapters",)),
-    # The modules of transformers on one side only.
-    SweepCell("pp2", "fsdp dp2"),
-    SweepCell("tp2 sp pp2", "fsdp dp3", ("recompute",)),
-    SweepCell("pp2 dp2", "colocated fsdp"),
-    SweepCell("cp2", "colocated fsdp", ("overlap",)),
-    SweepCell("fsdp tp2 sp", "dp2"),
-    SweepCell("fsdp tp2 sp dp2", "colocated tp2", ("recompute",)),
-    SweepCell("fsdp dp2", "pp2", ("distributed optimizer",)),
-)
+# Encoders → language model · options.
+_SWEEP = """
+# Lane ratios: equal, fan-in, fan-out, and those that do not divide.
+1 rank → 1 rank | dp2 → dp2 · overlap | dp3 → 1 rank | 1 rank → dp3 | dp3 → dp2 · clipped |
+dp2 → dp3 · recompute | dp4 → pp2 dp2 · blocks of lanes
+# Tensor and sequence parallelism, on either side.
+dp2 → tp2 | 1 rank → tp2 sp | tp2 → tp2 sp · recompute | dp3 → tp2 sp dp2 |
+tp2 dp2 → tp2 sp dp2 · replicated | tp2 → tp4 sp
+# Pipelines, also interleaved, and encoders with several stages.
+dp2 → pp2 | dp2 → pp3 · selective recompute | pp2 → pp3 | 1 rank → pp2 vpp2 |
+dp3 → tp2 sp pp2 vpp2 | tp2 dp2 → tp2 sp pp2 · recompute | dp3 → pp2 dp2 · overlap
+# Colocated encoders.
+colocated → dp2 | colocated → tp2 sp | colocated tp2 → tp2 dp2 · groups of 3 |
+colocated → tp2 sp dp2 · recompute | colocated tp2 → pp2 vpp2 | colocated tp2 → tp2 sp pp2 dp2
+# Context parallelism, packed and as a batch.
+dp2 → cp2 | dp3 → cp2 dp2 | tp2 sp → tp2 cp2 sp · recompute | dp3 → tp2 cp2 · replicated |
+dp2 → cp2 pp2 vpp2 | colocated tp2 → tp2 cp2 pp2 | colocated → tp2 cp2 sp dp2 · recompute |
+dp2 → tp2 cp2 sp · unpacked | dp2 + colocated → cp2
+# Batches instead of packed sequences.
+1 rank → dp2 · unpacked | dp3 → tp2 sp pp2 · unpacked · recompute
+# A distributed optimizer.
+dp3 → dp2 · distributed optimizer | dp2 → cp2 pp2 · distributed optimizer · gathered late |
+dp2 → tp2 sp pp2 · distributed optimizer · clipped |
+colocated tp2 sp → tp2 sp dp2 · distributed optimizer
+# Frozen parts.
+dp2 → pp3 · only the projector learns | pp2 → cp2 · only the projector learns |
+dp2 → dp2 · frozen encoder | dp2 → tp2 sp pp2 · frozen language |
+colocated → tp2 pp2 · frozen encoder | 1 rank → pp3 · frozen language
+# Only adapters are trained, those of both modules or of the language model.
+dp2 → tp2 sp pp2 · adapters | colocated → tp2 cp2 · adapters · recompute |
+tp2 → pp2 vpp2 · adapters · overlap | dp2 → tp2 sp · language adapters · recompute
+# Two encoders: disjoint, colocated, and one of each.
+dp3 + 1 rank → tp2 sp dp2 | colocated tp2 + colocated → tp2 pp2 |
+dp3 + colocated → tp2 sp · recompute | colocated + dp2 → pp2 vpp2 dp2
+# The modules of transformers on both sides.
+fsdp dp2 → fsdp dp2 · clipped | fsdp → fsdp tp2 | fsdp dp2 → fsdp tp2 sp · recompute |
+fsdp dp3 → fsdp tp2 sp dp2 | fsdp dp2 → fsdp dp4 replicate2 · kept gathered |
+fsdp dp4 replicate2 → fsdp dp2 replicate2 · reduced each time | fsdp dp3 → fsdp dp2 · unpacked |
+colocated fsdp → fsdp tp2 sp dp2 |
+colocated fsdp → fsdp tp2 dp2 · groups of 3 · selective recompute · reduced each time |
+fsdp dp2 → fsdp tp2 sp · replicated | fsdp dp2 → fsdp tp2 sp dp2 · frozen encoder |
+fsdp dp2 → fsdp dp3 · only the projector learns |
+fsdp dp2 → fsdp tp2 sp · frozen language · recompute | colocated fsdp → fsdp dp2 · frozen language |
+fsdp dp2 → fsdp tp2 sp dp2 · adapters | colocated fsdp → fsdp tp2 · language adapters
+# The modules of transformers on one side only.
+fsdp dp2 → pp2 | fsdp dp3 → tp2 sp pp2 · recompute | colocated fsdp → pp2 dp2 |
+colocated fsdp → cp2 · overlap | dp2 → fsdp tp2 sp | colocated tp2 → fsdp tp2 sp dp2 · recompute |
+pp2 → fsdp dp2 · distributed optimizer
+"""
+
+
+def _parse(name: str) -> SweepCell:
+    grids, *options = name.split(" · ")
+    *encoders, language = grids.replace("1 rank", "").replace(" → ", " + ").split(" + ")
+    return SweepCell(language, *encoders[:1], tuple(options), *encoders[1:])
+
+
+_LINES = (line for line in _SWEEP.splitlines() if line and not line.startswith("#"))
+SWEEP = tuple(_parse(name) for line in _LINES for name in line.removesuffix(" |").split(" | "))
+"""The built-in matrix."""
 
 
 def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bool) -> Cells:

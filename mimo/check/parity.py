@@ -57,11 +57,6 @@ _MICROBATCHES = 3  # the last has no pictures
 _SAMPLES = 2  # of a lane in a microbatch
 _GRADIENT_ELEMENTS = 1 << 26  # of a model with more, only the smallest tensors are compared
 _TIMEOUT_SECONDS = 4 * 3600.0  # a model of billions of weights takes its time on a CPU
-_MEANING = {
-    "difference": "max|Δ|",
-    "relative": "max|Δ| / max|reference|",
-    "unequal": "entries that differ",
-}
 _STEP = {
     "loss": "loss",
     "grad_norm": "gradient norm",
@@ -333,13 +328,13 @@ def other_side(words: str) -> list[str]:
 def _print_parity(parity: Parity, title: str) -> None:
     """Print a row per point in forward order, then loss, gradients and imported weights."""
     rows = [
-        (r.point, r.error_text, _MEANING[r.measure], r.where, "equal" if r.passed else "DIFFERS")
+        (r.point, scientific(r.error), r.measure, r.where, "equal" if r.passed else "DIFFERS")
         for r in parity.points
     ]
     for what, name in _STEP.items():
         error = parity.step.worst(what)
         result = "equal" if error <= parity.tolerance else "DIFFERS"
-        rows.append((name, scientific(error), _MEANING["relative"], "", result))
+        rows.append((name, scientific(error), "max|Δ| / max|reference|", "", result))
     columns = ("compared", "error", "measure", "largest on", "result")
     show(Table(columns, rows, words=True, title=title))
 
@@ -354,8 +349,8 @@ def verdict(parity: Parity) -> str:
     lines = []
     if first := parity.first:
         lines.append(
-            f"first diverging module: {first.point} on {first.where} ({_MEANING[first.measure]} "
-            f"{first.error_text}, tolerance {parity.tolerance:g})"
+            f"first diverging module: {first.point} on {first.where} ({first.measure} "
+            f"{scientific(first.error)}, tolerance {parity.tolerance:g})"
         )
     if parity.step.first is not None:
         lines.append(f"first difference of the step: {parity.step.first}")

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from mimo.check.compare import (
 from mimo.check.workload import Sample
 from mimo.checkpoint.hf.recipes import load_processor
 from mimo.errors import InputError
-from mimo.report.tables import scientific
 
 TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
 INPUTS = (TOKENS, PIXELS, POSITIONS)
@@ -52,29 +51,23 @@ _MODULES = {
 }
 _LANGUAGE = "model.language_model"
 
-Measure = Literal["difference", "relative", "unequal"]
 Keep = Callable[[str, Tensor], None]
 """Keeps what was computed at a point."""
 
 
 @dataclass(frozen=True)
 class PointResult:
-    """The error of one point. measure: "difference" is max|Δ|, "relative" is max|Δ| /
-    max|reference|, "unequal" is the number of entries that differ where none may.
-
-    where: the module and rank with the largest error.
-    """
+    """The error of one point, and the module and rank where it is largest."""
 
     point: str
-    measure: Measure
     error: float
     where: str
     passed: bool
 
     @property
-    def error_text(self) -> str:
-        """The error as text: a count, or a number with two digits."""
-        return f"{self.error:g}" if self.measure == "unequal" else scientific(self.error)
+    def measure(self) -> str:
+        """How the error is measured: relative to the reference, if not of inputs or logits."""
+        return "max|Δ|" if self.point in (*INPUTS, LOGITS) else "max|Δ| / max|reference|"
 
 
 def level_point(number: int) -> str:
@@ -148,11 +141,9 @@ def _forward_order(point: str) -> tuple[int, int, int]:
 def _compare_point(
     point: str, whole: np.ndarray, parts: Sequence[PointPart], tolerance: float
 ) -> PointResult:
-    measure: Measure = "difference" if point == LOGITS else "relative"
-    if point in INPUTS:
-        measure, tolerance = "unequal", 0
+    tolerance = 0.0 if point in INPUTS else tolerance
     largest = max(float(np.abs(whole).max(initial=0.0)), _SMALLEST_SCALE)
-    scale = largest if measure == "relative" else 1.0
+    scale = 1.0 if point in (*INPUTS, LOGITS) else largest
     covered, errors = np.zeros(whole.shape, bool), []
     for part in parts:
         got = part.values
@@ -161,20 +152,16 @@ def _compare_point(
         columns = slice(part.columns, part.columns + got.shape[1])
         fits = columns.stop <= whole.shape[1] or not got.shape[1]
         if part.index.max(initial=-1) >= len(whole) or not fits:
-            return PointResult(point, measure, math.inf, part.where, passed=False)
+            return PointResult(point, math.inf, part.where, passed=False)
         covered[part.index, columns] = True
-        expected = whole[part.index, columns]
-        if measure == "unequal":
-            errors.append((float((got != expected).sum()), part.where))
-        else:
-            errors.append((worst_element(got, expected, scale)[0], part.where))
+        errors.append((worst_element(got, whole[part.index, columns], scale)[0], part.where))
     error, where = max(errors, key=lambda pair: badness(pair[0]), default=(0.0, ""))
     if not covered.all():
         if point in INPUTS:  # we have fewer of them
-            return PointResult(point, measure, math.inf, where, passed=False)
+            return PointResult(point, math.inf, where, passed=False)
         rows = int((~covered).any(axis=1).sum())
         raise IncomparableError(f"{point}: no rank has {rows} of {len(whole)} rows")
-    return PointResult(point, measure, error, where, passed=error <= tolerance)
+    return PointResult(point, error, where, passed=error <= tolerance)
 
 
 # ------------------------------------------------------------------- in transformers

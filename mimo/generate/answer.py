@@ -130,9 +130,9 @@ class Generator:
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
             open_requests = [
-                request
-                for request in open_requests
-                if sequences[request][-1] not in stops and len(sequences[request]) < limit
+                r
+                for r in open_requests
+                if sequences[r][-1] not in stops and len(sequences[r]) < limit
             ]
         pairs = zip(sequences, prompts, strict=True)
         answers = (sequence[len(prompt.sample.input_ids) :] for sequence, prompt in pairs)
@@ -187,13 +187,12 @@ class Generator:
     ) -> list[int]:
         open_prompts = [prompts[r] for r in open_requests]
         ids = [np.array(sequences[r], np.int64) for r in open_requests]
-        samples = [
-            EncodedSample(
-                sequence, sequence, np.zeros(len(sequence), np.float32), prompt.sample.item_offsets
-            )
-            for sequence, prompt in zip(ids, open_prompts, strict=True)
-        ]
         lengths = np.array([len(sequence) for sequence in ids])
+        masks = [np.zeros(length, np.float32) for length in lengths]
+        samples = [
+            EncodedSample(sequence, sequence, mask, prompt.sample.item_offsets)
+            for sequence, mask, prompt in zip(ids, masks, open_prompts, strict=True)
+        ]
         lane = pack_lane(
             samples,
             [[item.plan.row_grid for item in prompt.items] for prompt in open_prompts],

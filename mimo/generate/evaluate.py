@@ -7,11 +7,12 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from data.index.reader import SampleReader, UnreadableSample
 from data.text.chat import EncodedSample
@@ -20,7 +21,7 @@ from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import InputError, RecipeError, suggestion
 from mimo.generate.answer import Generator, Request
-from mimo.generate.scores import METRICS, Answered, Score, Scoring
+from mimo.generate.scores import METRICS, Answered, Scoring
 from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
 
 BATCH_TOKENS = 8192
@@ -37,31 +38,14 @@ def main(
     average: bool = False,
     metrics: Sequence[str] = (),
 ) -> int:
-    """Run `mimo evaluate RUN`: write answers into the folder; the last line is the score."""
+    """Run `mimo evaluate RUN`: score the answers of `answer_split`; the last line is the score.
+
+    metrics: in place of the recipe's. The run's folder gets all answers as JSON Lines, the score
+    and the first samples as JSON, and a picture of the first samples with items.
+    """
     if unknown := [name for name in metrics if name not in METRICS]:
         raise InputError(f"--metric {unknown[0]}: {suggestion(unknown[0], [*METRICS])}")
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
-    score = evaluate(run, picture, split, max_new_tokens, average, metrics)
-    print(f"answers: {picture.with_suffix('.jsonl')}")
-    if picture.is_file():  # samples without images make none
-        print(f"picture: {picture}")
-    print(score)
-    return 0
-
-
-def evaluate(
-    run: Path,
-    picture: Path,
-    split: str = "test",
-    max_new_tokens: int | None = None,
-    average: bool = False,
-    metrics: Sequence[str] = (),
-) -> Score:
-    """Score the answers of `answer_split`; draw the first samples with items to ``picture``.
-
-    metrics: in place of the recipe's. Beside the picture, a JSON Lines file has all answers, and a
-    JSON file has the score and the first samples.
-    """
     recipe, left_out = portable_recipe(find_checkpoint(run)), Counter[str]()
     scoring = Scoring(metrics or recipe.data.metrics)
     with_items: list[Answered] = []
@@ -85,45 +69,44 @@ def evaluate(
     score = scoring.result(left_out)
     if with_items:
         draw(with_items, picture)
-    samples = [
-        {"question": a.question, "given": a.answer, "expected": a.expected, "exact": a.is_exact}
-        for a in with_items or of_text
-    ]
     document = {
         "split": split,
         **score.metrics,
         "metrics": [*score.metrics],
         "scored": score.scored,
         "left_out": score.left_out,
-        "samples": samples,
+        "samples": [
+            {"question": a.question, "given": a.answer, "expected": a.expected, "exact": a.is_exact}
+            for a in with_items or of_text
+        ],
     }
     picture.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    print(score.counts(), flush=True)
-    return score
+    print(score.counts())
+    print(f"answers: {path}")
+    if with_items:
+        print(f"picture: {picture}")
+    print(score)
+    return 0
 
 
 def draw(shown: Sequence[Answered], path: Path) -> None:
     """Draw samples with items: files, question, answer and expected answer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # texts of samples are no formulas
-    from matplotlib import pyplot
-
     rows, columns = SHOWN
-    size = (3.4 * columns, 2.6 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+    figure = Figure(figsize=(3.4 * columns, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
     for axis, sample in zip(axes.flat, shown, strict=False):
         axis.imshow(_side_by_side(sample.pictures))
-        axis.set_title(textwrap.fill(sample.question, 34, max_lines=3), fontsize=8)
+        question = textwrap.fill(sample.question, 34, max_lines=3)
         texts = f"answer {sample.answer!r}\nexpected {sample.expected!r}"
-        axis.set_xlabel(texts, fontsize=9, color="#1a7f37" if sample.is_exact else "#cf222e")
+        color = "#1a7f37" if sample.is_exact else "#cf222e"
+        # Texts of samples are no formulas.
+        axis.set_title(question, fontsize=8, parse_math=False)
+        axis.set_xlabel(texts, fontsize=9, color=color, parse_math=False)
     figure.suptitle("Held-out samples", fontsize=12)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
@@ -141,17 +124,10 @@ def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Question:
-    """A held-out sample without its answer, and the chat to complete.
+    """A held-out sample whose answer is still empty, and the chat to complete."""
 
-    text: the last question. prompt_tokens: number in the chat without the answer.
-    """
-
-    shard: str
-    key: str
+    sample: Answered
     request: Request
-    pictures: list[np.ndarray]
-    text: str
-    expected: str
     prompt_tokens: int
 
 
@@ -190,15 +166,13 @@ def _answers(
     max_length: int,
     left_out: Counter[str],
 ) -> Iterator[Answered]:
-    """Yield the answers of `answer_split`. max_length: tokens of a prompt with its answer."""
     with changed_shards_named():
         limit = _answer_limit(dataset, max_new_tokens)
         for batch in _batches(_questions(dataset, left_out), limit, max_length):
             requests = [question.request for question in batch]
             answers = generator.answer(requests, limit, max_length)
             for question, answer in zip(batch, answers, strict=True):
-                q = question
-                yield Answered(q.pictures, q.text, answer, q.expected, q.shard, q.key)
+                yield replace(question.sample, answer=answer)
 
 
 def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:
@@ -249,10 +223,9 @@ def _question(reader: SampleReader, sample: int) -> _Question:
         pictures += map(reader.media(item).picture, decoded)
     encoded = reader.sample(sample)
     shard, key = index.shard_of(sample), index.key(sample)
-    prompt_tokens = len(encoded.input_ids) - _answer_length(encoded)
     request = Request(asked, files, f"sample {key!r} of {shard}")
-    question, expected = _text(asked[-1]), _text(answer)
-    return _Question(shard, key, request, pictures, question, expected, prompt_tokens)
+    unanswered = Answered(pictures, _text(asked[-1]), "", _text(answer), shard, key)
+    return _Question(unanswered, request, len(encoded.input_ids) - _answer_length(encoded))
 
 
 def _batches(

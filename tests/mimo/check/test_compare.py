@@ -277,7 +277,7 @@ def test_logits_are_compared_by_their_difference_and_without_padding() -> None:
     padded = np.pad(HIDDEN + 2e-5, [(0, 0), (0, 1)])
     results = [part(LOGITS, ROWS, padded[:, :2]), part(LOGITS, ROWS, padded[:, 2:], columns=2)]
     (line,) = lines(results, **{LOGITS: HIDDEN})
-    assert line.measure == "difference"
+    assert line.measure == "max|Δ|"
     assert line.error == pytest.approx(2e-5)
     assert not line.passed
 

@@ -284,11 +284,12 @@ def test_a_workload_that_is_a_toy_is_refused(folder: Path) -> None:
     busy = tuple(m for m in plan.microbatches if len(m.samples.item))
     deep = replace(layout, language=replace(layout.language, pp=8))
     train = recipe.train.model_copy(update={"global_batch_size": 12})
-    for match, *toy in (
+    few = recipe.model_copy(update={"train": train})
+    for match, toy, on, planned in (
         ("lanes 0 and 1 are alike", recipe, layout, replace(plan, microbatches=equal)),
         ("every microbatch has items", recipe, layout, replace(plan, microbatches=busy)),
         ("a stage", recipe, deep, plan),
-        ("2 microbatches, but", recipe.model_copy(update={"train": train}), layout, plan),
+        ("2 microbatches, but", few, layout, plan),
     ):
         with pytest.raises(AssertionError, match=match):
-            check_minimums(*toy)
+            check_minimums(toy, on, planned)

@@ -29,14 +29,14 @@ from tests.mimo.check.cells import (
 
 def ignore_warm_up() -> None:
     """The schedule begins with the whole learning rate."""
-    from mimo.train import step as training
+    from mimo.train import schedule
 
-    schedule = training.learning_rate
+    rate = schedule.learning_rate
 
-    def without(train: Train, peak: float, warmup_steps: int, step: int) -> float:
-        return schedule(train, peak, 0, step)
+    def rate_without(train: Train, peak: float, warmup_steps: int, step: int) -> float:
+        return rate(train, peak, 0, step)
 
-    training.learning_rate = without
+    schedule.learning_rate = rate_without
 
 
 def ignore_warm_up_of_encoder() -> None:
