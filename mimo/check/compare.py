@@ -96,7 +96,7 @@ class ReferenceParameter:
 
 @dataclass
 class Reference:
-    """What a layout is compared with.
+    """The values that a layout is compared with.
 
     steps: `loss` per token, `loss_tokens` and `grad_norm` of each. parameters: by name, in the
     order of the model. points: whole tensors in forward order, if activations are compared.
@@ -107,7 +107,9 @@ class Reference:
     points: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def assembled(results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]) -> Reference:
+def reference_of(
+    results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]
+) -> Reference:
     """Return what a layout's ranks hold as a reference for another run, without points.
 
     Of replicas the last rank's counts. weight_floors: of each parameter to compare, in the order of
@@ -117,13 +119,13 @@ def assembled(results: Sequence[RankSteps], weight_floors: Mapping[str, list[flo
     for name, floors in weight_floors.items():
         if name not in shards:
             raise IncomparableError(f"no rank of the other layout has {name}")
-        gradients, weights = (joined(shards[name], what) for what in ("gradients", "weights"))
+        gradients, weights = (join_shards(shards[name], what) for what in ("gradients", "weights"))
         parameters[name] = ReferenceParameter(gradients, weights, floors)
     steps = [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics]
     return Reference(steps, parameters)
 
 
-def joined(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
+def join_shards(shards: Sequence[Shard], what: str) -> list[np.ndarray]:
     """Return the whole "gradients" or "weights" of a parameter in each step."""
     tensors = []
     for step, like in enumerate(getattr(shards[0], what)):

@@ -28,8 +28,8 @@ from mimo.check.compare import (
     Reference,
     ReferenceParameter,
     Shard,
-    assembled,
     compare,
+    reference_of,
 )
 from mimo.check.points import PointResult, compare_points, whole_points
 from mimo.check.workload import picture_samples, write_shard
@@ -93,7 +93,7 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing diverges."""
+        """True if nothing diverges."""
         return self.first is None and self.step.first is None
 
 
@@ -162,7 +162,7 @@ class ParityRunner:
             reference = _in_our_names(computed, weights, results)
         else:
             others = self._run_layout(*sides[1], weights, None)
-            reference = assembled(others, {name: [] for name in weights})
+            reference = reference_of(others, {name: [] for name in weights})
             reference.points = whole_points(others, results)
         step = compare(results, reference, tolerance)
         points = compare_points(results, reference.points, tolerance)

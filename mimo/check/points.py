@@ -66,7 +66,7 @@ class PointResult:
 
     @property
     def measure(self) -> str:
-        """How the error is measured: relative to the reference, if not of inputs or logits."""
+        """The formula of the error: of inputs and logits max|Δ|, of others relative."""
         return "max|Δ|" if self.point in (*INPUTS, LOGITS) else "max|Δ| / max|reference|"
 
 

@@ -1,4 +1,4 @@
-"""What our modules compute in one training step, on the ranks of a layout of either engine.
+"""Record what our modules compute in one training step, on the ranks of a layout of any engine.
 
 Hooks record it call by call; the step's plan tells which rows of the whole tensors that is. Both
 engines reach the same points. Megatron's tensors are sequence first (S, 1, H); those of

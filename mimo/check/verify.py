@@ -15,8 +15,8 @@ from mimo.check.compare import (
     IncomparableError,
     RankSteps,
     Reference,
-    assembled,
     compare,
+    reference_of,
 )
 from mimo.check.layouts import Cell, Cells, recipe_cells, sweep_cells
 from mimo.check.scale import NUM_STEPS, ScaledRecipe, changes, reference_recipe, scale_recipe
@@ -63,7 +63,7 @@ class CellResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the layout takes the steps of one rank."""
+        """True if the layout takes the steps of one rank."""
         return bool(self.deciding) and all(c.first is None for c in self.deciding)
 
     @property
@@ -115,7 +115,7 @@ class Verifier:
             off = {"distributed_optimizer": False, "overlap_param_gather": False}
             train = scaled.recipe.train.model_copy(update=off)
             without = replace(scaled, recipe=scaled.recipe.model_copy(update={"train": train}))
-            plain = assembled(_run_layout(without, fault), floors)
+            plain = reference_of(_run_layout(without, fault), floors)
             result.plain = compare(got, plain, self.tolerance)
 
     def _reference(self, scaled: ScaledRecipe) -> Reference:

@@ -113,7 +113,7 @@ class Answered:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every word is right; spacing does not matter."""
+        """True if every word is right; spacing does not matter."""
         return exact(self.answer, self.expected)[0] > 0
 
 

@@ -38,7 +38,7 @@ from mimo.report.page import Chart, Part, Piece, Sample, Section, render
 from mimo.report.tables import Table, number, percent, write
 from mimo.runtime.progress import progress_of
 
-LOOKED_AT = 200_000  # samples: the index of more is looked at in random places
+MAX_SAMPLES = 200_000  # of more, some in random places are looked at
 _PLANNED_SAMPLES, _PLANNED_STEPS = 20_000, 16
 _READ, _RENDERED = 64, 12  # samples that are decoded, and that are shown
 _LARGEST, _BAD = 10, 200  # samples that are named
@@ -48,7 +48,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Looked:
+class SampleColumns:
     """Columns of the indexes, int64, of n samples and their m items.
 
     item_sample: (m,) into the samples. media: (m,) into the index's. size: (m, 2) of files.
@@ -65,7 +65,7 @@ class Looked:
     item_rows: np.ndarray
 
 
-def look(dataset: Dataset, most: int = LOOKED_AT) -> Looked:
+def read_columns(dataset: Dataset, most: int = MAX_SAMPLES) -> SampleColumns:
     """Return at most ``most`` samples of the first epoch, in random places if there are more."""
     indexes, total = dataset.indexes, sum(map(len, dataset.indexes))
     positions = np.arange(total)
@@ -75,7 +75,7 @@ def look(dataset: Dataset, most: int = LOOKED_AT) -> Looked:
     item, item_sample = items_of_samples(indexes, source, sample)
     names = ("item_media", "item_rows", "item_size_0", "item_size_1")
     media, item_rows, *size = (column(indexes, name, source[item_sample], item) for name in names)
-    return Looked(
+    return SampleColumns(
         source=source,
         sample=sample,
         tokens=column(indexes, "token_length", source, sample),
@@ -114,35 +114,35 @@ def histogram(values: np.ndarray) -> dict[str, Any] | None:
     }
 
 
-def modality_mix(looked: Looked, names: Sequence[str]) -> list[dict[str, Any]]:
+def modality_mix(columns: SampleColumns, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return shares of samples, tokens and rows by what samples hold, the most frequent first."""
-    held = np.zeros(len(looked.sample), np.int64)
-    np.bitwise_or.at(held, looked.item_sample, 1 << looked.media)
+    held = np.zeros(len(columns.sample), np.int64)
+    np.bitwise_or.at(held, columns.item_sample, 1 << columns.media)
     mix = []
     for kind in np.unique(held).tolist():
         selected, bits = held == kind, enumerate(names)
         row: dict[str, Any] = {
             "holds": " + ".join(name for bit, name in bits if kind >> bit & 1) or "text alone",
             "samples": float(selected.mean()),
-            "tokens": float(looked.tokens[selected].sum() / looked.tokens.sum()),
-            "rows": float(looked.rows[selected].sum() / max(looked.rows.sum(), 1)),
+            "tokens": float(columns.tokens[selected].sum() / columns.tokens.sum()),
+            "rows": float(columns.rows[selected].sum() / max(columns.rows.sum(), 1)),
         }
         mix.append(row)
     return sorted(mix, key=lambda row: -row["samples"])
 
 
-def histograms(looked: Looked, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def histograms(columns: SampleColumns, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return histograms of tokens and embeddings; by modality, of items and their files."""
     values = {
-        "tokens of a sample": looked.tokens,
-        "text tokens of a sample": looked.tokens - looked.rows,
-        "embeddings of a sample with items": looked.rows,
+        "tokens of a sample": columns.tokens,
+        "text tokens of a sample": columns.tokens - columns.rows,
+        "embeddings of a sample with items": columns.rows,
     }
     for modality, name in enumerate(names):
-        selected = looked.media == modality
-        first, second = looked.size[selected].T
+        selected = columns.media == modality
+        first, second = columns.size[selected].T
         values |= {
-            f"{name}: embeddings of an item": looked.item_rows[selected],
+            f"{name}: embeddings of an item": columns.item_rows[selected],
             f"{name}: size of a file, first number (width, or samples)": first,
             f"{name}: size of a file, second number (height, or samples per second)": second,
             f"{name}: first by second number (aspect ratio, or seconds)": first / second,
@@ -186,12 +186,12 @@ def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
     }
 
 
-def largest(dataset: Dataset, looked: Looked) -> list[dict[str, Any]]:
+def largest(dataset: Dataset, columns: SampleColumns) -> list[dict[str, Any]]:
     """Return the samples with the most tokens."""
     samples = []
-    for place in np.argsort(-looked.tokens, kind="stable")[:_LARGEST].tolist():
-        index, sample = dataset.indexes[looked.source[place]], int(looked.sample[place])
-        sizes = {"tokens": int(looked.tokens[place]), "rows": int(looked.rows[place])}
+    for place in np.argsort(-columns.tokens, kind="stable")[:_LARGEST].tolist():
+        index, sample = dataset.indexes[columns.source[place]], int(columns.sample[place])
+        sizes = {"tokens": int(columns.tokens[place]), "rows": int(columns.rows[place])}
         samples.append({"key": index.key(sample), "shard": index.shard_of(sample)} | sizes)
     return samples
 
@@ -215,17 +215,17 @@ def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
 
 
 def read_some(
-    dataset: Dataset, looked: Looked
+    dataset: Dataset, columns: SampleColumns
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Decode samples in random places; return readable ones, unreadable ones and their number.
 
     Of readable ones: key, shard, how many tokens, and how many with a loss, pieces of the text,
     pictures uint8 (height, width, 3).
     """
-    places = np.random.default_rng(_SEED).permutation(len(looked.sample))[:_READ]
+    places = np.random.default_rng(_SEED).permutation(len(columns.sample))[:_READ]
     readable, bad = list[dict[str, Any]](), list[dict[str, Any]]()
     for place in places.tolist():
-        reader, sample = dataset.readers[looked.source[place]], int(looked.sample[place])
+        reader, sample = dataset.readers[columns.source[place]], int(columns.sample[place])
         index = reader.index
         try:
             encoded = reader.sample(sample)
@@ -260,30 +260,30 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
     with progress_of("indexing sources") as progress:
         dataset = open_dataset(recipe, "sources", chat, processors, progress, build_in_processes)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    looked, indexes = look(dataset), dataset.indexes
+    columns, indexes = read_columns(dataset), dataset.indexes
     with changed_shards_named():
-        shown, unreadable, read = read_some(dataset, looked)
+        shown, unreadable, read = read_some(dataset, columns)
     skipped = itertools.chain.from_iterable(index.skipped_samples() for index in indexes)
-    tokens = int(looked.tokens.sum())
+    tokens = int(columns.tokens.sum())
     return {
         "recipe": recipe.name,
         "warnings": unknown_text(recipe.data.sources, indexes),
         "samples": sum(map(len, indexes)),
         "items": sum(index.num_items for index in indexes),
         "shards": sum(len(index.shards) for index in indexes),
-        "looked_at": len(looked.sample),
-        "tokens_per_sample": tokens / len(looked.sample),
-        "loss_token_fraction": float(looked.loss.sum() / tokens),
-        "modality_mix": modality_mix(looked, indexes[0].media),
+        "looked_at": len(columns.sample),
+        "tokens_per_sample": tokens / len(columns.sample),
+        "loss_token_fraction": float(columns.loss.sum() / tokens),
+        "modality_mix": modality_mix(columns, indexes[0].media),
         "packing": packing(recipe, step_planner(recipe, layout, dataset, links=())),
-        "largest": largest(dataset, looked),
+        "largest": largest(dataset, columns),
         "bad": {
             "in_index": sum(index.num_skipped for index in indexes),
             "read": read,
             "unreadable": len(unreadable),
             "named": [*unreadable, *map(vars, itertools.islice(skipped, _BAD))],
         },
-        "histograms": histograms(looked, indexes[0].media),
+        "histograms": histograms(columns, indexes[0].media),
     }, shown
 
 

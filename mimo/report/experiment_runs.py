@@ -20,7 +20,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
 from mimo.report.experiment_file import Layout
-from mimo.report.status import look, plain
+from mimo.report.status import one_line, read_view
 from mimo.runtime.progress import progress_of
 from mimo.runtime.run_files import LAUNCH, METRICS, json_lines
 from mimo.runtime.signals import Signalled, signal_handlers
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def was_submitted(self) -> bool:
-        """Whether a job of the run was submitted."""
+        """True if a job of the run was submitted."""
         return (self.run_dir / LAUNCH / "jobs.jsonl").exists()
 
     def started_with(self, recipe: Recipe) -> bool:
@@ -115,7 +115,7 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
-        """Whether the records are complete."""
+        """True if the records are complete."""
         return not self.error and not self.job
 
 
@@ -180,7 +180,7 @@ def outcome_of(run: Run, code: int, steps: int) -> Outcome:
     # Wrong input has one line per problem. A failed rank's traceback ends with the cause.
     causes = [line for line in lines if line.startswith("rank ")]
     line = (lines[:1] if code == 2 else causes[-1:] or lines[-1:]) or [f"exit code {code}"]
-    return Outcome(run, records, plain(line[0], _MAX_ERROR))
+    return Outcome(run, records, one_line(line[0], _MAX_ERROR))
 
 
 class Interrupted(Exception):
@@ -288,7 +288,7 @@ def waits_for(run: Run) -> str:
     """Return SLURM's line about the job that still has to train a run; "" without one."""
     if not run.was_submitted:
         return ""
-    view = look(run.run_dir)
+    view = read_view(run.run_dir)
     # Not by the lock of the run: its file survives a job that was killed.
     goes_on = view.may_be_queued or any(phase.alive for phase in view.runs)
     return next(iter(view.jobs[-1:]), "a job") if goes_on else ""

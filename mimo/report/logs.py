@@ -18,7 +18,7 @@ from pathlib import Path
 from mimo.checkpoint.folder import phase_folders
 from mimo.errors import InputError
 from mimo.report.runs import job_folders
-from mimo.report.status import look, output_of, plain
+from mimo.report.status import one_line, output_of, read_view
 from mimo.runtime.processes import looks_like_a_consequence
 from mimo.runtime.run_files import INCIDENTS
 
@@ -108,7 +108,7 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
 
     follow: continue until the run ends. Raises InputError if there is no output.
     """
-    view = look(folder)
+    view = read_view(folder)
     files = {file.path: file for file in _files(folder, rank)}
     if not files and not (follow and view.goes_on):
         whose = "no output" if rank is None else f"no output of rank {rank}"
@@ -122,13 +122,14 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
         goes_on = follow and view.goes_on
         lines = [line for file in files.values() for line in _stamped(file, not goes_on)]
         for _, label, text in sorted(lines, key=itemgetter(0)) if rank is None else lines:
-            print(f"[{label}] " * (rank is None) + plain(text, _LINE_BYTES))
+            print(f"[{label}] " * (rank is None) + one_line(text, _LINE_BYTES))
         sys.stdout.flush()
         if not goes_on:
             return 0
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > looked + _LOOK_SECONDS:
-            view, looked = look(folder), time.monotonic()  # one more read follows after the end
+            # One more read follows after the end.
+            view, looked = read_view(folder), time.monotonic()
         files = {file.path: file for file in _files(folder, rank)} | files
 
 
@@ -146,7 +147,7 @@ class _Error:
 
     @property
     def follows(self) -> bool:
-        """Whether it follows from the end of another rank."""
+        """True if it follows from the end of another rank."""
         return looks_like_a_consequence(self.text[-1]) or any(map(_FOLLOWS.match, self.text))
 
     def __str__(self) -> str:
@@ -156,7 +157,7 @@ class _Error:
 
 def first_error(folder: Path) -> int:
     """Print the errors of the last start that failed, the cause first."""
-    view = look(folder)
+    view = read_view(folder)
     incidents = [incident for run in view.runs for incident in run.incidents]
     crashes = [i for i in incidents if i.get("kind") in ("crash", "hang")]
     times = (str(start.get("time")) for run in view.runs for start in run.starts)
@@ -170,21 +171,21 @@ def first_error(folder: Path) -> int:
     named = {rank for crash in crashes for rank in (crash.get("rank"), *crash.get("ranks", ()))}
     errors.sort(key=lambda error: (error.follows, error.rank not in named, error.seconds))
     for crash in crashes:
-        print(plain(f"{crash.get('time')} {crash['kind']}: {crash.get('text')}", _LINE_BYTES))
+        print(one_line(f"{crash.get('time')} {crash['kind']}: {crash.get('text')}", _LINE_BYTES))
     causes = [] if crashes and errors and errors[0].follows else errors[:1]
     for error in causes:
-        lines = (plain(line, _LINE_BYTES) for line in error.text[-_SHOWN_LINES:])
+        lines = (one_line(line, _LINE_BYTES) for line in error.text[-_SHOWN_LINES:])
         print(f"{error}:", *lines, sep="\n")
     if others := errors[len(causes) :]:
         print("later, or because of it:")
     for error in others:
-        print(f"{error}: {plain(error.text[-1])}")
+        print(f"{error}: {one_line(error.text[-1])}")
     if slurm := _slurm_errors(folder):
         print("SLURM says:", *slurm, sep="\n")
     if not (errors or crashes or slurm):
         print("no rank has failed, as far as the run folder tells")
         for name, line in output_of(view):
-            print(f"{name}: {plain(line, _LINE_BYTES)}")
+            print(f"{name}: {one_line(line, _LINE_BYTES)}")
     return 0
 
 
@@ -224,5 +225,5 @@ def _slurm_errors(folder: Path) -> list[str]:
         if _START.match(line):
             errors.clear()
         if _SLURM_ERROR.match(line) and len(errors) < _SHOWN_LINES:
-            errors.append(plain(line))
+            errors.append(one_line(line))
     return errors

@@ -109,7 +109,7 @@ class Section:
 
     @property
     def has_content(self) -> bool:
-        """Whether there is more than a title."""
+        """True if there is more than a title."""
         content = (self.pictures, self.text, self.note, self.charts, self.samples)
         return any(content) or any(table.rows for table in self.tables)
 

@@ -1,4 +1,4 @@
-"""What a run folder holds of its run and its jobs, whether the run has ended, died or goes on."""
+"""Read a run folder: curves, incidents and jobs, and whether the run has ended, died or goes on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Curve:
 
     @property
     def is_zero(self) -> bool:
-        """Whether no finite value differs from zero."""
+        """True if no finite value differs from zero."""
         return not self.finite.any()
 
 
@@ -93,7 +93,7 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """Whether the run has ended, runs, or has stopped and why."""
+        """The state in words: ended, running, or stopped and why."""
         if self.steps_planned is not None and self.steps_done >= self.steps_planned:
             return "ended"
         if self.alive:

@@ -51,17 +51,17 @@ class View:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run may still make progress."""
+        """True if the run may still make progress."""
         return self.may_be_queued or bool(self.holder) or any(run.alive for run in self.runs)
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether SLURM may still have a job; where it is unknown, a run that has not ended may."""
+        """True if SLURM may still have a job: if unknown, unless the run has ended."""
         return not self.has_ended if self.is_queued is None else self.is_queued
 
     @property
     def has_ended(self) -> bool:
-        """Whether all steps are done."""
+        """True if all steps are done."""
         return bool(self.runs) and all(run.state == "ended" for run in self.runs)
 
     @property
@@ -71,7 +71,7 @@ class View:
         return begun[-1] if begun else next(iter(self.runs), None)
 
 
-def look(folder: Path) -> View:
+def read_view(folder: Path) -> View:
     """Read a run's folder, and ask SLURM if it is installed. Raises InputError without a run."""
     runs = begun_runs(folder, _NEWEST_BYTES)
     jobs, is_queued = _jobs(jobs_of(folder)[-_SHOWN_JOBS:])
@@ -210,7 +210,7 @@ def _checkpoint(folder: Path) -> str:
     return f"{newest.relative_to(folder)}, {ago} ago"
 
 
-def plain(text: str, length: int = _TEXT_LENGTH) -> str:
+def one_line(text: str, length: int = _TEXT_LENGTH) -> str:
     """Return a text from a file as one line without control characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= length else f"{line[:length]}..."
@@ -218,8 +218,8 @@ def plain(text: str, length: int = _TEXT_LENGTH) -> str:
 
 def status(folder: Path) -> int:
     """Print one screen for `mimo status`."""
-    facts = list(facts_of(look(folder)))
+    facts = list(facts_of(read_view(folder)))
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        print(f"{name:{width}}  {plain(value)}")
+        print(f"{name:{width}}  {one_line(value)}")
     return 0

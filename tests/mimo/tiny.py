@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.text.digits import write_tokenizer
-from mimo.check.compare import Shard, gradient_floor, joined, slice_of
+from mimo.check.compare import Shard, gradient_floor, join_shards, slice_of
 from mimo.check.workload import Item, Sample, write_shard
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
@@ -216,7 +216,7 @@ def assemble(results: Sequence[dict[str, Any]], what: str) -> dict[str, np.ndarr
         by_name.setdefault(shard.name, []).append(shard)
     whole: dict[str, np.ndarray | None] = {}
     for name, parts in by_name.items():
-        found = joined(parts, f"{what}s")
+        found = join_shards(parts, f"{what}s")
         whole[name] = found[-1] if found else None
         for shard in parts if found else ():
             steps = shard.gradients if what == "gradient" else shard.weights

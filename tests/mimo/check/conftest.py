@@ -1,4 +1,4 @@
-"""What tests of comparisons share: runs on one rank and in transformers are done once."""
+"""Runs on one rank and in transformers, done once for all tests of comparisons."""
 
 from __future__ import annotations
 

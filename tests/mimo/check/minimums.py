@@ -1,4 +1,4 @@
-"""What the workload of every compared layout must have, so that no difference can hide."""
+"""Check that the workload of a compared layout lets no difference hide."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from mimo.check.compare import (
     Reference,
     ReferenceParameter,
     Shard,
-    assembled,
     compare,
     largest,
+    reference_of,
     slice_of,
     update_floor,
 )
@@ -197,7 +197,7 @@ def test_whole_tensors_are_put_together_from_the_parts_of_all_ranks() -> None:
         for c in (8, 0, 4)
     ]
     steps = [RankSteps([dict(STEP)], [held]) for held in [*shards, shard("b", None, VALUES)]]
-    joined = assembled(steps, {"a": [], "b": []})
+    joined = reference_of(steps, {"a": [], "b": []})
     np.testing.assert_array_equal(joined.parameters["a"].gradients[0], whole)
     np.testing.assert_array_equal(joined.parameters["a"].weights[0], whole + 1)
     assert joined.parameters["b"].gradients == []
@@ -227,7 +227,7 @@ HIDDEN, ROWS = np.linspace(-2, 2, 12).reshape(4, 3), [0, 1, 2, 3]
 
 
 def part(point: str, rows: list[int], values: np.ndarray, columns: int = 0) -> RankSteps:
-    """What one rank has of a point."""
+    """One rank's part of a point."""
     where = f"rank of rows {rows}"
     return RankSteps([], [], [PointPart(point, where, np.array(rows, np.int64), values, columns)])
 

@@ -63,7 +63,7 @@ def without_rate(make: Any) -> Any:
 
 
 def step_first_parameter_group_only() -> None:
-    """What does not decay, norms and biases, keeps the rate that the optimizer was built with."""
+    """Norms and biases, which do not decay, keep the rate that the optimizer was built with."""
     from mimo.engines.megatron.module import MegatronModule
 
     update = MegatronModule.update

@@ -50,7 +50,7 @@ def make_run(
     return folder
 
 
-def say(folder: Path, rank: int, **state: Any) -> None:
+def write_state(folder: Path, rank: int, **state: Any) -> None:
     """Write the file of a rank that answers, or of a rank that failed."""
     state = {"who": "vision, lane 0", "host": "a", "step": 3, "activity": "update", **state}
     (folder / "ranks").mkdir(parents=True, exist_ok=True)

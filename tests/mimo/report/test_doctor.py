@@ -22,7 +22,7 @@ from mimo.model.dataset import (
     open_tokenizer,
 )
 from mimo.report import doctor
-from mimo.report.doctor import examine, histogram, look, main, pieces, render_reports
+from mimo.report.doctor import examine, histogram, main, pieces, read_columns, render_reports
 from mimo.report.page import Piece
 from tests.mimo import tiny
 
@@ -114,9 +114,9 @@ def test_figures_of_steps_are_those_of_their_samples(recipe: Path) -> None:
 
 
 def test_of_a_large_index_a_bounded_number_of_samples_is_looked_at(recipe: Path) -> None:
-    looked = look(opened(recipe), most=5)
-    assert 0 < len(looked.sample) <= 5
-    assert len(np.unique(looked.sample)) == len(looked.sample)
+    columns = read_columns(opened(recipe), most=5)
+    assert 0 < len(columns.sample) <= 5
+    assert len(np.unique(columns.sample)) == len(columns.sample)
 
 
 def test_a_histogram_has_every_value_once() -> None:
@@ -151,7 +151,7 @@ def test_pieces_tell_special_tokens_and_what_is_learned(recipe: Path) -> None:
 
 
 class _Page(HTMLParser):
-    """What a browser would fetch or run."""
+    """The addresses that a browser would fetch, and its tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

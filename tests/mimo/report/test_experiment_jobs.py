@@ -53,7 +53,7 @@ def submit(file: Path) -> int:
 
 
 def trained(file: Path, name: str) -> None:
-    """What the job of a layout leaves behind."""
+    """Write the files that the job of a layout leaves behind."""
     trains(Run(file.parent / "runs" / "made", Layout(name, ()), 1))
 
 

@@ -13,7 +13,7 @@ import pytest
 from mimo.errors import InputError
 from mimo.report.logs import first_error, logs
 from mimo.runtime.run_files import record
-from tests.mimo.report.folders import make_run, say
+from tests.mimo.report.folders import make_run, write_state
 from tests.mimo.runs import mimo
 
 CAUSE = """Traceback (most recent call last):
@@ -106,7 +106,7 @@ def test_only_the_end_of_huge_files_is_merged(
 def test_following_prints_what_comes_until_the_run_ends(run: Path) -> None:
     path = run / "launch" / "rank_0.log"
     (run / "launch" / "rank_1.log").write_text("of another rank\n")
-    say(run, 0)
+    write_state(run, 0)
     arguments = ["logs", str(run), "--rank", "0", "--follow"]
     set_up = "from mimo.report import logs; logs._LOOK_SECONDS = 0; from mimo.cli.main import app"
     command = [sys.executable, "-c", f"{set_up}; app({arguments})"]

@@ -13,7 +13,7 @@ from mimo.errors import InputError
 from mimo.report import runs
 from mimo.report.runs import read_curves, read_runs
 from mimo.runtime.run_files import record
-from tests.mimo.report.folders import RECIPE, make_run, say
+from tests.mimo.report.folders import RECIPE, make_run, write_state
 
 
 def test_a_long_file_is_thinned_and_keeps_its_spikes_its_ends_and_its_measurements(
@@ -73,9 +73,9 @@ def test_a_run_ended_stopped_or_is_running(tmp_path: Path) -> None:
     record(folder, "signal", "ended by SIGTERM, with a checkpoint", 39)
     assert state() == "ended by SIGTERM, with a checkpoint"
     (folder / "incidents.jsonl").unlink()
-    say(folder, 1, failure="OSError: the disk is full")
+    write_state(folder, 1, failure="OSError: the disk is full")
     assert state() == "stopped after step 40"
-    say(folder, 0)
+    write_state(folder, 0)
     (running,) = read_runs(folder)
     assert (running.state, running.alive) == ("running", [0])
 

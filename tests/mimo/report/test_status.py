@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import InputError
-from mimo.report.status import facts_of, look, status
+from mimo.report.status import facts_of, read_view, status
 from mimo.runtime.run_files import record
-from tests.mimo.report.folders import RECIPE, make_run, say
+from tests.mimo.report.folders import RECIPE, make_run, write_state
 
 SECONDS = {
     "step_seconds": 0.5,
@@ -26,7 +26,7 @@ SECONDS = {
 
 
 def facts(folder: Path) -> dict[str, str]:
-    return dict(facts_of(look(folder)))
+    return dict(facts_of(read_view(folder)))
 
 
 def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
@@ -53,8 +53,8 @@ def test_a_run_that_goes_on_is_told_in_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", num_steps=60, metrics=SECONDS)
-    say(run, 0, step=60)
-    say(run, 1, step=59, who="language, lane 0", activity="gradients")
+    write_state(run, 0, step=60)
+    write_state(run, 1, step=59, who="language, lane 0", activity="gradients")
     (run / "environment.json").write_text(json.dumps([{"ranks": 3}]))
     (run / "checkpoints" / "step_50").mkdir(parents=True)
     (run / "checkpoints" / "step_50" / "progress.json").touch()
@@ -78,24 +78,24 @@ def test_a_run_that_goes_on_is_told_in_one_screen(
 
 def test_a_run_that_was_killed_has_stopped_and_one_that_failed_says_how(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=40)
-    say(run, 0)
-    say(run, 1, failure="OSError: the disk is full")
+    write_state(run, 0)
+    write_state(run, 1, failure="OSError: the disk is full")
     before = time.time() - 3600
     for rank in (0, 1):
         os.utime(run / "ranks" / f"rank_{rank}.json", (before, before))
     state = facts(run)["state"]
     assert state.startswith("stopped after step 40, 0 of 2 ranks answer; rank 1 (vision, lane 0)")
     assert state.endswith("failed: OSError: the disk is full")
-    assert not look(run).goes_on
+    assert not read_view(run).goes_on
 
 
 def test_of_phases_the_one_that_runs_is_told(tmp_path: Path) -> None:
     make_run(tmp_path / "job" / "phase_1_align")
     make_run(tmp_path / "job" / "phase_2_sft", num_steps=7)
     make_run(tmp_path / "job" / "phase_3_last", num_steps=0)
-    say(tmp_path / "job" / "phase_2_sft", 0)
+    write_state(tmp_path / "job" / "phase_2_sft", 0)
     (tmp_path / "job" / "recipe.yaml").write_text(RECIPE)
-    view = look(tmp_path / "job")
+    view = read_view(tmp_path / "job")
     phases = [value for name, value in facts_of(view) if name == "phase"]
     assert phases == [
         "job/phase_1_align: ended",
@@ -110,14 +110,14 @@ def test_who_holds_the_lock_is_told_unless_that_process_of_this_host_has_ended(
 ) -> None:
     run, lock = make_run(tmp_path / "run"), tmp_path / ".run.lock"
     lock.write_text(f"host {socket.gethostname()}, process {os.getpid()}, since now")
-    assert look(run).goes_on
+    assert read_view(run).goes_on
     assert facts(run)["begun by"] == lock.read_text()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     lock.write_text(f"host {socket.gethostname()}, process {ended.pid}, since now")
-    assert not look(run).goes_on
+    assert not read_view(run).goes_on
     lock.write_text("host elsewhere, process 1, since now")
-    assert look(run).goes_on
+    assert read_view(run).goes_on
 
 
 def test_a_job_that_waits_is_told_before_there_is_a_run(
@@ -125,7 +125,7 @@ def test_a_job_that_waits_is_told_before_there_is_a_run(
 ) -> None:
     submitted(tmp_path / "run", "6", "7")
     squeue(tmp_path, monkeypatch, "7|PENDING|0:00|1:00:00|(Priority)")
-    view = look(tmp_path / "run")
+    view = read_view(tmp_path / "run")
     assert view.jobs == ["6 (train): no longer in the queue", "7 (train): PENDING, (Priority)"]
     assert view.goes_on
     assert facts(tmp_path / "run")["state"] == "no rank has started yet"
@@ -138,12 +138,12 @@ def test_elements_of_an_array_and_parts_of_a_heterogeneous_job_are_told_one_by_o
     submitted(run, "6", "9")
     rows = "6_1|RUNNING|1:00|2:00|node1\n6_2|FAILED|0:01|0:00|(NonZeroExitCode)"
     squeue(tmp_path, monkeypatch, f"{rows}\n9+0|COMPLETED|0:10|0:00|node2")
-    assert look(run).jobs == [
+    assert read_view(run).jobs == [
         "6_1 (train): RUNNING for 1:00, 2:00 left, node1",
         "6_2 (train): FAILED, (NonZeroExitCode)",
         "9+0 (train): COMPLETED, node2",
     ]
-    assert look(run).goes_on
+    assert read_view(run).goes_on
 
 
 def test_without_slurm_the_folder_alone_tells(
@@ -154,7 +154,7 @@ def test_without_slurm_the_folder_alone_tells(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert facts(run)["job"] == "6 (train): submitted now; no SLURM here to ask"
     assert facts(run)["state"] == "ended"
-    assert not look(run).goes_on
+    assert not read_view(run).goes_on
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_job_goes_on_in_every_state_but_those_that_it_ends_in(
 ) -> None:
     submitted(tmp_path / "run", "7")
     squeue(tmp_path, monkeypatch, f"7|{state}|0:00|1:00:00|node1")
-    assert look(tmp_path / "run").goes_on == goes_on
+    assert read_view(tmp_path / "run").goes_on == goes_on
 
 
 INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -184,12 +184,12 @@ def test_a_job_that_slurm_has_forgotten_is_gone_and_hides_no_other(
     known = "*--jobs=7\\ *) echo '7|PENDING|0:00|1:00:00|(Priority)' ;;"
     squeue_does(tmp_path, monkeypatch, f'case "$*" in {known} *) {INVALID} ;; esac')
     submitted(tmp_path / "run", "6")
-    assert look(tmp_path / "run").jobs == ["6 (train): no longer in the queue"]
-    assert not look(tmp_path / "run").goes_on
+    assert read_view(tmp_path / "run").jobs == ["6 (train): no longer in the queue"]
+    assert not read_view(tmp_path / "run").goes_on
     submitted(tmp_path / "run", "6", "7")
     lines = ["6 (train): no longer in the queue", "7 (train): PENDING, (Priority)"]
-    assert look(tmp_path / "run").jobs == lines
-    assert look(tmp_path / "run").goes_on
+    assert read_view(tmp_path / "run").jobs == lines
+    assert read_view(tmp_path / "run").goes_on
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,10 @@ def test_where_slurm_does_not_say_a_run_may_be_queued_unless_it_has_ended(
         monkeypatch.setattr("mimo.report.status._SQUEUE_SECONDS", 0.5)
     squeue_does(tmp_path, monkeypatch, command)
     submitted(tmp_path / "run", "7")
-    view = look(tmp_path / "run")
+    view = read_view(tmp_path / "run")
     assert view.jobs == [f"7 (train): submitted now; {answer}"]
     assert (view.is_queued, view.goes_on) == (None, True)
-    assert not look(make_run(tmp_path / "run")).goes_on
+    assert not read_view(make_run(tmp_path / "run")).goes_on
 
 
 def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
@@ -221,7 +221,7 @@ def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
     squeue(tmp_path, monkeypatch, "7|RUNNING|0:01|1:00|node1")
     assert "job_7.out" not in facts(run)
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{INVALID}\n")
-    lines = [value for name, value in facts_of(look(run)) if name == "job_7.out"]
+    lines = [value for name, value in facts_of(read_view(run)) if name == "job_7.out"]
     assert lines == ["b", "x.yaml:3: no", "exit code 2 at noon"]
     make_run(run)
     assert "job_7.out" not in facts(run), "it has ended well"
@@ -229,7 +229,7 @@ def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
 
 def test_a_folder_without_a_run_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give the folder of a run"):
-        look(tmp_path)
+        read_view(tmp_path)
 
 
 def test_looking_needs_no_torch() -> None:

@@ -14,7 +14,7 @@ import pytest
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.resume import Start
 from mimo.errors import EXIT_CONTINUE
-from mimo.report.status import facts_of, look
+from mimo.report.status import facts_of, read_view
 from mimo.runtime.run_files import incidents
 from mimo.runtime.signals import EarlyStop
 from tests.cases import quick
@@ -84,7 +84,7 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
     assert checkpoint.name == "step_2"
     name = {"encoder": "SIGUSR1", "Ctrl-C": "SIGINT"}.get(to, "SIGTERM")
     said = f"ended by {name}, with a checkpoint after step 2"
-    assert dict(facts_of(look(run_dir)))["state"] == said
+    assert dict(facts_of(read_view(run_dir)))["state"] == said
     (incident,) = incidents(run_dir)
     assert (incident["kind"], incident["text"], incident["step"]) == ("signal", said, 1)
     assert [line["step"] for line in metrics(recipe)] == [0, 1], "no time for the validation"
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint
     assert not running(int((run_dir / f"pid_{rank}").read_text()) for rank in range(3))
     assert capfd.readouterr().err.endswith(f"ended by {sent.name}\n")
     told = f"ended at once by {sent.name} after step 2; the last checkpoint is step_2"
-    assert dict(facts_of(look(run_dir)))["state"] == told
+    assert dict(facts_of(read_view(run_dir)))["state"] == told
 
 
 def test_a_run_whose_time_is_up_saves_and_wants_to_be_continued(

@@ -18,7 +18,7 @@ from mimo.model.dataset import open_dataset
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Layout
-from mimo.report.status import facts_of, look
+from mimo.report.status import facts_of, read_view
 from mimo.runtime.processes import RanksFailed
 from mimo.runtime.run_files import BAD_SAMPLES, incidents
 from mimo.train.run_folder import make_run_dir
@@ -44,7 +44,7 @@ def test_corrupt_image_is_skipped_counted_and_named(run_ranks: RunRanks, recipe:
     (told,) = incidents(run_dir)
     assert (told["kind"], told["step"], told["num_samples"]) == ("skipped samples", 0, 1)
     assert "sample0000" in told["text"]
-    assert dict(facts_of(look(run_dir)))["skipped samples"] == f"1, listed in {BAD_SAMPLES}"
+    assert dict(facts_of(read_view(run_dir)))["skipped samples"] == f"1, listed in {BAD_SAMPLES}"
 
 
 @pytest.mark.slow
