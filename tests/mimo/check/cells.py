@@ -42,6 +42,11 @@ class Case:
     what: str = "gradient"
 
 
+def by_fault(*cases: Case) -> dict[str, Case]:
+    """Return cases by the names of their faults."""
+    return {case.fault.__name__: case for case in cases}
+
+
 def run_cell(
     verifier: Verifier,
     cell: SweepCell,

@@ -163,7 +163,7 @@ def test_a_gradient_that_is_zero_in_theory_is_measured_by_the_global_norm() -> N
     assert alone.worst("gradients") == 2.0
 
 
-def test_a_weight_that_noise_has_moved_is_measured_by_what_an_update_makes_of_noise() -> None:
+def test_the_floor_of_a_weight_is_the_update_that_noise_causes() -> None:
     # A key bias and a norm, both zero at first, after two steps of Adam.
     rate, eps = 0.01, 1e-3
     floor = 2 * update_floor(1.0, rate, eps)

@@ -73,7 +73,7 @@ def test_every_point_loss_and_gradient_is_that_of_transformers(
 
 
 @pytest.mark.slow
-def test_of_a_large_model_some_gradients_are_left_out_and_said_to_be(
+def test_the_largest_gradients_of_a_large_model_are_left_out_with_a_note(
     runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = runners["qwen3_vl"].run([])

@@ -66,7 +66,7 @@ FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("what", quick(FOLDERS, "one number for all channels"))
-def test_what_decides_in_transformers_decides_here(what: str, tmp_path: Path) -> None:
+def test_unusual_files_mean_the_same_as_in_transformers(what: str, tmp_path: Path) -> None:
     family, changes = FOLDERS[what]
     folder = tmp_path / "checkpoint"
     write_tiny(TinyCheckpoint(family), folder)

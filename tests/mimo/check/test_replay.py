@@ -53,7 +53,7 @@ def logged(run: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("layout", quick_values(LAYOUTS, "megatron, pp"))
-def test_a_step_is_what_it_was_with_the_weights_that_it_began_with(
+def test_a_replay_with_the_first_weights_repeats_loss_and_gradient_norm(
     run_ranks: RunRanks, recipe: Path, layout: list[str]
 ) -> None:
     name = f"run_{list(LAYOUTS.values()).index(layout)}"
@@ -121,7 +121,7 @@ def test_weights_may_be_others_and_samples_that_have_changed_are_refused(
     assert load_recipe(run / "recipe.yaml").train.seed == 1
 
 
-def test_statistics_are_of_what_is_finite_and_count_the_rest() -> None:
+def test_statistics_cover_finite_elements_and_count_the_others() -> None:
     statistics = Statistics()
     statistics.add(torch.tensor([[3.0, -4.0], [torch.nan, torch.inf]]))
     statistics.add(torch.tensor([12.0, 0.0], dtype=torch.bfloat16))

@@ -185,7 +185,7 @@ def test_a_recipe_that_gathers_weights_late_is_verified_in_fp64_without(tmp_path
     assert scaled.overlap_param_gather == "auto"
 
 
-def test_what_fp64_cannot_show_is_left_out_of_the_matrix_and_named() -> None:
+def test_the_matrix_in_fp64_leaves_out_distributed_optimizers_with_a_note() -> None:
     built = sweep_cells(load_recipe(RECIPE), max_ranks=8, precision="fp64")
     assert not any("distributed optimizer" in cell.name for cell in built.cells)
     (note,) = (note for note in built.notes if "has no fp64" in note)

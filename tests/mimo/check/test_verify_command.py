@@ -61,7 +61,7 @@ def test_an_equal_layout_ends_with_0_and_every_error_in_the_json(
 
 
 @pytest.mark.slow
-def test_every_phase_is_compared_on_its_own_layout_with_its_own_freezing(
+def test_each_phase_is_compared_with_its_layout_and_frozen_parts(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     adapt, everything = "language: {freeze: true}", "language: {grid: {pp: 2, dp: 1}}"
@@ -230,7 +230,7 @@ def printed(result: CellResult) -> str:
 
 
 @pytest.mark.slow
-def test_what_fp64_does_not_show_is_rounding(verifier: Verifier, tmp_path: Path) -> None:
+def test_an_error_that_fp64_does_not_show_is_rounding(verifier: Verifier, tmp_path: Path) -> None:
     result = run_doubtful(verifier, ONE_RANK, round_gradients_in_fp32)
     assert result.passed
     assert result.repeated is not None

@@ -22,6 +22,7 @@ from tests.conftest import RunRanks
 from tests.mimo.check.cells import (
     RECIPES,
     Case,
+    by_fault,
     check_equal,
     check_fault,
     plan_first_step,
@@ -90,7 +91,7 @@ def test_in_fp64_errors_are_those_of_fp64(
     check_equal(run_cell(Verifier(tmp_path, "fp64"), cell, recipe=recipes["qwen3_vl"]))
 
 
-def test_a_recipe_without_such_an_architecture_is_swept_without_and_says_so() -> None:
+def test_the_matrix_leaves_out_fsdp_for_an_unknown_architecture_with_a_note() -> None:
     swept = sweep_cells(load_recipe(RECIPES / "quickstart.yaml"), 8, "fp32")
     assert not any("fsdp" in cell.name for cell in swept.cells)
     (note,) = (note for note in swept.notes if "a tiny checkpoint" in note)
@@ -205,43 +206,35 @@ def skip_lanes_without_items() -> None:
     dist.new_group = impatient
 
 
-CASES = {
-    "norms of queries and keys not summed over tp": Case(
+EMBEDDING = "language.embedding.word_embeddings.weight"
+CASES = by_fault(
+    Case(
         forget_heads_of_other_ranks,
         SweepCell("fsdp tp2", "fsdp"),
         "language.decoder.layers.0.self_attention.q_layernorm.weight",
-        "vision",
+        spared="vision",
     ),
-    "gradients averaged over lanes": Case(
-        average_over_lanes, SweepCell("", "fsdp dp2"), spared="language"
-    ),
-    "loss over a rank's own vocabulary": Case(
+    Case(average_over_lanes, SweepCell("", "fsdp dp2"), spared="language"),
+    Case(
         normalise_over_own_vocabulary,
         SweepCell("fsdp tp2", "fsdp", ("frozen encoder",)),
-        "language.embedding.word_embeddings.weight",
+        EMBEDDING,
     ),
-    "positions derived from the shard": Case(
+    Case(
         derive_positions_from_shard,
         SweepCell("fsdp tp2 sp", "fsdp dp2", ("frozen encoder",)),
-        "language.embedding.word_embeddings.weight",
+        EMBEDDING,
     ),
-}
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
-    verifier: Verifier, recipes: dict[str, Recipe], name: str
+    verifier: Verifier, recipes: dict[str, Recipe], case: Case
 ) -> None:
-    check_fault(verifier, CASES[name], recipes["qwen3_vl"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_without_a_fault_the_same_layouts_are_equal(
-    verifier: Verifier, recipes: dict[str, Recipe], name: str
-) -> None:
-    check_equal(run_cell(verifier, CASES[name].cell, recipe=recipes["qwen3_vl"]))
+    check_equal(run_cell(verifier, case.cell, recipe=recipes["qwen3_vl"]))
+    check_fault(verifier, case, recipes["qwen3_vl"])
 
 
 @pytest.mark.slow

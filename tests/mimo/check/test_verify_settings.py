@@ -14,10 +14,11 @@ from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Train
 from mimo.train.schedule import learning_rate
-from tests.cases import quick
+from tests.cases import quick_values
 from tests.mimo.check.cells import (
     RECIPE,
     Case,
+    by_fault,
     check_equal,
     check_fault,
     plan_first_step,
@@ -104,32 +105,26 @@ WARMUPS = ("encoders.vision.warmup_steps=30",)
 RATES = ("encoders.vision.learning_rate=5.0e-3",)
 SOURCES = ("data.sources=[{path: a.tar}, {path: b.tar, weight: 2.0}]",)
 
-CASES = {
-    "warm-up ignored": Case(ignore_warm_up, SweepCell("", ""), overrides=RATES, what="weight"),
-    "an encoder's own warm-up ignored": Case(
-        ignore_warm_up_of_encoder, SweepCell("", ""), overrides=WARMUPS, what="weight"
-    ),
-    "an encoder's own learning rate ignored": Case(
-        ignore_rate_of_encoder, SweepCell("", ""), overrides=RATES, what="weight"
-    ),
-    "learning rate of the first parameter group only": Case(
+CASES = by_fault(
+    Case(ignore_warm_up, SweepCell("", ""), overrides=RATES, what="weight"),
+    Case(ignore_warm_up_of_encoder, SweepCell("", ""), overrides=WARMUPS, what="weight"),
+    Case(ignore_rate_of_encoder, SweepCell("", ""), overrides=RATES, what="weight"),
+    Case(
         step_first_parameter_group_only,
         SweepCell("", ""),
         "vision.blocks.layers.0.input_layernorm.weight",
         overrides=RATES,
         what="weight",
     ),
-    "weights of data sources ignored": Case(
-        ignore_weights_of_sources, SweepCell("dp2", ""), overrides=SOURCES
-    ),
-}
+    Case(ignore_weights_of_sources, SweepCell("dp2", ""), overrides=SOURCES),
+)
 
 
-@pytest.mark.parametrize("name", quick(CASES, "an encoder's own warm-up ignored"))
+@pytest.mark.parametrize("case", quick_values(CASES, "ignore_warm_up_of_encoder"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
-    verifier: Verifier, name: str
+    verifier: Verifier, case: Case
 ) -> None:
-    check_fault(verifier, CASES[name])
+    check_fault(verifier, case)
 
 
 @pytest.mark.slow

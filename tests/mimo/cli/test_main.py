@@ -113,7 +113,7 @@ def test_check_opens_shards_tokenizer_and_index(
     assert re.search(message, result.stderr), result.stderr
 
 
-def test_check_says_what_it_cannot_check_and_indexes_nothing(tmp_path: Path) -> None:
+def test_check_notes_missing_indexes_and_builds_none(tmp_path: Path) -> None:
     path = write_recipe(tmp_path)
     for _ in range(2):
         result = CliRunner().invoke(app, ["check", str(path), "data.sequence_length=16"])
@@ -124,9 +124,7 @@ def test_check_says_what_it_cannot_check_and_indexes_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("override", ["train.stps=3", "phases=[{name: a, train: {stps: 3}}]"])
-def test_an_unknown_key_is_answered_before_anything_slow_is_imported(
-    tmp_path: Path, override: str
-) -> None:
+def test_an_unknown_key_is_refused_before_slow_imports(tmp_path: Path, override: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE + f"init_from: {tmp_path}\n")
     (tmp_path / "config.json").write_text("{}")

@@ -113,7 +113,7 @@ def test_figures_of_steps_are_those_of_their_samples(recipe: Path) -> None:
     assert 0.5 < plan["full"] < 1
 
 
-def test_of_a_large_index_a_bounded_number_of_samples_is_looked_at(recipe: Path) -> None:
+def test_a_bounded_number_of_samples_is_read_from_a_large_index(recipe: Path) -> None:
     columns = read_columns(opened(recipe), most=5)
     assert 0 < len(columns.sample) <= 5
     assert len(np.unique(columns.sample)) == len(columns.sample)
@@ -135,7 +135,7 @@ def test_a_histogram_has_every_value_once() -> None:
     assert histogram(np.array([0, 0])) is None
 
 
-def test_pieces_tell_special_tokens_and_what_is_learned(recipe: Path) -> None:
+def test_pieces_mark_special_and_learned_tokens(recipe: Path) -> None:
     (reader,) = opened(recipe).readers
     parts = pieces(reader.chat, reader.sample(0))
     texts = "".join(part.text * part.times for part in parts)
@@ -164,7 +164,7 @@ class _Page(HTMLParser):
         self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
 
 
-def test_the_page_needs_no_other_file_and_escapes_what_strangers_wrote(
+def test_the_page_needs_no_other_file_and_escapes_hostile_texts(
     recipe: Path, tmp_path: Path
 ) -> None:
     shard = tmp_path / "train-00001.tar"

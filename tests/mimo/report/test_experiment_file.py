@@ -54,7 +54,7 @@ def test_axes_become_all_combinations_with_readable_names(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_names_say_what_varies_and_of_what_module_where_that_is_not_clear(
+def test_names_contain_the_values_and_the_module_where_it_is_ambiguous(
     tmp_path: Path, axes: str, names: list[str]
 ) -> None:
     assert [*read(tmp_path, f"{HEAD}vary: {axes}").layouts] == names
@@ -112,7 +112,7 @@ def test_the_recipe_is_looked_for_beside_the_file_then_in_the_working_folder(
         (HEAD.replace("steps: 5", "steps: 0") + TWO, ":3", "steps: "),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(
+def test_a_wrong_key_is_reported_with_its_line(
     tmp_path: Path, text: str, line: str, message: str
 ) -> None:
     with pytest.raises(RecipeError) as error:
@@ -186,7 +186,7 @@ def test_a_wrong_rate_or_gradient_does_not_follow(
     assert problem in follow(wrong, REFERENCE, "fp32").problem
 
 
-def test_what_goes_wrong_later_is_told_with_its_step() -> None:
+def test_a_late_difference_is_reported_with_its_step() -> None:
     late = [dict(record) for record in REFERENCE]
     for record in late[40:]:
         record["loss"] *= 1.001
@@ -203,7 +203,7 @@ def of_loss(loss: float | None) -> list[dict[str, Any]]:
     ("ours", "theirs", "follows"),
     [(None, None, True), (None, 1.0, False), (1.0, None, False), (0.0, 0.0, True)],
 )
-def test_losses_that_are_not_finite_are_alike_where_both_are(
+def test_losses_are_equal_where_neither_is_finite(
     ours: float | None, theirs: float | None, follows: bool
 ) -> None:
     assert (follow(of_loss(ours), of_loss(theirs), "fp32").problem == "") == follows
@@ -217,7 +217,7 @@ def test_the_bound_is_of_the_precision_and_grows_until_single_steps_say_nothing(
 
 
 @pytest.mark.parametrize(("factor", "follows"), [(1.1, True), (1.5, False)])
-def test_of_long_runs_only_means_have_to_be_alike(factor: float, follows: bool) -> None:
+def test_only_the_mean_losses_of_long_runs_are_compared(factor: float, follows: bool) -> None:
     rng, reference = np.random.default_rng(1), list[dict[str, Any]]()
     for step in range(400):
         reference.append({"step": step, "loss": 0.1 + rng.random(), "grad_norm": 1.0})
@@ -231,9 +231,7 @@ def test_of_long_runs_only_means_have_to_be_alike(factor: float, follows: bool) 
 
 
 @pytest.mark.parametrize(("jump", "problem"), [(24.9, ""), (25.1, "steps of step 151 is off by")])
-def test_a_mean_is_over_100_losses_that_of_its_own_step_among_them(
-    jump: float, problem: str
-) -> None:
+def test_a_mean_covers_100_losses_with_that_of_its_step(jump: float, problem: str) -> None:
     reference = [{"step": step, "loss": 1.0, "grad_norm": 1.0} for step in range(300)]
     jumps = [dict(record) for record in reference]
     jumps[150]["loss"] += jump

@@ -80,7 +80,7 @@ def test_runs_are_submitted_as_one_array_and_their_results_collected_later(
     assert "2 of 2 layouts follow" in capsys.readouterr().out
 
 
-def test_where_slurm_does_not_say_nothing_is_submitted_again_and_what_is_done_is_collected(
+def test_without_an_answer_of_slurm_nothing_is_resubmitted_and_finished_runs_are_collected(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(file) == 0
@@ -112,7 +112,7 @@ def test_a_layout_that_slurm_refuses_does_not_keep_the_others_away(
     assert "one.1: sbatch refused" in printed.err
 
 
-def test_a_job_that_ended_too_early_is_told_and_submitted_again_alone(
+def test_a_job_that_ended_early_is_reported_and_resubmitted_alone(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(file) == 0

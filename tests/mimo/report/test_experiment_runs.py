@@ -98,7 +98,7 @@ def rows(file: Path) -> list[dict[str, str]]:
         return [*csv.DictReader(lines)]
 
 
-def test_layouts_run_in_alternation_and_what_is_done_is_not_run_again(
+def test_layouts_run_in_alternation_and_finished_runs_do_not_repeat(
     file: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(file, []) == 0
@@ -119,7 +119,7 @@ def test_layouts_are_compared_with_the_reference_that_the_file_names(
     assert one > two == 0.0
 
 
-def test_an_interrupted_experiment_goes_on_with_the_run_that_was_interrupted(
+def test_an_interrupted_experiment_continues_with_the_interrupted_run(
     file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(run: Run) -> int:
@@ -138,7 +138,7 @@ def test_an_interrupted_experiment_goes_on_with_the_run_that_was_interrupted(
     assert started == ["two.1", "one.2", "two.2"]
 
 
-def test_a_run_whose_recipe_has_changed_is_run_again_and_its_old_folder_kept(
+def test_a_run_with_a_changed_recipe_repeats_and_its_old_folder_is_kept(
     file: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(file, []) == 0
@@ -181,7 +181,7 @@ def test_a_layout_that_fails_is_a_row_on_the_page_with_its_log_and_the_others_go
         (137, "", "exit code 137"),
     ],
 )
-def test_the_error_of_a_run_is_one_line_of_what_it_said(
+def test_the_error_of_a_run_is_a_line_of_its_stderr(
     file: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str, error: str
 ) -> None:
     use(monkeypatch, [], lambda run: (run.errors.write_text(text) and code) or code)
@@ -190,7 +190,7 @@ def test_the_error_of_a_run_is_one_line_of_what_it_said(
 
 
 @pytest.mark.parametrize(("code", "steps"), [(0, 7), (EXIT_CONTINUE, 7), (0, 0)])
-def test_a_run_that_ends_early_is_a_row_with_its_steps_and_is_gone_on_with(
+def test_a_run_that_ends_early_is_a_row_with_its_steps_and_continues_later(
     file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch, code: int, steps: int
 ) -> None:
     def early(run: Run) -> int:
@@ -209,7 +209,7 @@ def test_a_run_that_ends_early_is_a_row_with_its_steps_and_is_gone_on_with(
     assert started == ["two.2"]
 
 
-def test_without_its_reference_nothing_is_said_to_follow(
+def test_without_a_reference_layouts_cannot_be_compared(
     file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, started, lambda run: 1 if run.layout.name == "one" else trains(run) or 0)

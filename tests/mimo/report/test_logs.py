@@ -83,7 +83,7 @@ def test_logs_of_jobs_are_found_where_the_recipe_puts_them(
     assert printed(capsys) == ["[rank 0] elsewhere"]
 
 
-def test_of_a_job_that_ended_before_its_ranks_began_its_own_output_is_printed(
+def test_the_output_of_a_job_without_ranks_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "launch").mkdir()
@@ -103,7 +103,7 @@ def test_only_the_end_of_huge_files_is_merged(
     assert len(lines) == 2**15 // 15
 
 
-def test_following_prints_what_comes_until_the_run_ends(run: Path) -> None:
+def test_following_prints_new_lines_until_the_run_ends(run: Path) -> None:
     path = run / "launch" / "rank_0.log"
     (run / "launch" / "rank_1.log").write_text("of another rank\n")
     write_state(run, 0)
@@ -159,7 +159,7 @@ def test_an_error_is_found_in_the_output_of_tasks_and_slurm_is_quoted(
     assert lines[5:] == ["SLURM says:", "srun: error: node2: task 1: Killed"]
 
 
-def test_an_incident_that_all_errors_followed_from_is_told_first(
+def test_an_incident_that_caused_all_errors_comes_first(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "error_rank_0.txt").write_text(RESULT)
@@ -171,7 +171,7 @@ def test_an_incident_that_all_errors_followed_from_is_told_first(
     assert result.endswith("mimo.RankLost: rank 2 failed")
 
 
-def test_errors_of_an_earlier_start_are_said_to_be_so(
+def test_errors_of_an_earlier_start_are_marked(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "error_rank_0.txt").write_text(CAUSE)
@@ -183,7 +183,7 @@ def test_errors_of_an_earlier_start_are_said_to_be_so(
     assert printed(capsys) == ["no rank has failed, as far as the run folder tells"]
 
 
-def test_of_a_job_that_ended_before_its_ranks_began_its_own_words_are_shown(
+def test_without_errors_of_ranks_the_end_of_the_job_output_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "launch").mkdir()
@@ -194,6 +194,6 @@ def test_of_a_job_that_ended_before_its_ranks_began_its_own_words_are_shown(
     assert printed(capsys) == ["no rank has failed, as far as the run folder tells", *expected]
 
 
-def test_what_makes_no_sense_together_is_refused(run: Path) -> None:
+def test_first_error_and_follow_are_refused_together(run: Path) -> None:
     done = mimo("logs", run, "--first-error", "--follow")
     assert (done.returncode, "--first-error" in done.stderr) == (2, True)

@@ -16,7 +16,7 @@ def curve(*values: float) -> Curve:
     return Curve(np.arange(1, len(values) + 1), np.array(values))
 
 
-def test_the_script_is_told_where_the_axes_are_and_all_values() -> None:
+def test_the_script_gets_the_places_of_the_axes_and_all_values() -> None:
     script = json.loads(lines("Loss", "", {"a": curve(3.0, math.nan, 1.5), "b": curve(2.0)}).curves)
     first, second = script["curves"]
     assert (first["name"], first["steps"], first["values"]) == ("a", [1, 2, 3], [3.0, None, 1.5])

@@ -148,7 +148,7 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert restart[1:] == ("restart", "20", "restart 1 of 2", "")
 
 
-def test_what_strangers_wrote_is_shown_and_does_nothing(tmp_path: Path) -> None:
+def test_hostile_texts_are_shown_escaped(tmp_path: Path) -> None:
     quoted = json.dumps(HOSTILE)
     recipe = RECIPE.replace("a.tar", quoted)
     folder = make_run(tmp_path / "made", recipe, metrics={HOSTILE: 1.0, "grad_norm_$\\x$": 2.0})
@@ -193,7 +193,7 @@ def test_a_run_that_has_not_done_a_step_has_a_page_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("log_dir", ["launch", "logs"])
-def test_a_run_of_which_no_rank_has_started_has_a_page_that_says_why(
+def test_the_page_of_a_run_without_ranks_shows_why_its_job_ended(
     tmp_path: Path, log_dir: str
 ) -> None:
     launch = tmp_path / "run" / "launch"
@@ -257,7 +257,9 @@ def test_runs_are_beside_each_other_with_the_keys_that_differ(
     assert captions == ["loss", "validation_loss", "lr", "tokens_per_second", "idle_fraction"]
 
 
-def test_runs_of_one_name_are_told_apart_and_one_alone_is_no_comparison(tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_distinguished_and_a_lone_run_is_refused(
+    tmp_path: Path,
+) -> None:
     folders = [make_run(tmp_path / name / "same") for name in ("a", "b")]
     assert compare(folders, tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()

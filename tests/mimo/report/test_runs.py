@@ -46,7 +46,7 @@ def test_a_long_file_is_thinned_and_keeps_its_spikes_its_ends_and_its_measuremen
     assert np.diff(curves["loss"].steps).max() < num_steps / 100
 
 
-def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     good = b'{"step": 0, "loss": 3.0, "flag": true, "name": "x"}\n'
     skipped = b'{"step": 1, "loss": null, "tokens": 5}\n'
@@ -80,7 +80,7 @@ def test_a_run_ended_stopped_or_is_running(tmp_path: Path) -> None:
     assert (running.state, running.alive) == ("running", [0])
 
 
-def test_of_a_long_file_the_end_can_be_read_alone(tmp_path: Path) -> None:
+def test_the_end_of_a_long_file_can_be_read_alone(tmp_path: Path) -> None:
     (run,) = read_runs(make_run(tmp_path / "run"), newest_bytes=2000)
     assert run.steps_done == 100
     assert 50 < run.curves["loss"].steps[0] < 100

@@ -49,7 +49,7 @@ def submitted(run: Path, *jobs: str) -> None:
     (run / "launch" / "jobs.jsonl").write_text("\n".join([*lines, '{"time": "cut']))
 
 
-def test_a_run_that_goes_on_is_told_in_one_screen(
+def test_the_status_of_a_running_run_fits_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", num_steps=60, metrics=SECONDS)
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_is_told_in_one_screen(
     assert "\x1b" not in printed
 
 
-def test_a_run_that_was_killed_has_stopped_and_one_that_failed_says_how(tmp_path: Path) -> None:
+def test_a_killed_run_has_stopped_and_a_failed_run_shows_its_failure(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=40)
     write_state(run, 0)
     write_state(run, 1, failure="OSError: the disk is full")
@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_has_stopped_and_one_that_failed_says_how(tmp_path
     assert not read_view(run).goes_on
 
 
-def test_of_phases_the_one_that_runs_is_told(tmp_path: Path) -> None:
+def test_the_status_of_phases_is_that_of_the_running_phase(tmp_path: Path) -> None:
     make_run(tmp_path / "job" / "phase_1_align")
     make_run(tmp_path / "job" / "phase_2_sft", num_steps=7)
     make_run(tmp_path / "job" / "phase_3_last", num_steps=0)
@@ -105,7 +105,7 @@ def test_of_phases_the_one_that_runs_is_told(tmp_path: Path) -> None:
     assert dict(facts_of(view))["step"] == "7 of 100 (7.0 %)"
 
 
-def test_who_holds_the_lock_is_told_unless_that_process_of_this_host_has_ended(
+def test_the_holder_of_the_lock_is_shown_unless_its_process_has_ended(
     tmp_path: Path,
 ) -> None:
     run, lock = make_run(tmp_path / "run"), tmp_path / ".run.lock"
@@ -120,7 +120,7 @@ def test_who_holds_the_lock_is_told_unless_that_process_of_this_host_has_ended(
     assert read_view(run).goes_on
 
 
-def test_a_job_that_waits_is_told_before_there_is_a_run(
+def test_a_pending_job_is_shown_before_there_is_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted(tmp_path / "run", "6", "7")
@@ -131,7 +131,7 @@ def test_a_job_that_waits_is_told_before_there_is_a_run(
     assert facts(tmp_path / "run")["state"] == "no rank has started yet"
 
 
-def test_elements_of_an_array_and_parts_of_a_heterogeneous_job_are_told_one_by_one(
+def test_elements_of_an_array_and_parts_of_a_heterogeneous_job_have_a_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run")
@@ -146,7 +146,7 @@ def test_elements_of_an_array_and_parts_of_a_heterogeneous_job_are_told_one_by_o
     assert read_view(run).goes_on
 
 
-def test_without_slurm_the_folder_alone_tells(
+def test_without_slurm_the_status_comes_from_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run")
@@ -212,7 +212,7 @@ def test_where_slurm_does_not_say_a_run_may_be_queued_unless_it_has_ended(
     assert not read_view(make_run(tmp_path / "run")).goes_on
 
 
-def test_how_the_output_of_a_job_ends_is_told_once_it_is_gone(
+def test_the_end_of_the_output_of_a_finished_job_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
