@@ -169,22 +169,6 @@ def test_a_recipe_built_in_python_is_refused_like_one_from_a_file(path: Path) ->
     assert line.startswith("encoders.vision.grid.cp: got 2")
 
 
-@pytest.mark.parametrize(
-    ("pp", "vpp", "microbatches", "needed"),
-    [
-        (2, 1, 8, 1),
-        (4, 1, 8, 3),
-        (4, 1, 2, 1),  # never more ahead than there are microbatches
-        (2, 2, 4, 3),  # found by running it: with 1 and 2 the job hangs
-        (2, 2, 2, 1),
-    ],
-)
-def test_least_run_ahead_follows_from_the_order_of_the_schedule(
-    pp: int, vpp: int, microbatches: int, needed: int
-) -> None:
-    assert minimum_run_ahead(pp, vpp, microbatches) == needed
-
-
 def test_colocated_encoder_gets_all_ranks_of_the_language_model(path: Path) -> None:
     colocated = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 2}"]
     layout = build_layout(load_recipe(path, ["language.grid={tp: 1, pp: 2, dp: 2}", *colocated]))
