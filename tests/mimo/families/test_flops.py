@@ -166,9 +166,7 @@ def check(counted: Counted) -> None:
         "gemma3, adapters",
     ),
 )
-def test_a_tower_declares_the_flops_that_it_needs(
-    run_ranks: RunRanks, tower: tuple[str, str]
-) -> None:
+def test_a_tower_declares_the_flops_it_needs(run_ranks: RunRanks, tower: tuple[str, str]) -> None:
     (counted,) = run_ranks(count_tower, 1, *tower)
     check(counted)
 
@@ -183,9 +181,7 @@ def test_a_tower_declares_the_flops_that_it_needs(
         "gemma3, adapters",
     ),
 )
-def test_a_language_model_declares_the_flops_that_it_needs(
-    run_ranks: RunRanks, model: tuple[str, str]
-) -> None:
+def test_a_language_model_declares_its_flops(run_ranks: RunRanks, model: tuple[str, str]) -> None:
     (counted,) = run_ranks(count_language, 1, *model)
     check(counted)
 

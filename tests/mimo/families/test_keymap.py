@@ -107,9 +107,7 @@ def test_groups_of_queries_keys_and_values_lie_as_megatron_wants_them() -> None:
 
 
 @pytest.mark.parametrize("family", folders.FAMILIES)
-def test_the_map_of_a_model_covers_every_tensor_that_transformers_writes(
-    family: str, tmp_path: Path
-) -> None:
+def test_the_key_map_covers_every_tensor_of_transformers(family: str, tmp_path: Path) -> None:
     folder = folders.make(family, tmp_path / "model")
     architecture = ARCHITECTURES[family]
     config = read_config(folder)
@@ -134,9 +132,7 @@ PROJECTORS = {
 
 
 @pytest.mark.parametrize("family", folders.FAMILIES)
-def test_the_projector_is_what_the_checkpoint_calls_so_norm_included(
-    family: str, tmp_path: Path
-) -> None:
+def test_the_projector_is_that_of_the_checkpoint_with_its_norm(family: str, tmp_path: Path) -> None:
     folder = folders.make(family, tmp_path / "model")
     tower: Any = ARCHITECTURES[family].encoder_family()
     settings = tower.settings_from_hf(read_config(folder), read_processors(folder))

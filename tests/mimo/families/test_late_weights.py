@@ -72,16 +72,12 @@ def run_language(rank: int, name: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_a_tower_reads_a_parameter_only_in_the_forward_of_its_owner(
-    run_ranks: RunRanks, name: str
-) -> None:
+def test_a_tower_reads_parameters_in_their_owners_forward(run_ranks: RunRanks, name: str) -> None:
     ((before, after),) = run_ranks(run_tower, 1, name)
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_a_language_model_reads_a_parameter_only_in_the_forward_of_its_owner(
-    run_ranks: RunRanks, name: str
-) -> None:
+def test_a_language_model_reads_parameters_likewise(run_ranks: RunRanks, name: str) -> None:
     ((before, after),) = run_ranks(run_language, 1, name)
     assert torch.equal(before, after)

@@ -155,9 +155,7 @@ def test_one_encoder_may_take_several_media_each_with_its_processor_and_tokens(p
         ),
     ],
 )
-def test_media_and_placeholders_belong_to_one_encoder(
-    path: Path, override: str, problem: str
-) -> None:
+def test_modality_and_tokens_have_one_encoder(path: Path, override: str, problem: str) -> None:
     recipe = load_recipe(path, [VIDEO, SECOND, override])
     (line,) = media_problems(recipe)
     assert problem in line

@@ -204,9 +204,7 @@ def test_what_another_rank_never_decodes_is_named_with_that_rank(case: Case) -> 
     assert raised.value.waits_for == (1,)
 
 
-def test_full_shared_memory_is_told_with_the_way_out(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_shared_memory_names_the_remedy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -217,9 +215,7 @@ def test_full_shared_memory_is_told_with_the_way_out(
     assert "--shm-size" in raised.value.__notes__[0]
 
 
-def test_workers_are_the_cores_that_ranks_leave(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_use_the_cores_ranks_leave(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, wanted, expected in ((1, "null", 0), (2, "null", 1), (16, "null", 15), (1, "3", 3)):
         monkeypatch.setattr(decodings, "find_host", lambda cores=cores: Host((0,), "j", 0, cores))
         recipe = load_recipe(case.path, [COLOCATED, f"data.workers={wanted}"])
@@ -228,9 +224,7 @@ def test_workers_are_the_cores_that_ranks_leave(
             assert decoding.worker_seconds == recipe.bridge.timeout_seconds / 4
 
 
-def test_little_shared_memory_is_passed_over_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_little_shared_memory_is_avoided_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     plenty, little = (Host((0, 1), "job", free, 1) for free in (2**30, 2**26))
     assert decodings._root(plenty, 2**29) == Path("/dev/shm")
     assert decodings._root(little, 2**29) != Path("/dev/shm")

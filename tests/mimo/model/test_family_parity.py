@@ -116,9 +116,7 @@ VERIFIED = [
     [[], ["language.grid={tp: 2, sp: true, pp: 2}", ENCODER_SP]],
     ids=["its layout", "tp2 with sp, pp2"],
 )
-def test_the_verifier_passes_a_recipe_with_windows(
-    run_ranks: RunRanks, tmp_path: Path, grids: list[str]
-) -> None:
+def test_verify_passes_with_windows(run_ranks: RunRanks, tmp_path: Path, grids: list[str]) -> None:
     recipe = load_recipe(QUICKSTART, [*VERIFIED, *grids])
     (cell,) = recipe_cells(recipe, None, 8, full=False).cells
     result = Verifier(tmp_path, "fp32").run(cell)

@@ -96,7 +96,7 @@ def test_image_limits_may_differ_from_the_folder(directory: Path) -> None:
     assert "encoders.vision.recompute: got selective" in problem[0]
 
 
-def test_a_model_that_is_code_of_its_own_and_a_folder_that_is_gone_are_refused(
+def test_a_model_with_its_own_code_and_a_missing_folder_are_refused(
     directory: Path, tmp_path: Path
 ) -> None:
     write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "code")

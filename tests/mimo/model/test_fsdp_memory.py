@@ -113,9 +113,7 @@ def peak_of_a_step(_: int, reduce: Any) -> int:
 
 
 @pytest.mark.parametrize("reduce", ["microbatch", "step"])
-def test_a_step_needs_at_most_what_the_estimate_says(
-    run_ranks: RunRanks, tmp_path: Path, reduce: str
-) -> None:
+def test_the_estimate_bounds_a_steps_peak(run_ranks: RunRanks, tmp_path: Path, reduce: str) -> None:
     (peak,) = run_ranks(peak_of_a_step, 1, reduce)
     one = language_memory(tmp_path, reduce)
     estimate = one.total - one.optimizer

@@ -357,7 +357,7 @@ phases:
 
 
 @pytest.mark.slow
-def test_phases_of_one_job_may_run_on_several_engines(
+def test_phases_may_run_on_several_engines(
     run_ranks: RunRanks, recipe: Path, tmp_path: Path
 ) -> None:
     found = []

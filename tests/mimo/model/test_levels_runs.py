@@ -17,7 +17,7 @@ from tests.mimo.runs import ADAM, metrics, run
 
 
 @pytest.mark.slow
-def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
+def test_a_checkpoint_of_an_interleaved_layout_resumes_elsewhere(
     run_ranks: RunRanks, path: Path
 ) -> None:
     settings = [LAYERS, *ADAM, "train.steps=4", "train.save_every=2"]
@@ -42,9 +42,7 @@ def test_checkpoint_of_an_interleaved_layout_resumes_in_others(
         {"disjoint": [*DISJOINT, *INTERLEAVED], "colocated": [*COLOCATED, *INTERLEAVED]}, "disjoint"
     ),
 )
-def test_validation_passes_levels_on_without_gradients(
-    run_ranks: RunRanks, path: Path, layout: list[str]
-) -> None:
+def test_validation_sends_levels_alone(run_ranks: RunRanks, path: Path, layout: list[str]) -> None:
     shard = f"data.validation=[{{path: '{path.parent}/train-*.tar'}}]"
     every = ["train.validate_every=1", "train.validation_batches=1", "train.learning_rate=1e-12"]
     run(run_ranks, path, LAYERS, *layout, "train.steps=1", shard, *every)
@@ -83,9 +81,7 @@ def _logits_with_and_without_levels(rank: int, folder: Path) -> bool:
     return bool((seen[first] != seen[0]).any())
 
 
-def test_a_stage_that_only_receives_levels_takes_part_in_the_check_of_plans(
-    run_ranks: RunRanks, path: Path
-) -> None:
+def test_a_stage_that_only_receives_levels_checks_plans(run_ranks: RunRanks, path: Path) -> None:
     expected = r"bridge vision \(levels 3\), microbatch 0: ranks \[0\] and ranks \[2\] planned"
     with pytest.raises(RanksFailed, match=expected):
         run_ranks(_run_with_another_plan_on_the_last_stage, 3, path)

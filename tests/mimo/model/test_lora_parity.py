@@ -112,7 +112,7 @@ def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", ["{tp: 2, sp: true, pp: 2}", "{tp: 2, cp: 2}"])
-def test_steps_in_fp64_equal_those_of_one_rank_to_ten_digits(
+def test_fp64_steps_equal_one_rank_to_ten_digits(
     run_ranks: RunRanks, recipe: Path, grid: str
 ) -> None:
     overrides = [*BOTH, f"language.grid={grid}", "train.precision=fp64"]
@@ -154,9 +154,7 @@ def drawn_weights(rank: int, path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_only_adapters_and_the_projector_leave_their_drawn_values(
-    run_ranks: RunRanks, recipe: Path
-) -> None:
+def test_only_adapters_and_the_projector_learn(run_ranks: RunRanks, recipe: Path) -> None:
     (drawn,) = run_ranks(drawn_weights, 1, recipe)
     overrides = [*BOTH, "train.optimizer=adam", "train.weight_decay=0.1"]
     grids = ["language.grid={tp: 2, pp: 2}", "encoders.vision.grid={tp: 2, sp: true, dp: 1}"]

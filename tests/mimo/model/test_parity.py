@@ -243,7 +243,7 @@ def test_steps_with_two_encoders_equal_those_of_one_rank(
 @pytest.mark.parametrize(
     "layout", quick(["3 lanes to 2", "2 lanes tp2 to tp2 pp2 with sp", "colocated"], "3 lanes to 2")
 )
-def test_steps_in_fp64_equal_those_of_one_rank_to_ten_digits(
+def test_fp64_steps_equal_one_rank_to_ten_digits(
     run_ranks: RunRanks, recipe: Path, layout: str
 ) -> None:
     check(run_ranks, recipe, [*LAYOUTS[layout], "train.precision=fp64"], FP64_TOLERANCE)

@@ -19,9 +19,7 @@ OVERRIDES = [LAYERS, *DISJOINT, "language.grid={tp: 2, pp: 2}"]
 
 
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
-def test_every_link_has_a_plan_of_all_rows_to_the_ranks_of_its_stage(
-    path: Path, delivery: str
-) -> None:
+def test_every_link_plans_all_rows_to_the_ranks_of_its_stage(path: Path, delivery: str) -> None:
     planner = tiny.planner_of(path, *OVERRIDES, delivery=delivery)
     plan, layout = planner.finish(planner.microbatches(0)), planner.layout
     links = layout.links_of("vision")
@@ -103,9 +101,7 @@ def test_a_budget_packs_the_same_sequences_in_every_layout(path: Path) -> None:
     assert any(planned.samples.num_samples > 4 for planned in planner.microbatches(0))
 
 
-def test_a_run_that_goes_on_with_another_budget_or_batch_size_uses_every_sample_once(
-    path: Path,
-) -> None:
+def test_resuming_with_another_budget_or_batch_size_uses_every_sample_once(path: Path) -> None:
     settings: list[tuple[str, TokenBudget | None]] = [
         ("1 lane", BUDGET),
         ("2 lanes cp2", TokenBudget(128, window=30)),

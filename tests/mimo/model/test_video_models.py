@@ -134,7 +134,7 @@ def test_logits_over_images_and_videos_equal_those_of_transformers(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
-def test_positions_per_second_that_the_importer_overlooks_are_found(
+def test_a_wrong_number_of_positions_per_second_differs(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     folder = make("qwen2_5_vl", tmp_path / "checkpoint")

@@ -104,15 +104,11 @@ def test_steps_over_images_and_videos_of_one_tower_equal_those_of_one_rank(
     check(run_ranks, videos, [*TOWERS[family], OTHER_MEDIA, LENGTH, *LAYOUTS[layout]])
 
 
-def test_steps_over_images_with_crops_equal_those_of_one_rank(
-    run_ranks: RunRanks, images: Path
-) -> None:
+def test_steps_with_crops_equal_those_of_one_rank(run_ranks: RunRanks, images: Path) -> None:
     check(run_ranks, images, [*CROPS, LENGTH, *LAYOUTS["2 lanes to pp2"]])
 
 
-def test_the_samples_have_items_of_several_frames_and_parts_of_several_items(
-    videos: Path, images: Path
-) -> None:
+def test_samples_have_items_of_several_frames_and_several_items(videos: Path, images: Path) -> None:
     grids: dict[str, set[int]] = {}
     numbers: dict[str, set[int]] = {}
     cases = {name: (videos, [*own, OTHER_MEDIA]) for name, own in TOWERS.items()}
@@ -126,7 +122,7 @@ def test_the_samples_have_items_of_several_frames_and_parts_of_several_items(
 
 
 @pytest.mark.parametrize("family", quick(TOWERS, "qwen_vl"))
-def test_a_run_answers_about_videos_and_images(
+def test_a_run_answers_about_all_modalities(
     run_ranks: RunRanks, tmp_path: Path, family: str
 ) -> None:
     path = write_samples(tmp_path, SAMPLES)

@@ -213,7 +213,7 @@ def test_a_rank_connects_to_its_own_block_of_lanes_alone(run_ranks: RunRanks) ->
         (600, [4, 8, 28, 32, 224, 896]),
     ],
 )
-def test_a_rank_of_a_large_job_is_in_few_groups(
+def test_a_rank_of_a_large_job_has_few_groups(
     run_ranks: RunRanks, rank: int, sizes: list[int]
 ) -> None:
     ((found, num_asked),) = run_ranks(groups_of_a_rank, 1, LARGE, rank)
@@ -236,7 +236,7 @@ def test_ranks_of_a_lane_that_share_out_rows_connect_with_each_other(run_ranks: 
     ],
     ids=str,
 )
-def test_connecting_closes_no_circle_of_ranks_that_wait_for_each_other(
+def test_connecting_closes_no_circle_of_waiting_ranks(
     run_ranks: RunRanks, language: GridSpec
 ) -> None:
     layout = Layout(replace(language, rank_offset=3), {"vision": GridSpec("vision", dp=3)}, 7)
@@ -269,26 +269,20 @@ def test_no_group_has_its_first_collective_inside_a_step(
     assert {one for one in at_set_up if one.startswith("language")} == expected
 
 
-def test_a_module_on_fsdp_connects_the_groups_of_its_mesh_and_no_others(
-    run_ranks: RunRanks,
-) -> None:
+def test_a_module_on_fsdp_connects_only_the_groups_of_its_mesh(run_ranks: RunRanks) -> None:
     layout = Layout(GridSpec(LANGUAGE, dp=4, dp_replicate=2, engine="fsdp"), {}, 4)
     expected = ["default_pg", "dp_replicate", "dp_shard"]
     assert run_ranks(sums_at_set_up, 4, layout) == [expected] * 4
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_the_ring_of_transformer_engine_is_connected_as_it_sends(
-    run_ranks: RunRanks, cp: int
-) -> None:
+def test_the_ring_of_transformer_engine_is_connected(run_ranks: RunRanks, cp: int) -> None:
     for rank, found in enumerate(run_ranks(connect_a_ring, cp, cp)):
         kind = "batch" if cp == 2 else "single"
         assert set(found) == {(kind, (rank + 1) % cp), (kind, (rank - 1) % cp)}
 
 
-def test_every_group_of_a_run_has_the_patience_of_the_recipe(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
+def test_every_group_of_a_run_has_the_recipes_timeout(run_ranks: RunRanks, tmp_path: Path) -> None:
     write_recipe(tmp_path)
     for found in run_ranks(patience_of_a_run, 3, tmp_path):
         assert found

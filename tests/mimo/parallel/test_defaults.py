@@ -46,9 +46,7 @@ def test_auto_overlaps_on_gpus_and_a_choice_holds_everywhere(
         ),
     ],
 )
-def test_weights_that_nobody_can_gather_late_are_refused(
-    given: dict[str, Any], message: str
-) -> None:
+def test_late_gathers_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Train(steps=1, global_batch_size=1, **given)
 
@@ -86,9 +84,7 @@ def test_colocated_encoders_post_nothing_ahead_and_context_parallel_ranks_do() -
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_kernels_load_at_the_start_only_at_the_ends_of_a_disjoint_encoder_s_bridge(
-    engine: Any,
-) -> None:
+def test_kernels_load_at_the_start_only_at_the_ends_of_a_bridge(engine: Any) -> None:
     vision = {"vision": GridSpec("vision", dp=2, engine=engine)}
     language = GridSpec(LANGUAGE, tp=2, pp=2, rank_offset=2)
     assert ranks_with(Layout(language, vision, 6), *EAGER) == [0, 1, 2, 3]

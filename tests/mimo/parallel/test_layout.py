@@ -186,9 +186,7 @@ def test_colocated_grid_that_does_not_fill_the_language_model_names_both_sizes(p
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_automatic_run_ahead_is_one_more_than_the_least_that_does_not_deadlock(
-    path: Path, pp: int
-) -> None:
+def test_automatic_run_ahead_is_one_more_than_needed(path: Path, pp: int) -> None:
     recipe = load_recipe(path, [f"language.grid.pp={pp}", "train.global_batch_size=24"])
     layout = build_layout(recipe)
     assert minimum_run_ahead(pp, 1, num_microbatches(recipe, layout)) == pp - 1
