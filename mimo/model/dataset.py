@@ -67,14 +67,14 @@ def linear_tokens(recipe: Recipe) -> int:
     return round(linear / (scores / 2))
 
 
-def media_problems(recipe: Recipe) -> Iterator[str]:
+def modality_problems(recipe: Recipe) -> Iterator[str]:
     """Yield what keeps every modality from having one encoder and its own tokens."""
     owners = dict[tuple[str, str], str]()
-    for where, place, media, tokens in _media_of(recipe):
-        if media == "text":
+    for where, place, modality, tokens in _modalities_of(recipe):
+        if modality == "text":
             message = "'text' is the language model's own; name another modality"
             yield recipe.problem(where, message)
-        named = {where: ("media", media)}
+        named = {where: ("media", modality)}
         for key in ("placeholder", "template_token"):
             named[*place, key] = key, getattr(tokens, key)
         for location, (key, value) in named.items():
@@ -84,33 +84,33 @@ def media_problems(recipe: Recipe) -> Iterator[str]:
                 yield recipe.problem(location, message)
 
 
-def _media_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
+def _modalities_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
     """Yield the place of each modality's name, the place of its keys, its name and its tokens."""
     for name, encoder in recipe.encoders.items():
         place = ("encoders", name)
         yield (*place, "media"), place, encoder.media, encoder.own_tokens
-        for media, tokens in encoder.other_media.items():
-            other = (*place, "other_media", media)
-            yield other, other, media, tokens
+        for modality, tokens in encoder.other_media.items():
+            other = (*place, "other_media", modality)
+            yield other, other, modality, tokens
 
 
 def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
     """Return the modalities that the encoders take, by name. Raises RecipeError."""
-    if problems := [*media_problems(recipe)]:
+    if problems := [*modality_problems(recipe)]:
         raise RecipeError(*problems)
     return {
-        media: encoder_settings(recipe, name).processor(media)
+        modality: encoder_settings(recipe, name).processor(modality)
         for name, encoder in recipe.encoders.items()
-        for media in encoder.media_tokens
+        for modality in encoder.media_tokens
     }
 
 
 def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
     """Open the tokenizer. Raises RecipeError with the key ``data.tokenizer``, or StartError."""
     placeholders = {
-        media: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
+        modality: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
         for encoder in recipe.encoders.values()
-        for media, tokens in encoder.media_tokens.items()
+        for modality, tokens in encoder.media_tokens.items()
     }
     try:
         return ChatTokenizer(recipe.data.tokenizer, placeholders)

@@ -139,24 +139,22 @@ def tasks_of_step(
             if module == LANGUAGE:
                 kind, number = TEXT, samples.samples_of_lane(lane)
                 sample, address, cost = number, samples.sample[number], samples.length[number]
+                sizes = (cost * _TOKEN_BYTES).tolist()
             else:
                 kind, number = ITEM, planned.encoders[module].of_lane(lane)
                 sample, address = samples.item_sample[number], samples.item[number]
                 cost = samples.item_cost[number]
+                wires = [readers[0].processors[modality].wire for modality in samples.media]
+                patch_bytes = np.array([wire.width * wire.dtype.itemsize for wire in wires])
+                item_bytes = zip(
+                    plans_of_items(readers, samples.source[sample], address),
+                    patch_bytes[samples.item_media[number]].tolist(),
+                    strict=True,
+                )
+                sizes = [math.prod(plan.grid) * per_patch for plan, per_patch in item_bytes]
             sharer = assign_items(cost, len(ranks), loads[module])
             np.add.at(loads[module], sharer, cost)
             source = samples.source[sample]
-            if kind == TEXT:
-                sizes = (cost * _TOKEN_BYTES).tolist()
-            else:
-                wires = [readers[0].processors[media].wire for media in samples.media]
-                patch_bytes = [wire.width * wire.dtype.itemsize for wire in wires]
-                media = samples.item_media[number].tolist()
-                plans = plans_of_items(readers, source, address)
-                sizes = [
-                    math.prod(plan.grid) * patch_bytes[kind_of_item]
-                    for kind_of_item, plan in zip(media, plans, strict=True)
-                ]
             columns = (values.tolist() for values in (number, sample, source, address, sharer))
             for n, i, s, at, by, num_bytes in zip(*columns, sizes, strict=True):
                 yield Task(

@@ -56,7 +56,8 @@ def _index_splits(recipe: Recipe, workers: int | None) -> None:
         for source, index in zip(sources_of(recipe, split), indexes, strict=True):
             print(
                 f"{split} {source.path}: {len(index.shards)} shards, {len(index)} samples, "
-                f"{index.num_items} items, {index.num_skipped} unusable samples left out"
+                f"{index.num_items} items, {index.num_skipped} unusable samples left out",
+                flush=True,
             )
         for line in unknown_text(sources_of(recipe, split), indexes):
             print(line, flush=True)

@@ -22,7 +22,7 @@ from mimo.model.dataset import (
     check_index,
     for_each_source,
     item_processors,
-    media_problems,
+    modality_problems,
     open_dataset,
     open_tokenizer,
     sources_of,
@@ -50,7 +50,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     for check in (
         _profile_problems(recipe, layout),
         _language_problems(recipe, layout.language),
-        media_problems(recipe),
+        modality_problems(recipe),
         *(_encoder_problems(recipe, grid) for grid in layout.encoders.values()),
     ):
         try:

@@ -16,7 +16,7 @@ from mimo.model.dataset import (
     Dataset,
     changed_shards_named,
     item_processors,
-    media_problems,
+    modality_problems,
     open_tokenizer,
 )
 from tests.data.file_server import serving
@@ -157,13 +157,13 @@ def test_one_encoder_may_take_several_media_each_with_its_processor_and_tokens(p
 )
 def test_modality_and_tokens_have_one_encoder(path: Path, override: str, problem: str) -> None:
     recipe = load_recipe(path, [VIDEO, SECOND, override])
-    (line,) = media_problems(recipe)
+    (line,) = modality_problems(recipe)
     assert problem in line
 
 
 def test_what_the_template_writes_belongs_to_one_media(path: Path) -> None:
     both = [f"encoders.{name}.template_token=<item>" for name in ("vision", "second")]
-    (line,) = media_problems(load_recipe(path, [SECOND, *both]))
+    (line,) = modality_problems(load_recipe(path, [SECOND, *both]))
     assert "encoders.second.template_token: got '<item>', which" in line
 
 
