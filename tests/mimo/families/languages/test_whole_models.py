@@ -39,13 +39,13 @@ from tests.mimo.families.languages import references as text
 from tests.mimo.families.languages.references import SETTINGS, TOLERANCE, text_config
 
 IMAGE_TOKEN = 99
-_SPECIAL_TOKENS = {
+_SPECIAL_TOKENS: dict[str, Any] = {
     "image_token_id": IMAGE_TOKEN,
     "video_token_id": 98,
     "vision_start_token_id": 97,
     "vision_end_token_id": 96,
 }
-PIXELS = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 20}
+PIXELS: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 20}
 # Width and height in pixels of Qwen2.5-VL's images, in the order of its samples.
 PICTURE_SIZES = [(140, 90), (61, 170), (200, 33), (28, 28), (83, 141)]
 
