@@ -26,8 +26,8 @@ Generated from the schema by `python -m tests.recipe_keys docs/recipe_keys.md`; 
 docstrings of the fields, not this file. [recipes.md](recipes.md) explains how recipes are read.
 
 `<name>` is a name of your choice, `[]` an entry of a list. A key with the default *required* has to
-be given, unless the checkpoint that `init_from` names provides it. A list `phases` may lay other
-values over these keys: see [phases.md](phases.md).
+be given, unless the checkpoint that `init_from` names provides it. A list `phases` may override
+these keys: see [phases.md](phases.md).
 """
 
 
