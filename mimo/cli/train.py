@@ -62,7 +62,7 @@ def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
     limit = "" if rows is None else f" and {rows:,} rows"
     print(f"microbatch of a lane: {number}, up to {recipe.longest_microbatch:,} tokens{limit}")
     if layout.blocks > 1:
-        print(f"bridges: rows stay within each of {layout.blocks} blocks of lanes")
+        print(f"bridges: embeddings stay within each of {layout.blocks} blocks of lanes")
 
 
 def _print_memory(recipe: Recipe, layout: Layout) -> None:
@@ -74,9 +74,7 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
         parts = (*(getattr(usage, column) for column in columns), usage.total)
         rows.append((usage.role, *(format_bytes(part) if part else "-" for part in parts)))
     show(Table(("role", *columns, "in all"), rows, title="memory of a rank"))
-    print(
-        "activations and buffers: upper bound, for full microbatches in which each token is a row"
-    )
+    print("activations, buffers: upper bound, for full microbatches of item embeddings alone")
 
 
 def _print_defaults(recipe: Recipe, layout: Layout) -> None:
