@@ -104,11 +104,8 @@ def microbatches(step: int, lane: int, dense: bool) -> Iterator[Microbatch]:
 
 def count_loss_tokens(job: Job, step: int) -> int:
     """N of the global batch."""
-    return sum(
-        int(one.loss_mask.sum())
-        for lane in range(NUM_LANES)
-        for one in microbatches(step, lane, job.dense)
-    )
+    batches = [b for lane in range(NUM_LANES) for b in microbatches(step, lane, job.dense)]
+    return sum(int(batch.loss_mask.sum()) for batch in batches)
 
 
 def share(whole: Tensor, lengths: Sequence[int], cp: dist.ProcessGroup) -> Tensor:
@@ -166,7 +163,7 @@ class Trainer:
         )
         switches = [chunk.no_sync for chunk in self.chunks]
         for chunk in self.raw:
-            chunk.config.no_sync_func = switches if len(switches) > 1 else switches[0]
+            chunk.config.no_sync_func = switches if grid.vpp > 1 else switches[0]
         self.optimizer = build_optimizer(
             self.chunks,
             OptimizerSettings(job.optimizer, 0.1, 0.9, 0.95, 1e-4, job.distributed),
@@ -183,8 +180,7 @@ class Trainer:
         module.begin_step(forward_only=False)
         lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
         batch = [one for lane in lanes for one in microbatches(step, lane, self.job.dense)]
-        config = self.raw[0].config
-        cp = self.groups.cp.size()
+        config, cp = self.raw[0].config, self.groups.cp.size()
         sizes = [one.ids.shape for one in batch]
         shapes = [hidden_shapes(config, self.groups, s // cp, b) for b, s in sizes]
         logged = run_schedule(self._forward_step, batch, self.chunks, self.groups, shapes)
@@ -202,14 +198,12 @@ class Trainer:
 
         one, cp, tp = next(batches), self.groups.cp, self.groups.tp
         lengths = one.lengths or (one.ids.shape[1],)
-        segments = None
-        if one.lengths is not None:
-            segments = PackedSegments.from_lengths(one.lengths, one.ids.device)
+        packed = one.lengths and PackedSegments.from_lengths(one.lengths, one.ids.device)
         inputs = {
             "input_ids": share(one.ids, lengths, cp),
             "position_ids": share_of_positions(one.positions, lengths, cp),
             "attention_mask": None,
-            "packed_seq_params": segments,
+            "packed_seq_params": packed,
         }
         counted = share(one.loss_mask, lengths, cp).t().flatten().nonzero()[:, 0]
         if not self.job.distil:
@@ -250,10 +244,19 @@ class Trainer:
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def train(rank: int, job: Job) -> dict[str, Any]:
-    """All steps of a job: metrics of each, then weights and last gradients."""
-    trainer = Trainer(job)
-    return {"metrics": [trainer.step(n) for n in range(job.steps)], "shards": trainer.shards()}
+def train(
+    rank: int, job: Job, directory: Path | None = None, saved_after: int | None = None
+) -> dict[str, Any]:
+    """All steps of a job: metrics of each, then weights and last gradients.
+
+    directory: where to write a checkpoint after ``saved_after`` steps.
+    """
+    trainer, metrics = Trainer(job), []
+    for step in range(job.steps):
+        if directory is not None and step == saved_after:
+            save(trainer, directory)
+        metrics.append(trainer.step(step))
+    return {"metrics": metrics, "shards": trainer.shards()}
 
 
 def late_gathers(rank: int, job: Job) -> list[int]:
@@ -285,17 +288,6 @@ def state_sizes(rank: int, job: Job) -> int:
         for kind, tensor in state.items()
         if kind != "step"
     )
-
-
-def save_and_go_on(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, Any]:
-    """As `train`, with a checkpoint after some of the steps."""
-    trainer = Trainer(job)
-    metrics = []
-    for step in range(job.steps):
-        if step == saved_after:
-            save(trainer, directory)
-        metrics.append(trainer.step(step))
-    return {"metrics": metrics, "shards": trainer.shards()}
 
 
 def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, Any]:

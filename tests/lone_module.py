@@ -254,11 +254,16 @@ def run_language(
     tp: int = 1,
     sp: bool = False,
     family: str = "qwen3",
+    recompute: str = "none",
+    levels: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Language model of ``num_tokens`` tokens on ids (T,), positions (3, T) in packed segments.
 
     logit_gradients: (T, num_tokens); with them also this rank's gradients of every parameter
         ("gradients" by local name, "shards" for `join_gradients`).
+    levels: (k, n, H), to add behind the first k layers at places (n,); with them also the gradients
+        of the rows that this rank adds, (k, n', H), n' of the n under sequence parallelism, with
+        their numbers (n',).
 
     Returns this rank's logits (T, V / tp); without gradients also those of a forward that gets the
     embedding's output as `decoder_input`, and the per-token losses (T,) of ``ids`` as labels.
@@ -271,7 +276,7 @@ def run_language(
     from mimo.engines.megatron.parallel import wrap_data_parallel
 
     languages = importlib.import_module(f"mimo.families.languages.{family}")
-    ctx = _context(tp, sp)
+    ctx = _context(tp, sp, recompute=recompute)
     sizes = languages.Settings(**settings)
     vocab_size = sizes.padded_vocab_size(num_tokens)
     model = languages.build(sizes, ctx, num_tokens, len(ids), SEED)
@@ -283,75 +288,32 @@ def run_language(
         "attention_mask": None,
         "packed_seq_params": PackedSegments.from_lengths(lengths, ids.device),
     }
+    found: dict[str, Any] = {}
+    if levels is not None:
+        rows, places = levels
+        if sp:
+            places = places - rank * (len(ids) // tp)
+        found["rows"] = ((places >= 0) & (places < len(ids) // (tp if sp else 1))).nonzero()[:, 0]
+        rows = rows[:, found["rows"]].clone().requires_grad_()
+        inputs["levels"] = rows, places[found["rows"]]
     # Norms of queries and keys see a rank's heads alone: their gradients are summed behind it all.
     (wrapped,) = wrap_data_parallel([model], ctx.groups, False, False)
     logits = wrapped(**inputs)[0]
-    found: dict[str, Any] = {"logits": logits.detach()}
+    found["logits"] = logits.detach()
     if logit_gradients is not None:
         padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
-        own = torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank]
-        logits.backward(own)
+        logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
         finalize_model_grads([wrapped], num_tokens=None, pg_collection=ctx.groups)
         for param in model.parameters():
             param.grad = param.main_grad  # type: ignore[attr-defined]
+        if levels is not None:
+            found["row_gradients"] = inputs["levels"][0].grad
         return found | {"gradients": gradients(model), "shards": _gradient_shards(model, ctx)}
     with torch.no_grad():
         hidden = model.embedding(input_ids=ids[None], position_ids=inputs["position_ids"])
         found["embedded"] = model(**inputs, decoder_input=hidden)[0]
         found["losses"] = model(**inputs, labels=ids[None])[0]
     return found
-
-
-def run_language_with_levels(
-    rank: int,
-    settings: dict[str, Any],
-    num_tokens: int,
-    weights: Weights,
-    ids: Tensor,
-    positions: Tensor,
-    lengths: Sequence[int],
-    levels: Tensor,
-    places: Tensor,
-    logit_gradients: Tensor,
-    tp: int = 1,
-    sp: bool = False,
-    recompute: str = "none",
-) -> dict[str, Any]:
-    """As `run_language`, with levels (k, n, H) added at places (n,) behind the first k layers.
-
-    Returns this rank's logits (T, V / tp), the gradients of its parameters and those of the rows
-    that it adds, (k, n', H), n' of the n under sequence parallelism, with their numbers (n',).
-    """
-    from mimo.engines.megatron import PackedSegments
-    from mimo.families.languages import qwen3
-
-    ctx = _context(tp, sp, recompute=recompute)
-    sizes = qwen3.Settings(**settings)
-    vocab_size = sizes.padded_vocab_size(num_tokens)
-    model = qwen3.build(sizes, ctx, vocab_size, len(ids), SEED)
-    _load(model, weights, ctx)
-    model.train()
-    mine = torch.arange(len(places))
-    if sp:
-        part = len(ids) // tp
-        mine = mine[(places // part) == rank]
-        places = places - rank * part
-    rows = levels[:, mine].clone().requires_grad_()
-    logits = model(
-        input_ids=ids[None],
-        position_ids=positions[:, None, :],
-        attention_mask=None,
-        packed_seq_params=PackedSegments.from_lengths(lengths, ids.device),
-        levels=(rows, places[mine]),
-    )[0]
-    padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
-    logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
-    return {
-        "logits": logits.detach(),
-        "gradients": gradients(model),
-        "row_gradients": rows.grad,
-        "rows": mine,
-    }
 
 
 def noise(seed: int, *shape: int) -> Tensor:

@@ -26,7 +26,7 @@ from mimo.config.training import Data
 from mimo.device import barrier
 from mimo.model.dataset import Dataset
 from mimo.model.step_plan import StepPlan
-from mimo.runtime.run_files import BAD_SAMPLES, METRICS, Kind, record
+from mimo.runtime.run_files import BAD_SAMPLES, METRICS, Kind, json_lines, record
 from mimo.train.metrics import StepResult
 from mimo.train.restarts import job_name
 
@@ -69,24 +69,21 @@ class BadSamples:
         self, run_dir: Path, first_step: int, say: Callable[[str], object] = print
     ) -> None:
         self._run_dir, self._path, self._say = run_dir, run_dir / BAD_SAMPLES, say
-        self._read: list[str] = []
-        if self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-            self._read = [line for line in lines if _step_of(line) < first_step]
+        # Entries of indexes have no step.
+        self._read = [e for e in json_lines(self._path) if e.get("step", math.inf) < first_step]
         self._count = self._count_reported = len(self._read)
 
     def list_of_indexes(self, splits: Mapping[str, Dataset | None]) -> None:
         """List the samples that indexes leave out: the first ten thousand of each, and a count."""
-        lines = []
+        entries: list[dict[str, Any]] = []
         for split, dataset in splits.items():
             for source, index in enumerate(dataset.indexes if dataset else ()):
                 shown = itertools.islice(index.skipped_samples(), _MAX_LINES_PER_INDEX)
                 where = {"found": "index", "split": split, "source": source}
-                lines += [_line(where | asdict(bad)) for bad in shown]
+                entries += [where | asdict(bad) for bad in shown]
                 if (more := index.num_skipped - _MAX_LINES_PER_INDEX) > 0:
-                    lines.append(_line(where | {"more": more}))
-        text = "".join(f"{line}\n" for line in (*lines, *self._read))
-        self._path.write_text(text, encoding="utf-8")
+                    entries.append(where | {"more": more})
+        self._path.write_text("".join(map(_line, (*entries, *self._read))), encoding="utf-8")
 
     def append(self, step: int, numbers: Iterable[int]) -> None:
         """Append samples that some rank could not read, by their numbers in the step.
@@ -98,7 +95,7 @@ class BadSamples:
         if not entries:
             return
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(_line({"found": "reading"} | entry) + "\n" for entry in entries)
+            file.writelines(_line({"found": "reading"} | entry) for entry in entries)
         before, self._count = self._count, self._count + len(entries)
         if before >= _ALL_REPORTED and self._count < 2 * self._count_reported:
             return
@@ -116,15 +113,7 @@ def _line(entry: dict[str, Any]) -> str:
     entry = {key: value for key, value in entry.items() if value is not None}
     if "reason" in entry:
         entry["reason"] = entry["reason"][:_LONGEST_REASON]
-    return json.dumps(entry)
-
-
-def _step_of(line: str) -> float:
-    """Return the step in which a bad sample was found; infinity for one of an index."""
-    try:
-        return json.loads(line).get("step", float("inf"))
-    except ValueError:
-        return float("inf")  # the last line of a run that was killed while writing
+    return json.dumps(entry) + "\n"
 
 
 def check_skipped(limits: Data, progress: Progress, used: int, dataset: Dataset) -> None:

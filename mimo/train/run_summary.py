@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -42,10 +41,10 @@ def summary_of(
     """
     facts = dict[str, str]()
     for name in layout.grids:
-        count = num_parameters(recipe, name, tokenizer_size)
+        total, trained = num_parameters(recipe, name, tokenizer_size)
         facts[f"model {name}"] = (
-            f"{recipe.module(name).family}, {count.total:,} parameters, "
-            f"{100 * count.trained / count.total:.3g} % trained ({count.trained:,})"
+            f"{recipe.module(name).family}, {total:,} parameters, "
+            f"{100 * trained / total:.3g} % trained ({trained:,})"
         )
     grids = "; ".join(f"{name}: {grid}" for name, grid in layout.grids.items())
     facts["layout"] = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}; {grids}"
@@ -58,37 +57,31 @@ def summary_of(
     return facts | _amounts(recipe, progress, sources)
 
 
-class NumParameters(NamedTuple):
-    """Parameters of a module over all ranks, counted once, without the vocabulary's padding."""
+def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> tuple[int, int]:
+    """Count a module's parameters over all ranks, and those that train, by its family's key map.
 
-    total: int
-    trained: int
-
-
-def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> NumParameters:
-    """Count a module's parameters by its family's key map, adapters among them."""
+    Adapters count, the vocabulary's padding does not.
+    """
     language = language_settings(recipe)
     if module == LANGUAGE:
-        size = language.num_tokens(tokenizer_size)
-        weights = language_family(recipe).weights_in_hf(
-            language.model_copy(update={"vocab_size": size})
-        )
+        sizes = {"vocab_size": language.num_tokens(tokenizer_size)}
+        weights = language_family(recipe).weights_in_hf(language.model_copy(update=sizes))
     else:
         settings = encoder_settings(recipe, module)
         weights = encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
-    part, learns = recipe.module(module), trainable_names(recipe, module)
-    targets = tuple(f".linear_{one}.weight" for one in part.lora.targets) if part.lora else ()
+    part, is_trainable = recipe.module(module), trainable_names(recipe, module)
+    targets = tuple(f".linear_{name}.weight" for name in part.lora.targets) if part.lora else ()
     total = trained = 0
     for weight in weights:
         size = num_elements([weight])
         total += size
-        trained += size * learns(weight.name)
+        trained += size * is_trainable(weight.name)
         if part.lora is not None and ".layers." in weight.name and weight.name.endswith(targets):
             shape = (weight.num_rows, size // weight.num_rows)
             adapters = sum(math.prod(s) for s in adapter_shapes(shape, part.lora.rank))
             total += adapters
             trained += adapters * part.trains
-    return NumParameters(total, trained)
+    return total, trained
 
 
 def _data(index: Index) -> str:
@@ -97,17 +90,20 @@ def _data(index: Index) -> str:
     shards = repr((catalog.names, catalog.sizes, catalog.versions))
     digest = hashlib.sha256(shards.encode()).hexdigest()[:8]
     bad = f", {index.num_skipped:,} unusable" if index.num_skipped else ""
-    plural = "s" if len(index.shards) > 1 else ""
-    return (
-        f"{len(index):,} samples{bad} in {len(index.shards):,} shard{plural} of "
-        f"{sum(catalog.sizes):,} bytes, written as {digest}"
-    )
+    files = f"{len(index.shards):,} shard{'s' if len(index.shards) > 1 else ''}"
+    size = f"{sum(catalog.sizes):,} bytes"
+    return f"{len(index):,} samples{bad} in {files} of {size}, written as {digest}"
 
 
 def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, str]:
     """Return the tokens of a step, the epochs of the whole run, and the precision."""
     train, budget = recipe.train, recipe.data.tokens_per_microbatch
-    mean = _mean_tokens(dataset.indexes, [one.weight for one in sources_of(recipe, "sources")])
+    lengths = []  # the mean of each source
+    for index in dataset.indexes:
+        measured = np.linspace(0, len(index) - 1, min(len(index), _MEASURED))
+        lengths.append(index.column("token_length", measured).mean())
+    weights = [source.weight for source in sources_of(recipe, "sources")]
+    mean = float(np.average(lengths, weights=weights))
     per_step = float(train.global_batch_size)
     step = f"{train.global_batch_size:,} samples, about {per_step * mean:,.0f} tokens"
     if budget is not None:
@@ -116,20 +112,8 @@ def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, 
     end = progress.used.end + round(max(train.steps - progress.step, 0) * per_step)
     epochs = [f"{epoch:.3g}" for epoch in sorted(dataset.order.epochs(end)) if epoch] or ["0"]
     all_sources = " to ".join(dict.fromkeys((epochs[0], epochs[-1])))
-    return {
-        "step": step,
-        "run": f"{train.steps:,} steps, about {all_sources} epochs",
-        "precision": train.precision,
-    }
-
-
-def _mean_tokens(indexes: Sequence[Index], weights: Sequence[float]) -> float:
-    """Return the mean number of tokens of a sample of the mixture."""
-    lengths = [
-        index.column("token_length", np.linspace(0, len(index) - 1, min(len(index), _MEASURED)))
-        for index in indexes
-    ]
-    return float(np.average([own.mean() for own in lengths], weights=weights))
+    run = f"{train.steps:,} steps, about {all_sources} epochs"
+    return {"step": step, "run": run, "precision": train.precision}
 
 
 def precision_warnings(recipe: Recipe, initial: InitialWeights | None) -> Iterator[str]:

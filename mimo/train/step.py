@@ -32,22 +32,20 @@ class StepObserver(Protocol):
     """Watches the steps of one rank. The methods do nothing; an observer overrides some of them.
 
     All ranks call them in the same order, so an observer on every rank may use collectives.
+    modules: those of which this rank owns a part, by name.
     """
 
     def at(self, step: int, activity: str) -> None:
-        """Note that the rank begins one of `mimo.runtime.heartbeat.ACTIVITIES`."""
+        """Observe that the rank begins one of `mimo.runtime.heartbeat.ACTIVITIES`."""
 
     def planned(self, step: int, plan: StepPlan) -> None:
-        """Note that the plan of a step is complete; nothing has been computed yet."""
+        """Observe that the plan of a step is complete; nothing has been computed yet."""
 
     def gradients_complete(self, step: int, modules: Mapping[str, Module]) -> None:
-        """Note that all gradients are summed and divided, but not yet clipped.
-
-        modules: those of which this rank owns a part, by name.
-        """
+        """Observe that all gradients are summed and divided, but not yet clipped."""
 
     def updated(self, step: int, modules: Mapping[str, Module]) -> None:
-        """Note that the step has updated the weights."""
+        """Observe that the step has updated the weights."""
 
 
 @dataclass(frozen=True)

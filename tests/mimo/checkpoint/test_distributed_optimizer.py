@@ -115,7 +115,7 @@ def test_a_resumed_run_continues_bit_for_bit(
     run_ranks: RunRanks, tmp_path: Path, grid: dict[str, Any], dtype: torch.dtype
 ) -> None:
     job = replace(ADAM, grid=grid, distributed=True, steps=3, dtype=dtype)
-    through = outcome(run(run_ranks, job, language_steps.save_and_go_on, tmp_path, 1), False)
+    through = outcome(run(run_ranks, job, language_steps.train, tmp_path, 1), False)
     resumed = outcome(run(run_ranks, job, language_steps.resume, tmp_path, 1), False)
     assert resumed.losses == through.losses[1:]
     assert resumed.norms == through.norms[1:]
@@ -141,7 +141,7 @@ def test_a_checkpoint_resumes_in_another_layout(
     job = replace(ADAM, steps=3, overlap=True)
     expected = outcome(run(run_ranks, replace(job, overlap=False)), gradients=False)
     before = replace(job, grid=saved, distributed=saved_shared)
-    run(run_ranks, before, language_steps.save_and_go_on, tmp_path, 1)
+    run(run_ranks, before, language_steps.train, tmp_path, 1)
     after = replace(job, grid=read, distributed=read_shared)
     got = outcome(run(run_ranks, after, language_steps.resume, tmp_path, 1), gradients=False)
     rest = replace_steps(expected, 1)
@@ -160,7 +160,7 @@ def masters_and_weights(rank: int, job: Job, directory: Path) -> list[tuple[str,
 
 
 def test_a_bf16_run_resumes_every_bit_of_an_fp32_run(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run(run_ranks, replace(ADAM, grid={"dp": 2}), language_steps.save_and_go_on, tmp_path, 1)
+    run(run_ranks, replace(ADAM, grid={"dp": 2}), language_steps.train, tmp_path, 1)
     described = {k: v for k, v in describe(tmp_path).items() if not k.startswith("optimizer.")}
     stored = read(tmp_path, described)
     job = replace(ADAM, dtype=torch.bfloat16)

@@ -70,7 +70,7 @@ def test_replicas_read_an_equal_share_each_and_get_the_same_bits(
     run_ranks: RunRanks, tmp_path: Path, case: tuple[Job, float]
 ) -> None:
     job, common = case
-    run_ranks(language_steps.save_and_go_on, 1, replace(SAVED, steps=2), tmp_path, 1)
+    run_ranks(language_steps.train, 1, replace(SAVED, steps=2), tmp_path, 1)
     size = 4
     replicas = size // (job.grid.get("tp", 1) * job.grid.get("pp", 1))
     for together, alone in run_ranks(read_both_ways, size, job, tmp_path):
@@ -111,7 +111,7 @@ def fails_in_the_middle(rank: int, folder: Path, lost: str) -> tuple[int, str]:
 def test_a_file_that_ends_early_is_an_error_of_all_replicas(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    run_ranks(language_steps.save_and_go_on, 1, replace(SAVED, steps=2), tmp_path, 1)
+    run_ranks(language_steps.train, 1, replace(SAVED, steps=2), tmp_path, 1)
     for lost in ("open", "preadv"):
         for code, message in run_ranks(fails_in_the_middle, 2, tmp_path, lost):
             assert (

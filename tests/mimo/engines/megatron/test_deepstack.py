@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,20 +96,22 @@ def compute_reference() -> Reference:
     )
 
 
-def run(run_ranks: RunRanks, ranks: int, reference: Reference, *options: Any) -> list[dict]:
+def run(run_ranks: RunRanks, tp: int, reference: Reference, sp: bool, recompute: str) -> list[dict]:
     return run_ranks(
-        lone_module.run_language_with_levels,
-        ranks,
+        lone_module.run_language,
+        tp,
         {**SETTINGS["qwen3"], "tie_word_embeddings": True},
         NUM_TOKENS,
         reference.weights,
         reference.ids,
         image_positions(),
         LENGTHS,
-        reference.levels,
-        reference.places,
         reference.logit_gradients,
-        *options,
+        tp,
+        sp,
+        "qwen3",
+        recompute,
+        (reference.levels, reference.places),
     )
 
 
@@ -119,7 +120,7 @@ def test_logits_and_gradients_of_weights_and_levels_equal_those_of_transformers(
     run_ranks: RunRanks, recompute: str
 ) -> None:
     reference = compute_reference()
-    (got,) = run(run_ranks, 1, reference, 1, False, recompute)
+    (got,) = run(run_ranks, 1, reference, False, recompute)
     assert 0.1 < reference.logits.std() < 10, "an absolute tolerance needs logits of order one"
     torch.testing.assert_close(
         got["logits"][:, :NUM_TOKENS], reference.logits, rtol=0, atol=TOLERANCE
@@ -137,7 +138,7 @@ def test_each_tensor_parallel_rank_gets_the_whole_gradient_of_the_rows_that_it_a
     run_ranks: RunRanks, sp: bool, recompute: str
 ) -> None:
     reference = compute_reference()
-    results = run(run_ranks, 2, reference, 2, sp, recompute)
+    results = run(run_ranks, 2, reference, sp, recompute)
     logits = torch.cat([result["logits"] for result in results], dim=1)[:, :NUM_TOKENS]
     torch.testing.assert_close(logits, reference.logits, rtol=0, atol=TOLERANCE)
     numbers = [result["rows"].tolist() for result in results]
