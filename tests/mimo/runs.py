@@ -27,6 +27,8 @@ from tests.ranks import MarkedJob
 
 if TYPE_CHECKING:  # so that processes that only start runs need no torch
     from mimo.checkpoint.save import Saver
+    from mimo.model.dataset import Dataset
+    from mimo.train.loop import Trainer
 
 LAYOUT = ["language.grid.dp=2", "train.micro_batch_size=2"]
 ADAM = ["train.optimizer=adam", "train.learning_rate=0.003", "train.clip_grad_norm=1.0"]
@@ -68,6 +70,19 @@ def _train(rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Star
     from mimo.train.rank import train_in_world
 
     train_in_world(recipe, layout, run_dir, start)
+
+
+def open_trainer(recipe: Recipe) -> tuple[Trainer, Dataset]:
+    """Return this rank's trainer and its training data; runs inside ranks."""
+    from mimo.model.dataset import open_dataset
+    from mimo.parallel.build import build_layout
+    from mimo.parallel.groups import build_topology
+    from mimo.train.loop import Trainer
+
+    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    assert dataset is not None
+    return trainer, dataset
 
 
 def save(saver: Saver, progress: Progress) -> None:

@@ -21,11 +21,9 @@ import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.dataset import open_dataset
-from mimo.parallel.build import build_layout
 from mimo.parallel.connections import SHARED_MEMORY
 from tests.conftest import RunRanks
-from tests.mimo import tiny
-from tests.mimo.runs import corrupt
+from tests.mimo.runs import corrupt, open_trainer
 
 STEPS = 5
 # Not packed by the thread that trains: the names, and where each is called.
@@ -45,11 +43,9 @@ ONE_RANK = ("encoders.vision.placement=colocated",)
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.write_samples(tmp_path)
-    path = tiny.write_recipe(tmp_path)
-    corrupt(path)
-    return path
+def recipe(recipe: Path) -> Path:
+    corrupt(recipe)
+    return recipe
 
 
 # ------------------------------------------------------- functions that run inside ranks
@@ -71,8 +67,6 @@ def _around(where: str, name: str, before: Callable[[], None]) -> None:
 
 def _trained(path: Path, *overrides: str) -> Iterator[dict[str, Any]]:
     """The metrics of training on this rank, as they are made."""
-    from mimo.parallel.groups import build_topology
-    from mimo.train.loop import Trainer
     from mimo.train.step import StepObserver
 
     class Observer(StepObserver):
@@ -80,10 +74,8 @@ def _trained(path: Path, *overrides: str) -> Iterator[dict[str, Any]]:
 
     recipe = load_recipe(path, [f"train.steps={STEPS}", *overrides])
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
-    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    trainer, dataset = open_trainer(recipe)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
-    assert dataset is not None
     return trainer.train(dataset, validation, Observer())
 
 
@@ -104,7 +96,7 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
 
     threads, messages = dict[str, set[str]](), list[tuple[str, bool]]()
     for where, name in PREPARING:
-        seen = threads.setdefault(f"{where}.{name}", set())
+        seen = threads[f"{where}.{name}"] = set()
         _around(where, name, lambda seen=seen: seen.add(threading.current_thread().name))
     if rank == 1:
         _around("mimo.model.decoding", "pack_lane", lambda: time.sleep(0.02))
@@ -125,13 +117,8 @@ def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dic
 
     loop.step_metrics = note_and_sum_up
     metrics = list(_trained(path, *overrides))
-    return {
-        "threads": threads,
-        "messages": messages,
-        "metrics": metrics,
-        "idle": idle,
-        "left": _own_threads(),
-    }
+    seen = {"threads": threads, "messages": messages, "metrics": metrics, "idle": idle}
+    return seen | {"left": _own_threads()}
 
 
 def train_and_count(rank: int, path: Path, mib: int) -> list[tuple[int, int]]:
@@ -180,15 +167,11 @@ def fail_while_preparing(rank: int, path: Path, where: str, name: str) -> dict[s
             raise error
 
     _around(where, name, fail_later)
-    done = 0
-    try:
-        for _ in _trained(path, *ONE_RANK):
-            done += 1
-    except KeyError as error:
-        found = (*error.args, *error.__notes__)
-    else:
-        found = ()
-    return {"error": found, "done": done, "left": _own_threads()}
+    done: list[dict[str, Any]] = []
+    with pytest.raises(KeyError) as raised:
+        done.extend(_trained(path, *ONE_RANK))
+    error = (*raised.value.args, *raised.value.__notes__)
+    return {"error": error, "done": len(done), "left": _own_threads()}
 
 
 def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -> dict[str, Any]:
@@ -296,16 +279,11 @@ def test_ranks_of_a_lane_on_one_host_decode_once_for_all_of_them_and_learn_the_s
         run_ranks(train_and_share, 2, recipe, shared, [*pair, f"data.workers={workers}"])
         for shared, workers in ((False, 0), (True, 0), (True, 1), (False, 2))
     ]
-    told = [
-        [
-            [(m.get("loss"), m.get("validation_loss"), m.get("skipped_samples")) for m in metrics]
-            for metrics in (found["metrics"] for found in run)
-        ]
-        for run in runs
-    ]
-    assert told == [told[0]] * len(runs)
-    assert told[0][0] == told[0][1]
-    assert [skipped for loss, _, skipped in told[0][0] if loss is not None] == [1] * STEPS
+    keys = ("loss", "validation_loss", "skipped_samples")
+    lines = [[[[m.get(k) for k in keys] for m in rank["metrics"]] for rank in run] for run in runs]
+    assert lines == [lines[0]] * len(runs)
+    assert lines[0][0] == lines[0][1]
+    assert [skipped for loss, _, skipped in lines[0][0] if loss is not None] == [1] * STEPS
     alone, together, *with_workers = ([found["decoded"] for found in run] for run in runs)
     for kind in ("sample", "patches"):
         assert alone[0].count(kind) == alone[1].count(kind) == sum(d.count(kind) for d in together)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,7 @@ class Poison(StepObserver):
 
 
 def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Steps 0, 1 and 2, the second without numbers; and steps 0 and 2 alone."""
+    """Steps 0, 1 and 2, the second not finite; and steps 0 and 2 alone: lines and states of all."""
     from mimo.checkpoint.hf.initial import initial_weights
     from mimo.parallel.groups import build_topology
     from mimo.train.loop import Trainer
@@ -99,38 +101,38 @@ def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[s
     recipe = load_recipe(path, overrides)
     topology = build_topology(build_layout(recipe))
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
+    poisoned, other = (
+        Trainer(recipe, topology, recipe.run_dir, initial_weights(recipe)) for _ in range(2)
+    )
+    dataset = open_dataset(recipe, "sources", poisoned.chat, poisoned.processors)
+    assert dataset is not None
 
-    def trainer() -> Any:
-        return Trainer(recipe, topology, recipe.run_dir, initial_weights(recipe))
-
-    def state(own: Any) -> dict[str, torch.Tensor]:
-        found = {}
-        for module in own.model.modules.values():
+    def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+        tensors = {}
+        modules: Any = trainer.model.modules.values()
+        for module in modules:
             module.wait_param_gather()
             for piece in module.pieces("save", with_optimizer=True):
-                found[f"{piece.key}[{piece.row},{piece.column}]"] = piece.values.clone()
+                tensors[f"{piece.key}[{piece.row},{piece.column}]"] = piece.values.clone()
             optimizer: Any = getattr(module, "_optimizer", None) or module.optimizer.optimizer
-            for number, one in enumerate(optimizer.state.values()):
-                found[f"{module.name} updates {number}"] = one["step"].clone()
-        return found
+            for number, entry in enumerate(optimizer.state.values()):
+                tensors[f"{module.name} updates {number}"] = entry["step"].clone()
+        return tensors
 
-    own, other = trainer(), trainer()
-    dataset = open_dataset(recipe, "sources", own.chat, own.processors)
-    assert dataset is not None
-    steps = own.train(dataset, None, Poison(rank, 1, "language"))
-    lines, states = [], []
-    for _ in range(3):
-        lines.append(next(steps))
-        states.append(state(own))
-    steps.close()
-    steps = other.train(dataset, None, Poison(rank, -1, "language"))
-    next(steps)
-    steps.close()
+    def train(trainer: Trainer, num_steps: int, bad_step: int) -> None:
+        poison = Poison(rank, bad_step, "language")
+        with closing(trainer.train(dataset, None, poison)) as steps:
+            for line in islice(steps, num_steps):
+                lines.append(line)
+                states.append(state(trainer))
+
+    lines: list[dict[str, Any]] = []
+    states: list[dict[str, torch.Tensor]] = []
+    train(poisoned, 3, bad_step=1)
+    train(other, 1, bad_step=-1)
     other.progress = Progress(2, 2 * recipe.train.global_batch_size)
-    steps = other.train(dataset, None, Poison(rank, -1, "language"))
-    lines.append(next(steps))
-    steps.close()
-    return {"lines": lines, "states": states, "without": state(other), "progress": own.progress}
+    train(other, 1, bad_step=-1)
+    return {"lines": lines, "states": states, "progress": poisoned.progress}
 
 
 @pytest.fixture(scope="module")
@@ -143,25 +145,29 @@ def test_a_step_without_numbers_leaves_all_modules_as_if_it_had_not_been(
     run_ranks: RunRanks, from_a_checkpoint: Path, case: list[str]
 ) -> None:
     overrides = [*case, "train.ema_decay=0.75", "train.validate_every=null"]
-    for found in run_ranks(around_a_skipped_step, 2, from_a_checkpoint, overrides):
-        before, skipped, after = found["states"]
+    for rank in run_ranks(around_a_skipped_step, 2, from_a_checkpoint, overrides):
+        before, skipped, after, _, without = rank["states"]
         assert any(key.startswith("ema.") for key in before)
         assert before.keys() == skipped.keys()
         for key, tensor in before.items():
             assert torch.equal(skipped[key], tensor), key
-        for key, tensor in found["without"].items():
+        for key, tensor in without.items():
             assert torch.equal(after[key], tensor), key
-        first, second, third, alone = found["lines"]
-        assert [one["skipped_steps"] for one in (first, second, third)] == [0, 1, 1]
+        first, second, third, _, alone = rank["lines"]
+        assert [line["skipped_steps"] for line in (first, second, third)] == [0, 1, 1]
         assert np.isinf(second["grad_norm"])
         assert np.isfinite(second["grad_norm_vision"])
         assert second["lr"] < first["lr"], "the schedule goes on"
         for key in ("loss", "grad_norm", "lr"):
             assert third[key] == alone[key]
-        assert found["progress"].updates == 2
+        assert rank["progress"].updates == 2
 
 
 # ------------------------------------------------------------------- in whole runs
+
+
+def steps_from(start: Start) -> Iterator[int]:
+    return count(read_progress(start.checkpoint).step if isinstance(start, Resume) else 0)
 
 
 def train_poisoned(rank: int, path: Path, overrides: list[str], bad: set[int], start: Start) -> str:
@@ -169,8 +175,7 @@ def train_poisoned(rank: int, path: Path, overrides: list[str], bad: set[int], s
     from mimo.engines.megatron.module import MegatronModule
     from mimo.train.rank import train_in_world
 
-    first = read_progress(start.checkpoint).step if isinstance(start, Resume) else 0
-    recipe, steps = load_recipe(path, overrides), count(first)
+    recipe, steps = load_recipe(path, overrides), steps_from(start)
     finish = MegatronModule.finish_gradients
 
     def poison(self: Any, num_loss_tokens: int) -> None:
@@ -196,6 +201,14 @@ def run_poisoned(
     return run_ranks(train_poisoned, size, path, overrides, bad, start or FromScratch())
 
 
+def check_kept_batches(run: Path, recorded: list[dict[str, Any]]) -> None:
+    for incident in recorded:
+        samples = json.loads((run / incident["batch"]).read_text())["samples"]
+        assert [sample["key"] for sample in samples] == incident["samples"]
+        assert len(samples) == incident["num_samples"] == 12
+        assert {sample["lane"] for sample in samples} == {0, 1}
+
+
 def test_skipped_steps_are_counted_told_and_kept_and_end_the_run_when_too_many_follow(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
@@ -209,15 +222,11 @@ def test_skipped_steps_are_counted_told_and_kept_and_end_the_run_when_too_many_f
     assert [line["grad_norm"] is None for line in lines] == [n in bad for n in range(6)]
     assert all(line["grad_norm_language"] > 0 for line in lines), "the one that is sound"
     run = recipe.parent / "runs" / "tiny"
-    found = incidents(run)
-    *skipped, last, crash = [(one["kind"], one["step"]) for one in found]
+    recorded = incidents(run)
+    *skipped, last, crash = [(incident["kind"], incident["step"]) for incident in recorded]
     assert skipped == [("skipped step", n) for n in sorted(bad)]
     assert (last, crash) == (("not finite", 6), ("crash", 6))
-    for one in found[:-2]:
-        kept = json.loads((run / one["batch"]).read_text())
-        assert len(kept["samples"]) == one["num_samples"] == 12
-        assert [sample["key"] for sample in kept["samples"]] == one["samples"]
-        assert {sample["lane"] for sample in kept["samples"]} == {0, 1}
+    check_kept_batches(run, recorded[:-2])
 
 
 @pytest.mark.slow
@@ -248,9 +257,8 @@ def train_spiking(
     from mimo.train import loop
     from mimo.train.rank import train_in_world
 
-    first = read_progress(start.checkpoint).step if isinstance(start, Resume) else 0
     recipe = load_recipe(path, [*overrides, f"train.steps={stop}"])
-    train_step, steps = loop.train_step, count(first)
+    train_step, steps = loop.train_step, steps_from(start)
 
     def spiking(**arguments: Any) -> Any:
         done = train_step(**arguments)
@@ -272,9 +280,8 @@ def test_a_spike_of_the_loss_is_told_and_its_batch_kept_also_soon_after_a_resume
     start = Resume(run / "checkpoints" / "step_5")
     make_run_dir(load_recipe(recipe, settings), resumes=True)
     run_ranks(train_spiking, 3, recipe, settings, 6, 7, start)
-    found = incidents(run)
-    assert [(one["kind"], one["step"]) for one in found] == [("loss spike", 4), ("loss spike", 6)]
-    for one in found:
-        kept = json.loads((run / one["batch"]).read_text())
-        assert [sample["key"] for sample in kept["samples"]] == one["samples"]
-        assert len(kept["samples"]) == one["num_samples"] == 12
+    assert [(incident["kind"], incident["step"]) for incident in incidents(run)] == [
+        ("loss spike", 4),
+        ("loss spike", 6),
+    ]
+    check_kept_batches(run, incidents(run))

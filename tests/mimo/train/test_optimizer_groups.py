@@ -16,12 +16,11 @@ import torch
 from mimo.check.compare import RankSteps, Shard
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.resume import FromScratch, Resume, Start
-from mimo.model.dataset import open_dataset
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.build import build_layout
 from tests.cases import quick
 from tests.conftest import RunRanks
-from tests.mimo.runs import metrics
+from tests.mimo.runs import metrics, open_trainer
 
 PEAKS = {"language": 0.004, "vision": 0.0005}
 WARMUP = {"language": 3, "vision": 2}
@@ -66,10 +65,9 @@ def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> lis
 def expected_rate(step: int, module: str) -> float:
     """Up in a line to the peak, then down along half a cosine to a quarter of it."""
     peak, warmup = PEAKS[module], WARMUP[module]
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = (step - warmup) / (STEPS - warmup)
-    return peak * (0.25 + 0.75 * (1 + math.cos(math.pi * share)) / 2)
+    cosine = math.cos(math.pi * (step - warmup) / (STEPS - warmup))
+    falls = MINIMUM + (1 - MINIMUM) * (1 + cosine) / 2
+    return peak * ((step + 1) / warmup if step < warmup else falls)
 
 
 @pytest.mark.slow
@@ -122,13 +120,8 @@ OPTIMIZERS: dict[str, tuple[list[str], float]] = {
 def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> RankSteps:
     """Some steps of one rank, each tensor's weights before the first one included."""
     from mimo.check.steps import WatchedSteps
-    from mimo.parallel.groups import build_topology
-    from mimo.train.loop import Trainer
 
-    recipe = load_recipe(path, overrides)
-    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
-    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
-    assert dataset is not None
+    trainer, dataset = open_trainer(load_recipe(path, overrides))
     modules: Any = trainer.model.modules
     watched = WatchedSteps(modules, rank)
     watched.note_weights()

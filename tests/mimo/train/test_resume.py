@@ -1,14 +1,8 @@
-"""Checkpoints of whole runs: they continue exactly, also after a kill and in another layout."""
+"""Checkpoints of whole runs: they continue exactly, also in another layout."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +13,12 @@ from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError
 from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
-from mimo.model.recipe_checks import check_recipe
 from mimo.runtime.processes import RanksFailed
 from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import ADAM, LAYOUT, bad_samples, command, corrupt, metrics, mimo, run
-from tests.ranks import MarkedJob
+from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, run
 
 
 def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
@@ -49,69 +41,12 @@ def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
         assert [m[key] for m in got] == [m[key] for m in expected], key
 
 
-@pytest.mark.slow
-def test_killed_run_leaves_no_rank_and_resumes_to_the_last_bit(
-    run_ranks: RunRanks, recipe: Path
-) -> None:
-    # Short steps: an epoch is three of them.
-    settings = [*LAYOUT, *ADAM, "train.steps=60", "train.save_every=5", "train.global_batch_size=4"]
-    killed = [*settings, "name=killed"]
-    checkpoints = recipe.parent / "runs" / "killed" / "checkpoints"
-    kill_after_a_checkpoint(recipe, killed, checkpoints)
-
-    latest = checkpoints / (checkpoints / "latest").read_text()
-    step = json.loads((latest / "progress.json").read_text())["step"]
-    assert latest.name == f"step_{step}"
-    assert 0 < step < 60
-    assert len(list(latest.glob("tensors_*.safetensors"))) == 3
-    before = metrics(recipe, "killed")[:step]
-    # What is left to compare with runs while the command line starts.
-    with ThreadPoolExecutor(1) as thread:
-        resumed = thread.submit(mimo, "train", recipe, "--resume", *killed)
-        run(run_ranks, recipe, *settings, "name=whole")
-        done = resumed.result()
-    assert done.returncode == 0, done.stderr
-    expected, got = metrics(recipe, "whole"), metrics(recipe, "killed")
-    assert got[:step] == before, "steps before the checkpoint ran again"
-    for key in ("step", "loss", "grad_norm"):
-        assert [m[key] for m in got] == [m[key] for m in expected], key
-
-
 def load_index_of(recipe: Path) -> Index:
     """What is known of the tiny samples."""
     loaded = load_recipe(recipe)
     dataset = open_dataset(loaded, "sources", open_tokenizer(loaded), item_processors(loaded))
     assert dataset is not None
     return dataset.indexes[0]
-
-
-def kill_after_a_checkpoint(recipe: Path, settings: list[str], checkpoints: Path) -> None:
-    """Start `mimo train`, and SIGKILL its launcher once a checkpoint is complete."""
-    job, world_size = MarkedJob(), check_recipe(load_recipe(recipe, settings), None).world_size
-    with (recipe.parent / "killed.txt").open("w") as output:
-        launcher = subprocess.Popen(
-            command("train", recipe, *settings),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**job.environment, "TMPDIR": str(recipe.parent)},
-        )
-    try:
-        deadline = time.monotonic() + 60
-        while not (checkpoints / "latest").exists():
-            assert launcher.poll() is None, (recipe.parent / "killed.txt").read_text()
-            assert time.monotonic() < deadline, "no checkpoint was written"
-            time.sleep(0.01)
-        pids = job.pids()
-        launcher.kill()
-        launcher.wait()
-        # The launcher, its fork server and the ranks at least: a search that finds none is broken.
-        assert len(pids) >= 2 + world_size
-        assert not job.leftovers()
-    finally:
-        for pid in job.pids():
-            os.kill(pid, signal.SIGKILL)
-        launcher.wait()
 
 
 def test_a_damaged_checkpoint_is_refused_before_a_rank_starts(recipe: Path) -> None:

@@ -216,18 +216,13 @@ class Leg:
 
 
 BATCHES = [
-    ["train.global_batch_size=4", "train.micro_batch_size=1"],
-    ["train.global_batch_size=12", "train.micro_batch_size=1"],
-    [*BY_TOKENS, "train.global_batch_size=4", "train.micro_batch_size=1"],
-    [*BY_TOKENS, "data.packing_window=4", "train.global_batch_size=8", "train.micro_batch_size=1"],
-    [
-        "data.tokens_per_microbatch=200",
-        "data.packing_window=30",
-        "train.global_batch_size=4",
-        "train.micro_batch_size=1",
-    ],
+    ["train.global_batch_size=4"],
+    ["train.global_batch_size=12"],
+    [*BY_TOKENS, "train.global_batch_size=4"],
+    [*BY_TOKENS, "data.packing_window=4", "train.global_batch_size=8"],
+    ["data.tokens_per_microbatch=200", "data.packing_window=30", "train.global_batch_size=4"],
 ]
-FIXED = st.just({"train": 2.0, "other": 1.0})
+FIXED = {"train": 2.0, "other": 1.0}
 ANY_SOURCES = st.lists(
     st.sampled_from(["train", "other", "third"]), min_size=1, unique=True
 ).flatmap(lambda names: st.fixed_dictionaries(dict.fromkeys(names, st.sampled_from([0.3, 1.0]))))
@@ -247,10 +242,9 @@ def run_legs(path: Path, folder: Path, runs: list[Leg]) -> list[Key]:
     """
     progress, seen, known, gone = Progress(0, 0), list[Key](), list[Key](), list[Key]()
     for leg in runs:
-        settings = [f"language.grid={leg.language}", *leg.batch]
-        recipe = recipe_of(
-            path, leg.sources, *settings, f"train.steps={progress.step + leg.steps + 3}"
-        )
+        settings = [f"language.grid={leg.language}", *leg.batch, "train.micro_batch_size=1"]
+        settings.append(f"train.steps={progress.step + leg.steps + 3}")
+        recipe = recipe_of(path, leg.sources, *settings)
         before = progress.used
         dataset, progress, said = continue_order(data_of(recipe), progress)
         dropped = sorted({*before.passed_over} - {*progress.passed_over})
@@ -273,23 +267,20 @@ def run_legs(path: Path, folder: Path, runs: list[Leg]) -> list[Key]:
     return known
 
 
-@settings(max_examples=10)
-@given(runs=legs(FIXED))
-def test_a_run_that_goes_on_with_other_lanes_batches_or_budgets_repeats_and_loses_no_sample(
-    path: Path, tmp_path_factory: pytest.TempPathFactory, runs: list[Leg]
+@pytest.mark.parametrize(
+    "sources",
+    [st.just(FIXED), pytest.param(ANY_SOURCES, marks=pytest.mark.slow)],
+    ids=["same sources", "other sources"],
+)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_a_run_that_goes_on_with_other_lanes_batches_budgets_or_sources_loses_no_sample(
+    path: Path, tmp_path_factory: pytest.TempPathFactory, sources: Any, data: st.DataObject
 ) -> None:
-    known = run_legs(path, tmp_path_factory.getbasetemp(), runs)
-    recipe = recipe_of(path, {"train": 2.0, "other": 1.0})  # the order that no leg changes
-    assert known == keys_at(data_of(recipe), recipe, np.arange(len(known)))
-
-
-@pytest.mark.slow  # test_mixtures.py shows it of the order, test_resume.py of a run
-@settings(max_examples=15)
-@given(runs=legs(ANY_SOURCES))
-def test_a_run_that_goes_on_with_other_sources_repeats_and_loses_no_sample(
-    path: Path, tmp_path_factory: pytest.TempPathFactory, runs: list[Leg]
-) -> None:
-    run_legs(path, tmp_path_factory.getbasetemp(), runs)
+    known = run_legs(path, tmp_path_factory.getbasetemp(), data.draw(legs(sources)))
+    if sources is not ANY_SOURCES:  # no leg changes the order
+        recipe = recipe_of(path, FIXED)
+        assert known == keys_at(data_of(recipe), recipe, np.arange(len(known)))
 
 
 def test_what_was_passed_over_of_a_source_that_is_gone_is_left_out_and_counted(path: Path) -> None:
