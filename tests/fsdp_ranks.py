@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -71,10 +71,8 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     wrapper.asked = Asked(drawn)
     load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
     names = names or same_names({key: tuple(one.shape) for key, one in drawn.items()})
-    module = FsdpModule(
-        "language", topology.modules["language"], wrapper, ctx, names, OPTIMIZER, 1e-2
-    )
-    return module
+    groups = topology.modules["language"]
+    return FsdpModule("language", groups, wrapper, ctx, names, OPTIMIZER, 1e-2)
 
 
 class Asked:
@@ -194,39 +192,37 @@ def planted(mistake: str) -> Iterator[None]:
     from mimo.engines.fsdp import module
 
     reduce = module.reduce_gradients
-    match mistake:
-        case "average":
-            change = (FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
-        case "always reduce":
-            change = (module, "reduce_gradients", lambda whole, *, now: reduce(whole, now=True))
-        case _:
-            yield
-            return
-    with mock.patch.object(*change):
+    changes = {
+        "average": (FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+        "always reduce": (
+            module,
+            "reduce_gradients",
+            lambda whole, *, now: reduce(whole, now=True),
+        ),
+    }
+    with mock.patch.object(*changes[mistake]) if mistake in changes else nullcontext():
         yield
 
 
 def outcome(ranks: Sequence[dict[str, Any]]) -> Outcome:
     """Of one job, from what its ranks have."""
-    gradients = assembled([one["gradients"] for one in ranks], once=False)
-    weights = assembled([one["weights"] for one in ranks], once=True)
+    tensors = []
+    for kind in ("gradients", "weights"):
+        whole = assembled([rank[kind] for rank in ranks], once=kind == "weights")
+        tensors.append({key.removeprefix("language."): values for key, values in whole.items()})
     norms = ranks[0]["norms"]
-    assert all(one["norms"] == norms for one in ranks)
-    totals = [math.fsum(step) for step in zip(*(one["losses"] for one in ranks), strict=True)]
-    return Outcome(_named(gradients), _named(weights), norms, totals)
-
-
-def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key.removeprefix("language."): one for key, one in tensors.items()}
+    assert all(rank["norms"] == norms for rank in ranks)
+    totals = [math.fsum(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    return Outcome(*tensors, norms, totals)
 
 
 def worst(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest error of a tensor, by the project's measure, and its name."""
     assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
-    total = math.sqrt(sum(float(one.double().square().sum()) for one in expected.values()))
+    total = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))
     errors = []
-    for name, want in expected.items():
-        have = got[name].double().view(want.shape)
-        floor = max(float(want.abs().max()), 1e-6 * total)
-        errors.append((float((have - want.double()).abs().max()) / floor, name))
+    for name, value in expected.items():
+        difference = got[name].double().view(value.shape) - value.double()
+        floor = max(float(value.abs().max()), 1e-6 * total)
+        errors.append((float(difference.abs().max()) / floor, name))
     return max(errors)
