@@ -23,22 +23,16 @@ def test_ranks_may_still_initialise_their_gpu(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "shared", "hidden"),
-    [
-        (0, 3, False, False),
-        (1, 3, False, True),
-        (1, 3, True, False),
-        (3, 3, False, False),
-        (8, 3, False, False),
-    ],
+    ("gpus", "shared", "hidden"),
+    [(0, False, False), (1, False, True), (1, True, False), (3, False, False), (8, False, False)],
 )
 def test_ranks_without_a_gpu_each_run_on_the_cpu_unless_they_may_share_one(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, shared: bool, hidden: bool
+    monkeypatch: pytest.MonkeyPatch, gpus: int, shared: bool, hidden: bool
 ) -> None:
     monkeypatch.setenv(device.SHARE_GPUS, str(int(shared)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "unchanged")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    note = device.choose_before_fork(ranks)
+    note = device.choose_before_fork(3)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "unchanged")
     assert (note is not None) == hidden
 

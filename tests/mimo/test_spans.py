@@ -18,67 +18,67 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "record_time", lambda: float(next(ticks)))
 
 
-def step(own: Spans, inside: int = 1, measures: bool = True) -> None:
-    with own.step():
-        with own.span("language", "backward"):
+def step(measured: Spans, inside: int = 1, measures: bool = True) -> None:
+    with measured.step():
+        with measured.span("language", "backward"):
             for number in range(inside):
                 with (
-                    own.span("language", "forward", number=number),
-                    own.wait("bridge_wait", "vision_forward", number),
+                    measured.span("language", "forward", number=number),
+                    measured.wait("bridge_wait", "vision_forward", number),
                 ):
                     pass
-        own.end_period(measures)
+        measured.end_period(measures)
 
 
 @pytest.mark.usefixtures("clock")
 def test_time_belongs_to_the_innermost_span_and_a_wait_to_the_module_around_it() -> None:
-    own = Spans()
-    with own.span("language", "forward"):  # a validation: no step
+    measured = Spans()
+    with measured.span("language", "forward"):  # a validation: no step
         pass
-    step(own, inside=2)
-    assert own.take() == {
+    step(measured, inside=2)
+    assert measured.take() == {
         (RANK, "other", ""): 2.0,
         ("language", "backward", ""): 3.0,
         ("language", "forward", ""): 4.0,
         ("language", "bridge_wait", "vision_forward"): 2.0,
     }
-    assert own.take() == {}
-    assert own.open == []
+    assert measured.take() == {}
+    assert measured.open == []
 
 
 @pytest.mark.usefixtures("clock")
 def test_figures_are_means_of_the_periods_since_they_were_last_taken() -> None:
-    own = Spans()
-    step(own, inside=1)
-    step(own, inside=3)
-    assert own.take()["language", "bridge_wait", "vision_forward"] == 2.0
+    measured = Spans()
+    step(measured, inside=1)
+    step(measured, inside=3)
+    assert measured.take()["language", "bridge_wait", "vision_forward"] == 2.0
 
 
 @pytest.mark.usefixtures("clock")
 def test_on_a_device_only_wanted_periods_are_measured_and_known_when_it_has_passed_them() -> None:
-    own = Spans()
-    own.forget(on_device=True)
+    measured = Spans()
+    measured.forget(on_device=True)
     found = []
     for wanted in (True, False, False, True):
-        step(own, measures=wanted)
-        found.append(own.take().get(("language", "forward", "")))
+        step(measured, measures=wanted)
+        found.append(measured.take().get(("language", "forward", "")))
     assert found == [None, None, 2.0, None]
 
 
 def test_an_error_leaves_no_span_open() -> None:
-    own = Spans()
-    with pytest.raises(KeyError), own.step(), own.span("vision", "encode"):
+    measured = Spans()
+    with pytest.raises(KeyError), measured.step(), measured.span("vision", "encode"):
         raise KeyError
-    assert own.open == []
+    assert measured.open == []
 
 
-def test_spans_are_ranges_of_a_trace_while_one_is_made() -> None:
-    own = Spans()
+def test_measuredare_ranges_of_a_trace_while_one_is_made() -> None:
+    measured = Spans()
     with torch.profiler.profile(acc_events=True) as profile:
-        with own.span("vision", "encode"):
+        with measured.span("vision", "encode"):
             pass
-        own.named = True
-        with own.span("vision", "encode", number=3):
+        measured.named = True
+        with measured.span("vision", "encode", number=3):
             pass
     names = {one.key for one in profile.key_averages()}
     assert "vision encode 3" in names

@@ -53,8 +53,8 @@ def lines_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def of_module(tensors: dict[str, Tensor], module: str) -> dict[str, Tensor]:
-    return {key: one.double() for key, one in tensors.items() if key.startswith(f"{module}.")}
+def of_module(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): t.double() for k, t in tensors.items() if k.startswith(prefix)}
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -66,25 +66,21 @@ def check_by_hand(run: Path) -> None:
     states = [read(run / "checkpoints" / f"step_{step}") for step in range(1, 5)]
     lines = lines_of(run)
     for module in ("language", "vision"):
-        weights = [of_module(state, module) for state in states]
-        means = [of_module(state, f"ema.{module}") for state in states]
-        assert {f"ema.{key}" for key in weights[0]} == set(means[0])
+        weights = [of_module(state, f"{module}.") for state in states]
+        means = [of_module(state, f"ema.{module}.") for state in states]
+        assert weights[0].keys() == means[0].keys()
         # The first average tells the weights that the run began with.
-        first = {
-            key: (means[0][f"ema.{key}"] - (1 - DECAY) * one) / DECAY
-            for key, one in weights[0].items()
-        }
-        assert lines[0][f"update_norm_{module}"] is None
-        assert lines[1][f"update_norm_{module}"] == pytest.approx(
-            distance(weights[0], first), rel=1e-3
-        )
+        first = {k: (means[0][k] - (1 - DECAY) * weights[0][k]) / DECAY for k in means[0]}
+        norms = [line[f"update_norm_{module}"] for line in lines]
+        assert norms[0] is None
+        assert norms[1] == pytest.approx(distance(weights[0], first), rel=1e-3)
         for step in (2, 3):
             expected = distance(weights[step - 1], weights[step - 2])
-            assert lines[step][f"update_norm_{module}"] == pytest.approx(expected, rel=1e-4)
+            assert norms[step] == pytest.approx(expected, rel=1e-4)
         for before, after, now in zip(means, means[1:], weights[1:], strict=False):
-            for key, one in now.items():
-                expected = DECAY * before[f"ema.{key}"] + (1 - DECAY) * one
-                torch.testing.assert_close(after[f"ema.{key}"], expected, rtol=1e-6, atol=1e-7)
+            for key, weight in now.items():
+                expected = DECAY * before[key] + (1 - DECAY) * weight
+                torch.testing.assert_close(after[key], expected, rtol=1e-6, atol=1e-7)
     for line in lines:
         parts = line["grad_norm_language"], line["grad_norm_vision"]
         assert math.hypot(*parts) == pytest.approx(line["grad_norm"], rel=1e-12)
@@ -93,13 +89,13 @@ def check_by_hand(run: Path) -> None:
 @pytest.fixture(scope="module")
 def alone(run_ranks: RunRanks, recipe: Path) -> dict[str, list[dict]]:
     """Metrics of the runs of one rank, by optimizer; they are right by hand."""
-    found = {}
+    lines = {}
     for optimizer in ("adam", "sgd"):
-        given = [*SETTINGS, *ALONE, f"train.optimizer={optimizer}"]
-        run = trained(run_ranks, recipe, f"alone_{optimizer}", *given)
+        settings = [*SETTINGS, *ALONE, f"train.optimizer={optimizer}"]
+        run = trained(run_ranks, recipe, f"alone_{optimizer}", *settings)
         check_by_hand(run)
-        found[optimizer] = lines_of(run)
-    return found
+        lines[optimizer] = lines_of(run)
+    return lines
 
 
 @pytest.mark.parametrize("layout", quick_values(LAYOUTS, "state shared out"))
@@ -130,9 +126,8 @@ def test_an_average_is_in_fp32_and_goes_on_from_a_checkpoint_to_the_last_bit(
     given = [*SETTINGS, *layout, "train.precision=bf16"]
     run = trained(run_ranks, recipe, name, *given)
     expected = read(run / "checkpoints" / "step_4")
-    means = {key: one for key, one in expected.items() if key.startswith("ema.")}
-    assert means
-    assert all(one.dtype == torch.float32 for one in means.values())
+    means = [tensor for key, tensor in expected.items() if key.startswith("ema.")]
+    assert {tensor.dtype for tensor in means} == {torch.float32}
     start = Resume(run / "checkpoints" / "step_2")
     again = trained(run_ranks, recipe, name, *given, start=start)
     got = read(again / "checkpoints" / "step_4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from encoders.qwen_vl import PROJECTOR
-from mimo.checkpoint import reading
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.checkpoint.resume import FromScratch, FromWeights, Start
@@ -23,7 +21,8 @@ from mimo.train import main as job
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import run_from, save
+from tests.mimo.model.test_fsdp_runs import read
+from tests.mimo.runs import metrics, run_from, save
 
 # Three ranks that train the projector, then four with other grids and data.
 PHASES = """\
@@ -64,11 +63,6 @@ def whole(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def read(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, by name: weights, and the optimizers' by their kind."""
-    return reading.read(checkpoint, reading.describe(checkpoint))
-
-
 def weights(checkpoint: Path) -> dict[str, Tensor]:
     return {n: t for n, t in read(checkpoint).items() if n.startswith(("language.", "vision."))}
 
@@ -77,11 +71,19 @@ def checkpoint_of(path: Path, name: str, phase: str, step: int) -> Path:
     return path.parent / "runs" / name / phase / "checkpoints" / f"step_{step}"
 
 
-def metrics(path: Path, name: str, phase: str) -> list[dict[str, float]]:
+def measured(path: Path, name: str, phase: str) -> list[dict[str, float]]:
     """What each step has measured, without times."""
-    lines = (path.parent / "runs" / name / phase / "metrics.jsonl").read_text().splitlines()
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
-    return [{key: json.loads(line)[key] for key in keys} for line in lines]
+    return [{key: line[key] for key in keys} for line in metrics(path, f"{name}/{phase}")]
+
+
+def assert_same(path: Path, name: str, other: str) -> None:
+    """Both jobs measured the same in both phases, and ended with the same tensors."""
+    for phase, steps in ((FIRST, 2), (SECOND, 3)):
+        assert measured(path, name, phase) == measured(path, other, phase)
+        assert [line["step"] for line in measured(path, name, phase)] == list(range(steps))
+        tensors, expected = (read(checkpoint_of(path, n, phase, steps)) for n in (name, other))
+        assert equal(tensors, expected)
 
 
 def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
@@ -173,11 +175,7 @@ def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: 
     first, second = load_phases(whole, [*SETTINGS, "name=chained"]).phases
     run_from(run_ranks, first.recipe, FromScratch())
     run_from(run_ranks, second.recipe, FromWeights(find_checkpoint(first.recipe.run_dir)))
-    for phase, steps in ((FIRST, 2), (SECOND, 3)):
-        assert metrics(whole, "whole", phase) == metrics(whole, "chained", phase)
-        assert [m["step"] for m in metrics(whole, "whole", phase)] == list(range(steps))
-        got, expected = (read(checkpoint_of(whole, n, phase, steps)) for n in ("whole", "chained"))
-        assert equal(got, expected)
+    assert_same(whole, "whole", "chained")
     run = whole.parent / "runs" / "whole"
     assert find_checkpoint(run) == run / SECOND / "checkpoints" / "step_3"
 
@@ -201,10 +199,7 @@ def test_an_interrupted_job_continues_exactly(
     printed = capsys.readouterr().out
     assert ("phase 1 of 2" in printed) == (last == (FIRST, 1))
     assert ((run / FIRST / "metrics.jsonl").stat().st_mtime_ns == before) == (last != (FIRST, 1))
-    for one in (FIRST, SECOND):
-        assert metrics(whole, name, one) == metrics(whole, "whole", one)
-    got, expected = (read(checkpoint_of(whole, n, SECOND, 3)) for n in (name, "whole"))
-    assert equal(got, expected)
+    assert_same(whole, name, "whole")
 
 
 def interrupted(whole: Path, name: str, phase: str, step: int) -> Path:
@@ -229,12 +224,7 @@ def test_ranks_of_torchrun_or_srun_run_all_phases_in_their_one_world(
     settings = [*SETTINGS, "phases.1.encoders.vision.grid.dp=1"]
     run_on_cpu(train_as_rank, (path, [*settings, "name=in_place"]), 3, timeout_seconds=120)
     assert job.main(path, [*settings, "name=launched"]) == 0
-    for phase, steps in ((FIRST, 2), (SECOND, 3)):
-        assert metrics(path, "in_place", phase) == metrics(path, "launched", phase)
-        got, expected = (
-            read(checkpoint_of(path, name, phase, steps)) for name in ("in_place", "launched")
-        )
-        assert equal(got, expected)
+    assert_same(path, "in_place", "launched")
 
 
 def train_as_rank(path: Path, overrides: list[str]) -> None:

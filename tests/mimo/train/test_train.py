@@ -293,6 +293,7 @@ def test_sample_with_more_placeholders_than_images_is_bad_input(
 
 
 BAD_INPUT = {
+    "--num-ranks=4": ["language.grid", "4 ranks"],
     "train.stepps=3": ["train.stepps", "did you mean 'steps'"],
     "data.sources.0.path=nowhere/*.tar": ["data.sources.0.path", "nowhere/*.tar"],
     "data.tokenizer=nowhere": ["data.tokenizer", "nowhere"],
@@ -321,12 +322,6 @@ def test_bad_input_ends_with_one_message_and_exit_code_2(
         assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert not (recipe.parent / "runs").exists()
-
-
-def test_grid_that_does_not_tile_the_ranks_is_bad_input(recipe: Path) -> None:
-    done = mimo("train", recipe, "--num-ranks=4")
-    assert done.returncode == 2
-    assert "4 ranks" in done.stderr
 
 
 def _train_and_change(rank: int, recipe: Recipe, layout: Layout, run_dir: Path) -> tuple[str, int]:
