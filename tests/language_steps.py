@@ -221,9 +221,8 @@ class Trainer:
         """The model as a `Module`."""
         from mimo.engines.megatron.module import MegatronModule
 
-        rate = self.job.learning_rate
         chunks: list[torch.nn.Module] = [*self.chunks]
-        return MegatronModule("language", self.groups, self.raw, chunks, self.optimizer, rate, True)
+        return MegatronModule("language", self.groups, self.raw, chunks, self.optimizer, True)
 
     def waiting(self) -> int:
         """Gathers of updated weights that nobody has waited for."""

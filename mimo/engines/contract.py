@@ -104,14 +104,12 @@ class Module(Protocol):
     """One module's part on this rank.
 
     name: `language`, or an encoder's name. groups: its process groups.
-    learning_rate: the peak of its schedule.
     trains: whether any of its ranks has weights to update: then all of them run backward.
     run_ahead: for a disjoint encoder, forward passes before its first backward.
     """
 
     name: str
     groups: ProcessGroupCollection
-    learning_rate: float
     trains: bool
     run_ahead: int
 

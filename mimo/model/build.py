@@ -162,12 +162,11 @@ def _megatron_module(
             load_weights(chunk, ctx.chunk, groups, initial.checkpoint, initial.weights[name])
         chunks.append(chunk)
     logger.info("%s: core attention of its layers: %s", name, kernels_in(chunks))
-    rate = part.learning_rate or train.learning_rate
     is_trainable = trainable_names(recipe, name)
     for chunk in chunks:
         for parameter_name, param in chunk.named_parameters():
             param.requires_grad_(is_trainable(parameter_name))
-    module = MegatronModule(name, groups, chunks, chunks, None, rate, part.trains)
+    module = MegatronModule(name, groups, chunks, chunks, None, part.trains)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         return module
     overlap = overlap_of(train, has_gpu())
@@ -178,6 +177,7 @@ def _megatron_module(
     switches = [chunk.no_sync for chunk in wrapped]
     for chunk in chunks:
         cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
+    rate = part.learning_rate or train.learning_rate
     module.optimizer = build_optimizer(wrapped, optimizer_settings(train), rate, dtype, groups)
     module.chunks, module.ema_decay = list(wrapped), train.ema_decay
     return module

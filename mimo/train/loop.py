@@ -116,7 +116,7 @@ class Trainer:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
                 anomalies.check(step, result)
 
-                # ---- save and validate, always after the last step
+                # ---- save (always after the last step) and validate, if they are due
                 stops = bool(self.early_stop.reasons) and done < train.steps
                 saves = done == train.steps or _is_due(train.save_interval, done) or stops
                 if saves:
@@ -180,7 +180,7 @@ class Trainer:
 
 
 def _is_due(every: int | None, done: int) -> bool:
-    """Whether something that happens ``every`` so many steps is due after ``done`` steps."""
+    """Return whether what happens every ``every`` steps is due after ``done`` steps."""
     return every is not None and done % every == 0
 
 
@@ -232,7 +232,7 @@ class Profiler:
 
 
 def with_synchronized_gc[T](steps: Iterable[T], every: int | None) -> Iterator[T]:
-    """Yield from ``steps``, collecting garbage after ``every`` so many of them only.
+    """Yield from ``steps``, collecting garbage only after every ``every`` of them.
 
     By default Python collects when a process has made enough objects: on each rank in another step,
     and each time all the others wait in their next exchange. every: None keeps that default.

@@ -80,7 +80,7 @@ class FsdpModule:
         run_ahead: int = 0,
     ) -> None:
         self.name, self.groups, self.whole, self.ctx = name, groups, wrapper, ctx
-        self.names, self.learning_rate, self.run_ahead = names, learning_rate, run_ahead
+        self.names, self.run_ahead = names, run_ahead
         reshard(wrapper)
         self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         self._trained = [param for param in self._parameters if param.local is not None]

@@ -44,7 +44,6 @@ class MegatronModule:
     raw: list[nn.Module]
     chunks: list[nn.Module]
     optimizer: MegatronOptimizer | None
-    learning_rate: float
     trains: bool
     run_ahead: int = 0
     ema_decay: float | None = None
