@@ -229,9 +229,9 @@ def test_a_stall_ends_the_run_and_names_the_rank_and_what_others_wait_for(
     code = launch(f"{HERE}:run_stalling_rank", args, layout.world_size, log_dir=run_dir)
     ended = time.time()
 
-    printed = capfd.readouterr().err
+    told = capfd.readouterr().err
     summary = run_dir / "hang" / "summary.txt"
-    assert summary.exists(), printed
+    assert summary.exists(), told
     struck = (run_dir / STRUCK).stat().st_mtime
     text = summary.read_text()
     first, origin, *others = text.splitlines()
@@ -244,7 +244,7 @@ def test_a_stall_ends_the_run_and_names_the_rank_and_what_others_wait_for(
         assert len(origins) == 1, text
         waits = rf"(.*, )?rank {case.waiting} \(\w+, lane \d\)(, rank.*?)?: {case.waits}"
         assert any(re.match(waits, line) for line in others), text
-    assert printed.rstrip().endswith(f"{first}\n{origin}")
+    assert told.rstrip().endswith(f"{first}\n{origin}")
     assert code == 1
     assert summary.stat().st_mtime - struck < TIMEOUT_SECONDS + 10
     assert ended - struck < TIMEOUT_SECONDS + 10
@@ -268,12 +268,8 @@ def test_tasks_of_srun_end_although_the_stopped_rank_is_the_one_where_they_meet(
     arguments = [str(tiny.write_recipe(tmp_path)), LANES, timeout, "train.micro_batch_size=2"]
     context = multiprocessing.get_context("forkserver")
     port = free_port()
-    tasks = [
-        context.Process(
-            target=run_stalling_task, args=(CASES["norm"], rank, port, tmp_path, arguments)
-        )
-        for rank in range(3)
-    ]
+    args = [(CASES["norm"], rank, port, tmp_path, arguments) for rank in range(3)]
+    tasks = [context.Process(target=run_stalling_task, args=own) for own in args]
     for task in tasks:
         task.start()
     try:
@@ -289,4 +285,4 @@ def test_tasks_of_srun_end_although_the_stopped_rank_is_the_one_where_they_meet(
     text = (struck.parent / "hang" / "summary.txt").read_text()
     assert re.search(rf"origin: rank 0 \(vision, lane 0\) {SILENT}", text)
     printed = [(tmp_path / f"printed_{rank}").read_text() for rank in (1, 2)]
-    assert sum(text in output for output in printed) == 1
+    assert sum(text in one for one in printed) == 1
