@@ -31,6 +31,7 @@ from mimo.train.metrics import StepResult
 from mimo.train.restarts import job_name
 
 BATCHES = "batches"
+_STORE_KEY = "bad sample {} of step {}"
 _SHOWN_SAMPLES = 16  # in an incident
 # The median of distances from the median of a normal distribution, in standard deviations.
 _MAD = 0.6745
@@ -51,11 +52,7 @@ def publish_bad_sample(step: int, number: int, rank: int, bad: SkippedSample) ->
     ranks learn of the sample.
     """
     entry = {"step": step, "rank": rank} | asdict(bad)
-    _get_default_store().set(_store_key(step, number), json.dumps(entry))
-
-
-def _store_key(step: int, number: int) -> str:
-    return f"bad sample {number} of step {step}"
+    _get_default_store().set(_STORE_KEY.format(number, step), json.dumps(entry))
 
 
 class BadSamples:
@@ -91,7 +88,7 @@ class BadSamples:
         The console and an incident report the first ten of a run, then each doubling.
         """
         store = _get_default_store()
-        entries = [json.loads(store.get(_store_key(step, number))) for number in numbers]
+        entries = [json.loads(store.get(_STORE_KEY.format(number, step))) for number in numbers]
         if not entries:
             return
         with self._path.open("a", encoding="utf-8") as file:

@@ -51,7 +51,7 @@ STEP = "step"  # what messages call a batch that is trained on
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What the modules of this rank compute on in one step, on its device.
+    """The input of this rank's modules in one step, on its device.
 
     language, items: from `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
     one microbatch, or the first of them. flops: by module, over all ranks, where they are counted.

@@ -61,7 +61,7 @@ class StepResult:
 
 
 def is_logged(train: Train, step: int) -> bool:
-    """Whether a step, counted from 0, gets a line on the console."""
+    """Return whether a step, counted from 0, gets a line on the console."""
     return (step + 1) % train.log_every == 0 or step + 1 == train.steps
 
 

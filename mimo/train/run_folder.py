@@ -207,7 +207,7 @@ def check_start(run: Run) -> list[str]:
 
 
 def is_at_end(run: Run) -> bool:
-    """Whether no step of a run is left, which is then printed."""
+    """Return whether no step of a run is left, and print it then."""
     if not isinstance(run.start, Resume):
         return False
     done, steps = read_progress(run.start.checkpoint).step, run.recipe.train.steps
@@ -283,7 +283,7 @@ def _reason(recipe: Recipe, module: str, path: Location, then: Any, now: Any) ->
 
 
 def _is_same_folder(before: str | None, now: str | None, checkpoint: Path) -> bool:
-    """Whether ``init_from`` names no folder now, or the one of before, perhaps moved."""
+    """Return whether ``init_from`` names no folder now, or the one of before, perhaps moved."""
     if before is None or now is None:
         return now is None
     if Path(before).is_dir():

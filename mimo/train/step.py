@@ -50,7 +50,7 @@ class StepObserver(Protocol):
 
 @dataclass(frozen=True)
 class StepSums:
-    """What the one collective of a step carries: the terms of this rank, then their sums.
+    """The content of a step's one collective: the terms of this rank, then their sums.
 
     loss: summed over tokens. idle_seconds: of ranks of disjoint encoders. squared_norms: of the
     gradients; squared_changes: of the weights in the update before; both by module that trains.

@@ -52,7 +52,7 @@ def test_a_resumed_run_lists_each_bad_sample_once(tmp_path: Path) -> None:
         first.append(step, [number])
     with (tmp_path / BAD_SAMPLES).open("a") as file:
         file.write('{"found": "read')  # killed while writing
-    whole = lines_before = [
+    expected = [
         {"found": "index", "split": "sources", "source": 0}
         | {"shard": "a.tar", "key": "k\ud83d", "reason": "malformed"},
         {"found": "reading", "step": 1, "rank": 5}
@@ -60,43 +60,39 @@ def test_a_resumed_run_lists_each_bad_sample_once(tmp_path: Path) -> None:
     ]
     resumed = BadSamples(tmp_path, 2)
     resumed.list_of_indexes({"sources": unused})
-    assert lines(tmp_path) == lines_before
+    assert lines(tmp_path) == expected
     publish_bad_sample(2, 0, 0, SkippedSample("b.tar", "k2", "gone"))
     resumed.append(2, [0])
-    assert lines(tmp_path)[:2] == whole
-    assert lines(tmp_path)[2:] == [
-        {"found": "reading", "step": 2, "rank": 0, "shard": "b.tar", "key": "k2", "reason": "gone"}
-    ]
+    last = {"found": "reading", "step": 2, "rank": 0}
+    expected.append(last | {"shard": "b.tar", "key": "k2", "reason": "gone"})
+    assert lines(tmp_path) == expected
 
 
 def test_skipped_samples_are_told_one_by_one_and_then_when_their_number_has_doubled(
     tmp_path: Path,
 ) -> None:
-    said = list[str]()
-    found = BadSamples(tmp_path, 0, said.append)
-    found.list_of_indexes({})
-    found.append(0, [])
+    console = list[str]()
+    listed = BadSamples(tmp_path, 0, console.append)
+    listed.list_of_indexes({})
+    listed.append(0, [])
     for step in range(50):
-        publish_bad_sample(
-            step, 7, 1, SkippedSample("b.tar", f"k{step}", "cut\noff" + "x" * 500, 2)
-        )
-        found.append(step, [7])
+        bad = SkippedSample("b.tar", f"k{step}", "cut\noff" + "x" * 500, 2)
+        publish_bad_sample(step, 7, 1, bad)
+        listed.append(step, [7])
     counts = [*range(1, 11), 20, 40]
-    assert [int(line.split()[3].rstrip(":")) for line in said] == counts
-    assert said[-1].startswith(
+    assert [int(line.split()[3].rstrip(":")) for line in console] == counts
+    assert console[-1].startswith(
         "skipped samples: step 40: 1 skipped in this step, 40 in all; the last: "
         "sample 'k39' of b.tar, item 2: cut offxxx"
     )
-    assert said[0].endswith(f"x; all are in {BAD_SAMPLES}")
-    told = incidents(tmp_path)
-    assert [(one["kind"], one["step"], one["num_samples"]) for one in told] == [
-        ("skipped samples", count - 1, count) for count in counts
-    ]
-    said.clear()
-    resumed = BadSamples(tmp_path, 40, said.append)
+    assert console[0].endswith(f"x; all are in {BAD_SAMPLES}")
+    recorded = [(e["kind"], e["step"], e["num_samples"]) for e in incidents(tmp_path)]
+    assert recorded == [("skipped samples", count - 1, count) for count in counts]
+    console.clear()
+    resumed = BadSamples(tmp_path, 40, console.append)
     publish_bad_sample(40, 1, 0, SkippedSample("b.tar", "k", "gone"))
     resumed.append(40, [1])
-    assert said == []
+    assert console == []
 
 
 def test_the_bad_samples_of_an_index_are_all_counted_and_as_many_named_as_a_file_can_hold(

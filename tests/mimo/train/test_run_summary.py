@@ -51,13 +51,13 @@ def held(rank: int, path: Path, overrides: list[str]) -> dict[str, tuple[int, in
     recipe = load_recipe(path, overrides)
     topology = build_topology(check_recipe(recipe, None))
     modules: Any = Trainer(recipe, topology, recipe.run_dir).model.modules
-    found = {}
+    counts = {}
     for name, module in modules.items():
         params = [param for chunk in module.raw for param in chunk.parameters()]
-        trained = [param for param in params if param.requires_grad]
-        found[name] = tuple(sum(one.numel() for one in own) for own in (params, trained))
+        trained = sum(param.numel() for param in params if param.requires_grad)
+        counts[name] = sum(param.numel() for param in params), trained
     topology.close()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("overrides", [[], ADAPTERS], ids=["all", "adapters and projector"])
@@ -65,13 +65,13 @@ def test_parameters_are_counted_as_modules_hold_them(
     run_ranks: RunRanks, recipe: Path, overrides: list[str]
 ) -> None:
     colocated = [*overrides, "encoders.vision.placement=colocated"]
-    (found,) = run_ranks(held, 1, recipe, colocated)
+    (counts,) = run_ranks(held, 1, recipe, colocated)
     read = load_recipe(recipe, colocated)
     size, hidden = open_tokenizer(read).vocab_size, read.language.model["hidden_size"]
     padding = (-size % 64) * hidden
-    assert num_parameters(read, "vision", size) == found["vision"]
+    assert num_parameters(read, "vision", size) == counts["vision"]
     total, trained = num_parameters(read, "language", size)
-    assert (total + padding, trained + padding * (not overrides)) == found["language"]
+    assert (total + padding, trained + padding * (not overrides)) == counts["language"]
     assert 0 < trained <= total
     assert (trained < total) == bool(overrides)
 

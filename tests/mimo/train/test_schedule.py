@@ -26,11 +26,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(path: Path, *overrides: str) -> Recipe:
-    given = {"learning_rate": PEAK, "warmup_steps": WARMUP, "steps": STEPS}
-    given |= {"min_learning_rate_ratio": RATIO, "global_batch_size": 4}
-    return load_recipe(
-        path, [*(f"train.{key}={value}" for key, value in given.items()), *overrides]
-    )
+    train = {"learning_rate": PEAK, "warmup_steps": WARMUP, "steps": STEPS}
+    train |= {"min_learning_rate_ratio": RATIO, "global_batch_size": 4}
+    return load_recipe(path, [*(f"train.{key}={train[key]}" for key in train), *overrides])
 
 
 def rates(recipe: Recipe, module: str = "language") -> list[float]:
@@ -53,15 +51,15 @@ FORMS = {
 @pytest.mark.parametrize("schedule", FORMS)
 def test_a_schedule_is_its_closed_form(path: Path, schedule: str) -> None:
     decay = ["train.decay_steps=6"] if schedule == "wsd" else []
-    found = rates(recipe_of(path, f"train.schedule={schedule}", *decay))
-    assert found == pytest.approx(FORMS[schedule], rel=1e-12)
+    curve = rates(recipe_of(path, f"train.schedule={schedule}", *decay))
+    assert curve == pytest.approx(FORMS[schedule], rel=1e-12)
 
 
 def test_without_a_schedule_it_is_a_cosine_and_wsd_falls_in_the_last_tenth(path: Path) -> None:
     assert rates(recipe_of(path)) == pytest.approx(FORMS["cosine"], rel=1e-12)
-    found = rates(recipe_of(path, "train.schedule=wsd"))
-    assert found[WARMUP:-1] == [PEAK] * (STEPS - WARMUP - 1)
-    assert found[-1] == pytest.approx((PEAK + LOWEST) / 2)
+    curve = rates(recipe_of(path, "train.schedule=wsd"))
+    assert curve[WARMUP:-1] == [PEAK] * (STEPS - WARMUP - 1)
+    assert curve[-1] == pytest.approx((PEAK + LOWEST) / 2)
 
 
 def test_a_module_rises_over_its_own_steps_and_falls_from_there(path: Path) -> None:
