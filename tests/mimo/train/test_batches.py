@@ -131,8 +131,10 @@ def train_and_count(rank: int, path: Path, mib: int) -> list[tuple[int, int]]:
     for kind in (LoadedStep, RankBatch):
         initialise = kind.__init__
 
-        def note(self: Any, *args: Any, _kind=kind, _initialise=initialise, **given: Any) -> None:
-            _initialise(self, *args, **given)
+        def note(
+            self: Any, *args: Any, _kind=kind, _initialise=initialise, **settings: Any
+        ) -> None:
+            _initialise(self, *args, **settings)
             made.append((_kind, weakref.ref(self)))
 
         kind.__init__ = note  # type: ignore[method-assign]
@@ -182,10 +184,11 @@ def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -
     from mimo.model import decoding
     from mimo.parallel.connections import Host
 
-    found, decoded, hosts = decoding.find_host, list[str](), list[Host]()
+    find_host, decoded, hosts = decoding.find_host, list[str](), list[Host]()
 
     def find() -> Host:
-        hosts.append(found() if shared else replace(found(), ranks=(rank,), job=f"test{rank}"))
+        host = find_host()
+        hosts.append(host if shared else replace(host, ranks=(rank,), job=f"test{rank}"))
         return hosts[-1]
 
     decoding.find_host = find
@@ -209,19 +212,19 @@ def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepa
     for mib, settings in ((0, validated), (512, validated), (512, [])):
         overrides = [*settings, f"data.prefetch_mib={mib}"]
         ranks = run_ranks(train_beside_a_slow_rank, 2, recipe, overrides)
-        for found in ranks:
-            assert found["left"] == []
-            for name, threads in found["threads"].items():
+        for seen in ranks:
+            assert seen["left"] == []
+            for name, threads in seen["threads"].items():
                 assert not any(thread == "MainThread" for thread in threads), name
             # One sum per step and one before the first, each by the training thread.
-            assert {thread for thread, _ in found["messages"]} == {"MainThread"}
-            sums = len(found["messages"])
+            assert {thread for thread, _ in seen["messages"]} == {"MainThread"}
+            sums = len(seen["messages"])
             assert sums == (1 + STEPS + 2 * (1 + 2) if settings else 1 + STEPS)
             # Rank 0 could not read it; each rank leaves it out of every step and counts it once.
-            steps = [m for m in found["metrics"] if "loss" in m]
+            steps = [m for m in seen["metrics"] if "loss" in m]
             assert [m["skipped_samples"] for m in steps] == [1] * STEPS
         assert ranks[0]["messages"] == ranks[1]["messages"]
-        planned = [found["threads"]["mimo.model.step_plan.StepPlanner.finish"] for found in ranks]
+        planned = [seen["threads"]["mimo.model.step_plan.StepPlanner.finish"] for seen in ranks]
         assert planned == [{"preparer_0"}] * 2
         losses.append([m["loss"] for m in ranks[0]["metrics"] if "loss" in m])
         idle.append(ranks[0]["idle"])
@@ -236,8 +239,8 @@ def test_what_ranks_of_a_colocated_encoder_lane_share_out_is_planned_ahead_too(
 ) -> None:
     overrides = [*ONE_RANK, "encoders.vision.grid={tp: 2}", "language.grid={dp: 2}"]
     overrides.append("train.global_batch_size=16")
-    for found in run_ranks(train_beside_a_slow_rank, 2, recipe, overrides):
-        assert found["threads"]["bridge.plan._exchange"] == {"preparer_0"}
+    for seen in run_ranks(train_beside_a_slow_rank, 2, recipe, overrides):
+        assert seen["threads"]["bridge.plan._exchange"] == {"preparer_0"}
 
 
 @pytest.mark.parametrize(
@@ -261,11 +264,11 @@ def test_one_step_waits_whatever_the_recipe_says_and_two_at_most_are_staged(
 def test_an_error_in_the_background_reaches_the_training_thread_as_it_was(
     run_ranks: RunRanks, recipe: Path, where: str, name: str
 ) -> None:
-    (found,) = run_ranks(fail_while_preparing, 1, recipe, where, name)
-    assert found["error"] == ("the third step", "noted in the background")
+    (seen,) = run_ranks(fail_while_preparing, 1, recipe, where, name)
+    assert seen["error"] == ("the third step", "noted in the background")
     # What was read before it is trained on: the third step's samples are read during the first.
-    assert found["done"] == (2 if name == "finish" else 0)
-    assert found["left"] == []
+    assert seen["done"] == (2 if name == "finish" else 0)
+    assert seen["left"] == []
 
 
 @pytest.mark.slow
@@ -284,12 +287,12 @@ def test_ranks_of_a_lane_on_one_host_decode_once_for_all_of_them_and_learn_the_s
     assert lines == [lines[0]] * len(runs)
     assert lines[0][0] == lines[0][1]
     assert [skipped for loss, _, skipped in lines[0][0] if loss is not None] == [1] * STEPS
-    alone, together, *with_workers = ([found["decoded"] for found in run] for run in runs)
+    alone, together, *with_workers = ([rank["decoded"] for rank in run] for run in runs)
     for kind in ("sample", "patches"):
         assert alone[0].count(kind) == alone[1].count(kind) == sum(d.count(kind) for d in together)
         assert all(d.count(kind) > alone[0].count(kind) / 3 for d in together), "evenly"
     assert with_workers == [[[], []]] * 2
-    hosts = [found["host"] for run in runs for found in run]
+    hosts = [rank["host"] for run in runs for rank in run]
     assert [host.ranks for host in hosts[:4]] == [(0,), (1,), (0, 1), (0, 1)]
     assert {host.cores_per_rank for host in hosts} == {len(os.sched_getaffinity(0)) // 2}
     assert not [left for host in hosts for left in SHARED_MEMORY.glob(f"mimo-*-{host.job}")]

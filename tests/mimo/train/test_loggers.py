@@ -88,27 +88,27 @@ def test_both_get_logged_steps_and_a_resumed_run_goes_on_as_the_same_one(
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "lo')
     steps(recipe, tmp_path, 2, 4)
-    found = dict(reversed(first))  # the first call of each
-    assert found["init"]["mode"] == "offline"
-    assert found["init"]["dir"] == str(tmp_path)
-    assert found["init"]["name"] == "tiny"
-    assert found["init"]["config"]["train"]["steps"] == 4
-    assert found["set_tracking_uri"]["uri"] == (tmp_path / "mlruns").as_uri()
-    assert found["start_run"] == {"run_id": None, "run_name": "tiny"}
+    asked = dict(reversed(first))  # the first call of each
+    assert asked["init"]["mode"] == "offline"
+    assert asked["init"]["dir"] == str(tmp_path)
+    assert asked["init"]["name"] == "tiny"
+    assert asked["init"]["config"]["train"]["steps"] == 4
+    assert asked["set_tracking_uri"]["uri"] == (tmp_path / "mlruns").as_uri()
+    assert asked["start_run"] == {"run_id": None, "run_name": "tiny"}
     expected = {"train/loss": 2.0, "train/grad_norm": 1.0, "train/lr": 0.1}
     expected |= {"train/tokens_per_second": 9.0, "train/epoch_0": 0.5}
-    logged = [given for name, given in first if name == "log"]
+    logged = [arguments for name, arguments in first if name == "log"]
     assert logged == [
         {"data": expected, "step": 1},
         {"data": {"validation/validation_loss": 1.5}, "step": 3},
     ]
-    assert [given for name, given in first if name == "log_metrics"] == [
+    assert [arguments for name, arguments in first if name == "log_metrics"] == [
         {"metrics": one["data"], "step": one["step"]} for one in logged
     ]
     assert [name for name, _ in first[-2:]] == ["finish", "end_run"]
     assert not (tmp_path / "tensorboard").exists()
     again = dict(reversed(calls))
-    assert again["init"]["id"] == found["init"]["id"]
+    assert again["init"]["id"] == asked["init"]["id"]
     assert again["start_run"]["run_id"] == "made by mlflow"
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
@@ -120,10 +120,10 @@ def test_variables_of_the_packages_choose_another_place(
     for name, value in zip(VARIABLES, ("online", "mine", "http://there", "other"), strict=True):
         monkeypatch.setenv(name, value)
     steps(recipe_with(tmp_path, "[wandb, mlflow]"), tmp_path, 0, 1)
-    found = dict(calls)
-    assert (found["init"]["mode"], found["init"]["project"]) == ("online", "mine")
-    assert "set_tracking_uri" not in found
-    assert found["set_experiment"] == {"experiment_name": "other"}
+    asked = dict(calls)
+    assert (asked["init"]["mode"], asked["init"]["project"]) == ("online", "mine")
+    assert "set_tracking_uri" not in asked
+    assert asked["set_experiment"] == {"experiment_name": "other"}
 
 
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(
@@ -137,9 +137,9 @@ def test_a_logger_that_fails_is_left_out_and_training_goes_on(
 
     monkeypatch.setattr(sys.modules["mlflow"], "log_metrics", log_metrics)
     steps(recipe_with(tmp_path, "[mlflow, wandb]"), tmp_path, 0, 4)
-    said = capsys.readouterr().out
-    assert said.count("warning: logger mlflow is left out from now on: no such host") == 1
-    assert [given["step"] for name, given in calls if name == "log"] == [1, 3, 4]
+    printed = capsys.readouterr().out
+    assert printed.count("warning: logger mlflow is left out from now on: no such host") == 1
+    assert [arguments["step"] for name, arguments in calls if name == "log"] == [1, 3, 4]
 
 
 def test_tensorboard_has_every_number_of_every_logged_step(

@@ -60,8 +60,8 @@ def forward_flops(recipe: Recipe, grids: list[tuple[int, int, int]]) -> float:
 def test_frozen_towers_count_their_forward_and_text_costs_them_nothing(directory: Path) -> None:
     recipe = load_recipe(directory / "tiny.yaml", ["encoders.vision.freeze=true"])
     plan, flops, grids = planned(recipe)
-    found = flops.of(plan)
-    assert found["vision"] == pytest.approx(forward_flops(recipe, grids))
+    counts = flops.of(plan)
+    assert counts["vision"] == pytest.approx(forward_flops(recipe, grids))
     (text_only,) = [m for m in plan.microbatches if not len(m.samples.item)][:1]
     alone = flops.of(StepPlan((text_only,), 1, 1, 1.0, {}))
     assert alone["vision"] == 0
@@ -112,9 +112,9 @@ def test_utilisation_is_a_share_of_the_peak_of_all_ranks_of_the_job(
     done = (plan, flops, 1.0, 1.0, {"language": 0.1}, 0.0, 2.0, 0.0, 0.0)
     result = StepResult(*done, is_skipped=False, grad_norms={}, update_norms={})
     monkeypatch.setattr(figures, "peak_flops", lambda: 100.0)
-    found = step_metrics(result, layout, 0, 0)
-    assert found["mfu"] == pytest.approx(120 / (2.0 * 3 * 100.0))
-    assert (found["flops_language"], found["flops_vision"]) == (90.0, 30.0)
+    line = step_metrics(result, layout, 0, 0)
+    assert line["mfu"] == pytest.approx(120 / (2.0 * 3 * 100.0))
+    assert (line["flops_language"], line["flops_vision"]) == (90.0, 30.0)
     monkeypatch.setattr(figures, "peak_flops", lambda: None)
     assert step_metrics(result, layout, 0, 0)["mfu"] is None
 
@@ -149,8 +149,8 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(figures.SPANS, "take", lambda seconds=seconds: seconds)
         monkeypatch.setattr(figures, "peak_memory", lambda rank=rank: (rank + 1) * 2**30)
         tables.append(StepTimes(layout, rank).of_this_rank(BYTES[rank]))
-    found = StepTimes(layout, 0).figures(np.sum(tables, axis=0))
-    assert found == pytest.approx(
+    line = StepTimes(layout, 0).figures(np.sum(tables, axis=0))
+    assert line == pytest.approx(
         {
             "idle_fraction": 18 / 30,
             "idle_fraction_vision": 8 / 10,

@@ -123,13 +123,13 @@ def test_an_average_is_in_fp32_and_goes_on_from_a_checkpoint_to_the_last_bit(
     run_ranks: RunRanks, recipe: Path, layout: list[str]
 ) -> None:
     name = f"bf16_{len(''.join(layout))}"
-    given = [*SETTINGS, *layout, "train.precision=bf16"]
-    run = trained(run_ranks, recipe, name, *given)
+    settings = [*SETTINGS, *layout, "train.precision=bf16"]
+    run = trained(run_ranks, recipe, name, *settings)
     expected = read(run / "checkpoints" / "step_4")
     means = [tensor for key, tensor in expected.items() if key.startswith("ema.")]
     assert {tensor.dtype for tensor in means} == {torch.float32}
     start = Resume(run / "checkpoints" / "step_2")
-    again = trained(run_ranks, recipe, name, *given, start=start)
+    again = trained(run_ranks, recipe, name, *settings, start=start)
     got = read(again / "checkpoints" / "step_4")
     assert got.keys() == expected.keys()
     for key, one in expected.items():
@@ -140,8 +140,8 @@ def test_an_average_is_in_fp32_and_goes_on_from_a_checkpoint_to_the_last_bit(
 def test_an_update_is_measured_in_steps_that_are_logged_and_not_of_what_is_frozen(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
-    given = ["train.log_every=2", "train.steps=6", "encoders.vision.freeze=true", *ALONE]
-    lines = lines_of(trained(run_ranks, recipe, "logged", *given, "train.validate_every=null"))
+    settings = ["train.log_every=2", "train.steps=6", "encoders.vision.freeze=true", *ALONE]
+    lines = lines_of(trained(run_ranks, recipe, "logged", *settings, "train.validate_every=null"))
     assert [line["update_norm_language"] is not None for line in lines] == [False, True] * 3
     assert "grad_norm_vision" not in lines[0]
     assert lines[0]["grad_norm_language"] == lines[0]["grad_norm"]
@@ -160,13 +160,13 @@ def answering_weights(rank: int, run: Path) -> list[Piece]:
 def test_the_average_answers_and_is_exported_in_place_of_the_weights(
     run_ranks: RunRanks, recipe: Path, tmp_path: Path
 ) -> None:
-    given = [*SETTINGS, "encoders.vision.freeze=true", "train.steps=2"]
-    run = trained(run_ranks, recipe, "exported", *given)
+    settings = [*SETTINGS, "encoders.vision.freeze=true", "train.steps=2"]
+    run = trained(run_ranks, recipe, "exported", *settings)
     stored = read(run / "checkpoints" / "step_2")
     average = {k.removeprefix("ema."): one for k, one in stored.items() if k.startswith("ema.")}
     assert {key.partition(".")[0] for key in average} == {"language"}
-    (found,) = run_ranks(answering_weights, 1, run)
-    for piece in found:
+    (pieces,) = run_ranks(answering_weights, 1, run)
+    for piece in pieces:
         rows, columns = piece.values.shape
         whole = average.get(piece.key, stored[piece.key]).view(piece.shape[0], -1)
         expected = whole[piece.row : piece.row + rows, piece.column : piece.column + columns]
@@ -188,7 +188,7 @@ def test_an_average_that_a_checkpoint_lacks_begins_with_its_most_exact_weights()
     wanted = ["language.a", "ema.language.a", "ema.language.b", "optimizer.fp32_param.language.b"]
     pieces = [Piece(key, (1,), 0, 0, torch.zeros(1, 1)) for key in wanted]
     stored = ["language.a", "language.b", "optimizer.fp32_param.language.a"]
-    found = [piece.key for piece in with_fallbacks(pieces, stored)]
-    assert found == ["language.a", "optimizer.fp32_param.language.a", "language.b", "language.b"]
+    keys = [piece.key for piece in with_fallbacks(pieces, stored)]
+    assert keys == ["language.a", "optimizer.fp32_param.language.a", "language.b", "language.b"]
     kept = [piece.key for piece in with_fallbacks(pieces, [*stored, *wanted])]
     assert kept == wanted

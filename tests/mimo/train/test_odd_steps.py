@@ -1,4 +1,4 @@
-"""Steps that are skipped and spikes of the loss: what is left of them, and what is told."""
+"""Steps that are skipped and spikes of the loss: what they change, record and report."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.mimo.runs import ADAM, LAYOUT, metrics
 
 def test_a_spike_is_found_among_noise_and_hides_no_other() -> None:
     rng = np.random.default_rng(0)
-    spikes, found = LossSpikes(64), []
+    spikes, steps = LossSpikes(64), []
     for step in range(400):
         loss = 2.0 - 0.002 * step + 0.02 * rng.standard_normal()
         if step in (200, 202, 300):
             loss += 0.5
-        found += [step] if spikes.score(loss) > 8 else []
-    assert found == [200, 202, 300]
+        steps += [step] if spikes.score(loss) > 8 else []
+    assert steps == [200, 202, 300]
 
 
 def test_a_score_is_the_distance_from_the_median_in_robust_deviations() -> None:

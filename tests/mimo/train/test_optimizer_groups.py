@@ -46,20 +46,20 @@ def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> lis
 
     from mimo.train.rank import train_in_world
 
-    found = list[list[float]]()
+    updates = list[list[float]]()
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if found and len(found[-1]) == 1:  # an update that is measured goes group by group
-            found[-1] += rates
+        if updates and len(updates[-1]) == 1:  # an update that is measured goes group by group
+            updates[-1] += rates
         else:
-            found.append(rates)
+            updates.append(rates)
 
     recipe = load_recipe(path, overrides)
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     register_optimizer_step_pre_hook(note)
     train_in_world(recipe, build_layout(recipe), recipe.run_dir, start)
-    return found
+    return updates
 
 
 def expected_rate(step: int, module: str) -> float:
@@ -126,16 +126,16 @@ def steps_from_first_weights(rank: int, path: Path, overrides: list[str]) -> Ran
     watched = WatchedSteps(modules, rank)
     watched.note_weights()
     steps = trainer.train(dataset, None, watched)
-    found = [next(steps) for _ in range(UPDATES)]
+    metrics_of_steps = [next(steps) for _ in range(UPDATES)]
     steps.close()
-    return RankSteps(found, watched.shards)
+    return RankSteps(metrics_of_steps, watched.shards)
 
 
 def by_hand(shard: Shard, factors: list[float], is_sgd: bool) -> list[np.ndarray]:
     """The weights of a tensor after each step: from its first ones, and clipped gradients."""
     weight, first, second = shard.weights[0], np.zeros(()), np.zeros(())
     decay = DECAY if len(shard.shape) > 1 else 0.0
-    found = []
+    weights = []
     for step, (gradient, factor) in enumerate(zip(shard.gradients, factors, strict=True)):
         rate, gradient = expected_rate(step, shard.module), factor * gradient
         if is_sgd:
@@ -146,8 +146,8 @@ def by_hand(shard: Shard, factors: list[float], is_sgd: bool) -> list[np.ndarray
             mean = first / (1 - BETAS[0] ** (step + 1))
             deviation = np.sqrt(second / (1 - BETAS[1] ** (step + 1)))
             weight = weight - rate * decay * weight - rate * mean / (deviation + EPS)
-        found.append(weight)
-    return found
+        weights.append(weight)
+    return weights
 
 
 @pytest.mark.parametrize("name", quick(OPTIMIZERS, "adam"))

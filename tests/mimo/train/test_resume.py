@@ -143,10 +143,10 @@ def test_a_source_that_is_added_on_resuming_joins_and_the_other_goes_on(
     run(run_ranks, recipe, *settings, *more, resume_from=checkpoint)
     epochs = [line["epochs"] for line in metrics(recipe)]
     assert epochs[:2] == [{"0": 8 / 12}, {"0": 16 / 12}]
-    for step, own in enumerate(epochs[2:], 1):
-        assert own["0"] * 12 + own["1"] * 5 == pytest.approx(16 + 8 * step)
-        assert own["0"] * 12 - 16 == pytest.approx(own["1"] * 5, abs=8)
-        assert own["1"] > 0
+    for step, by_source in enumerate(epochs[2:], 1):
+        assert by_source["0"] * 12 + by_source["1"] * 5 == pytest.approx(16 + 8 * step)
+        assert by_source["0"] * 12 - 16 == pytest.approx(by_source["1"] * 5, abs=8)
+        assert by_source["1"] > 0
     done = read_progress(checkpoint.parent / "step_4")
     assert [mixture.first for mixture in done.mixtures] == [0, 16]
 

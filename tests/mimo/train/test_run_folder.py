@@ -182,8 +182,8 @@ def test_a_resume_from_another_folder_is_refused_and_one_that_has_moved_is_not(
         assert f"init_from: got '{folder}', but " in problem
         assert f"was trained with '{model}'" in problem
     shutil.rmtree(model)
-    said = changes(path, capsys, *settings, f"init_from={other}")
-    assert f"init_from: '{model}' before, '{other}' now" in said
+    lines = changes(path, capsys, *settings, f"init_from={other}")
+    assert f"init_from: '{model}' before, '{other}' now" in lines
 
 
 def change_template(folder: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_tokenizer_that_changed_in_its_folder_is_refused_on_resuming(
     (problem,) = refusals(recipe)
     assert f"data.tokenizer: the {name} in {tokenizer} changed since {carried.parent}" in problem
     assert f"with that in {carried}; copy it back from there" in problem
-    said = changes(recipe, capsys, f"data.tokenizer={copied}")
-    assert said == [f"data.tokenizer: '{tokenizer}' before, '{copied}' now"]
+    lines = changes(recipe, capsys, f"data.tokenizer={copied}")
+    assert lines == [f"data.tokenizer: '{tokenizer}' before, '{copied}' now"]
 
 
 def test_what_may_change_on_resuming_is_said_in_a_line_each(
@@ -232,14 +232,14 @@ def test_what_may_change_on_resuming_is_said_in_a_line_each(
         f"{VISION}.jpeg_draft": ("False", "True"),
         "language.model.init_std": ("0.2", "0.1"),
     }
-    given = [f"{key}={now}".lower() for key, (_, now) in overrides.items()]
-    said = changes(recipe, capsys, *given, "language.lora={rank: 2}", "name=tiny")
+    settings = [f"{key}={now}".lower() for key, (_, now) in overrides.items()]
+    lines = changes(recipe, capsys, *settings, "language.lora={rank: 2}", "name=tiny")
     for key, (before, now) in overrides.items():
-        assert f"{key}: {before} before, {now} now" in said
-    assert any(line.startswith("language.lora: None before, {'rank': 2,") for line in said)
+        assert f"{key}: {before} before, {now} now" in lines
+    assert any(line.startswith("language.lora: None before, {'rank': 2,") for line in lines)
     for module in ("language", "vision"):
-        assert f"learning rate of {module} at step 2: 0.0325 before, 0.08947 now" in said
-    assert len(said) == len(overrides) + 3
+        assert f"learning rate of {module} at step 2: 0.0325 before, 0.08947 now" in lines
+    assert len(lines) == len(overrides) + 3
     # Of another folder, too, whose name and place are no change.
     runs = shutil.copytree(checkpoint.parent, recipe.parent / "elsewhere")
     capsys.readouterr()

@@ -78,23 +78,23 @@ def test_parameters_are_counted_as_modules_hold_them(
 
 def test_a_summary_has_sizes_layout_data_tokens_epochs_and_precision(recipe: Path) -> None:
     more = f"data.validation=[{{path: '{recipe.parent}/more-*.tar'}}]"
-    found = facts(recipe, *LAYOUT, more, "train.steps=7")
-    assert [*found] == [
+    summary = facts(recipe, *LAYOUT, more, "train.steps=7")
+    assert [*summary] == [
         *("model vision", "model language", "layout", "data.sources.0", "data.validation.0"),
         *("step", "run", "precision"),
     ]
     assert re.fullmatch(
-        r"qwen3, [\d,]+ parameters, 100 % trained \([\d,]+\)", found["model language"]
+        r"qwen3, [\d,]+ parameters, 100 % trained \([\d,]+\)", summary["model language"]
     )
-    assert found["layout"].startswith("3 ranks; vision: tp 1 · cp 1 · pp 1 · dp 1 = 1 rank; lang")
+    assert summary["layout"].startswith("3 ranks; vision: tp 1 · cp 1 · pp 1 · dp 1 = 1 rank; lang")
     size = (recipe.parent / "train-00000.tar").stat().st_size
     path = recipe.parent / "train-*.tar"
     data = f"{path}: 12 samples in 1 shard of {size:,} bytes, written as "
-    assert found["data.sources.0"].startswith(data)
-    assert found["data.validation.0"].startswith(f"{recipe.parent}/more-*.tar: 2 samples")
-    assert re.fullmatch(r"12 samples, about \d{3} tokens", found["step"])
-    assert found["run"] == "7 steps, about 7 epochs"
-    assert found["precision"] == "fp32"
+    assert summary["data.sources.0"].startswith(data)
+    assert summary["data.validation.0"].startswith(f"{recipe.parent}/more-*.tar: 2 samples")
+    assert re.fullmatch(r"12 samples, about \d{3} tokens", summary["step"])
+    assert summary["run"] == "7 steps, about 7 epochs"
+    assert summary["precision"] == "fp32"
 
 
 def test_epochs_are_of_each_source_and_of_the_whole_run_also_where_it_is_resumed(
@@ -107,9 +107,9 @@ def test_epochs_are_of_each_source_and_of_the_whole_run_also_where_it_is_resumed
     resumed = facts(recipe, *both, progress=half)
     assert resumed["run"] == "2 steps, about 1 to 6 epochs"
     packed = ["data.tokens_per_microbatch=256", "train.micro_batch_size=1"]
-    found = facts(recipe, *packed, "train.steps=7")
-    assert found["step"] == "12 packed sequences of up to 256 tokens"
-    (epochs,) = re.findall(r"about ([\d.]+) epochs", found["run"])
+    summary = facts(recipe, *packed, "train.steps=7")
+    assert summary["step"] == "12 packed sequences of up to 256 tokens"
+    (epochs,) = re.findall(r"about ([\d.]+) epochs", summary["run"])
     assert float(epochs) > 7 * 256 / 128
 
 

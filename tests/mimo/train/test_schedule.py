@@ -63,8 +63,8 @@ def test_without_a_schedule_it_is_a_cosine_and_wsd_falls_in_the_last_tenth(path:
 
 
 def test_a_module_rises_over_its_own_steps_and_falls_from_there(path: Path) -> None:
-    own = ["encoders.vision.warmup_steps=10", "encoders.vision.learning_rate=0.02"]
-    recipe = recipe_of(path, *own, "language.warmup_steps=0", "train.schedule=linear")
+    warmup = ["encoders.vision.warmup_steps=10", "encoders.vision.learning_rate=0.02"]
+    recipe = recipe_of(path, *warmup, "language.warmup_steps=0", "train.schedule=linear")
     vision = rates(recipe, "vision")
     assert vision[:10] == pytest.approx([0.002 * (step + 1) for step in range(10)])
     assert vision[10:] == pytest.approx([0.02 - 0.016 * n / 10 for n in range(10)])
@@ -77,7 +77,7 @@ def test_a_frozen_module_has_no_rate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["train.decay_steps=5"], "decay_steps 5 belongs to schedule: wsd, but schedule is cosine"),
         (
@@ -87,7 +87,7 @@ def test_a_frozen_module_has_no_rate(path: Path) -> None:
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(
-    path: Path, overrides: list[str], told: str
+    path: Path, overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(RecipeError, match=re.escape(told)):
+    with pytest.raises(RecipeError, match=re.escape(message)):
         recipe_of(path, *overrides)

@@ -93,11 +93,11 @@ def without_a_model(rank: int) -> Iterator[None]:
         return SimpleNamespace(batch=batch, is_skipped=False)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "build_model", lambda *given: model)
+        patched.setattr(loop, "build_model", lambda *unused: model)
         patched.setattr(loop, "train_step", step)
-        patched.setattr(loop, "step_metrics", lambda done, *given: {"batch": done.batch})
+        patched.setattr(loop, "step_metrics", lambda done, *unused: {"batch": done.batch})
         for name in ("begin", "publish", "wait"):
-            patched.setattr(loop.Saver, name, lambda *given: None)
+            patched.setattr(loop.Saver, name, lambda *unused: None)
         patched.setattr(decoding, "find_host", lambda: Host((rank,), "streams", 2**40, 1))
         patched.setattr(batches, "sum_over_world", lambda terms: terms)
         yield
@@ -116,19 +116,19 @@ def train(
         trainer = Trainer(recipe, topology, recipe.run_dir)
         trainer.progress = progress
         with closing(trainer.train(dataset, None, Observer())) as running:
-            found = [metrics["batch"] for metrics in islice(running, steps)]
-    return found, trainer.progress
+            used = [metrics["batch"] for metrics in islice(running, steps)]
+    return used, trainer.progress
 
 
 def packs_of(batch: RankBatch, dataset: Dataset, recipe: Recipe) -> list[list[Key]]:
     """The samples of a step, by microbatch and lane."""
-    found = []
+    packs = []
     for planned in batch.plan.microbatches:
         samples = planned.samples
         for lane in range(len(samples.lane_tokens)):
-            own = samples.samples_of_lane(lane)
-            found.append(keys_of(dataset, recipe, samples.source[own], samples.sample[own]))
-    return found
+            numbers = samples.samples_of_lane(lane)
+            packs.append(keys_of(dataset, recipe, samples.source[numbers], samples.sample[numbers]))
+    return packs
 
 
 def check_contents(batch: RankBatch, dataset: Dataset, recipe: Recipe, rank: int) -> None:
@@ -138,17 +138,16 @@ def check_contents(batch: RankBatch, dataset: Dataset, recipe: Recipe, rank: int
         samples = planned.samples
         if rank in layout.language.ranks:
             lane: Any = batch.language[m]
-            mine = samples.samples_of_lane(layout.language.coords(rank).dp)
-            pairs = zip(samples.source[mine].tolist(), samples.sample[mine].tolist(), strict=True)
-            texts = [readers[source].sample(sample).input_ids for source, sample in pairs]
-            for start, text in zip(samples.start[mine].tolist(), texts, strict=True):
+            for n in samples.samples_of_lane(layout.language.coords(rank).dp).tolist():
+                start, reader = samples.start[n], readers[samples.source[n]]
+                text = reader.sample(int(samples.sample[n])).input_ids
                 np.testing.assert_array_equal(lane.input_ids[start : start + len(text)], text)
         if rank in layout.encoders["vision"].ranks:
             items: Any = batch.items["vision"][m]
-            own = planned.encoders["vision"].of_lane(layout.encoders["vision"].coords(rank).dp)
-            owners = samples.source[samples.item_sample[own]].tolist()
-            numbers = samples.item[own].tolist()
-            assert len(items.patches) == 1 + len(own)
+            of_lane = planned.encoders["vision"].of_lane(layout.encoders["vision"].coords(rank).dp)
+            owners = samples.source[samples.item_sample[of_lane]].tolist()
+            numbers = samples.item[of_lane].tolist()
+            assert len(items.patches) == 1 + len(of_lane)
             for (_, got), source, item in zip(items.patches[1:], owners, numbers, strict=True):
                 assert got.equal(torch.from_numpy(readers[source].patches(item)))
 
@@ -177,23 +176,23 @@ def test_every_rank_trains_on_the_same_stream_in_every_layout_however_it_is_read
 ) -> None:
     weights = {"train": 2.0, "other": 1.0}
     settings = [f"train.steps={stop + 3}", "train.global_batch_size=8"]
-    own = [*BY_TOKENS, "train.micro_batch_size=1"]
-    own = own if by_tokens else [f"train.micro_batch_size={micro_batch}"]
+    batch_size = [*BY_TOKENS, "train.micro_batch_size=1"]
+    batch_size = batch_size if by_tokens else [f"train.micro_batch_size={micro_batch}"]
     layout = [f"language.grid={language}", *(f"encoders.vision.{key}" for key in tower)]
-    recipe = recipe_of(path, weights, *settings, *own, *layout, *reading)
+    recipe = recipe_of(path, weights, *settings, *batch_size, *layout, *reading)
     dataset = data_of(recipe)
     # One lane, and no order but that of the positions.
-    alone = recipe_of(path, weights, *settings, *own)
+    alone = recipe_of(path, weights, *settings, *batch_size)
     expected, done = train(alone, 1, dataset, Progress(0, 0), stop)
     if not by_tokens:
         stream = keys_at(dataset, recipe, np.arange(8 * stop))
         assert [key for b in expected for p in packs_of(b, dataset, alone) for key in p] == stream
         assert done == Progress(stop, 8 * stop)
     for rank in range(build_layout(recipe).world_size):
-        found, progress = train(recipe, rank, dataset, Progress(0, 0), stop)
+        used, progress = train(recipe, rank, dataset, Progress(0, 0), stop)
         assert progress == done
-        assert len(found) == stop
-        for step, (batch, other) in enumerate(zip(found, expected, strict=True)):
+        assert len(used) == stop
+        for step, (batch, other) in enumerate(zip(used, expected, strict=True)):
             packs, others = (packs_of(one, dataset, recipe) for one in (batch, other))
             if by_tokens:  # whole sequences may change places within a step
                 assert Counter(map(tuple, packs)) == Counter(map(tuple, others)), step
@@ -246,17 +245,15 @@ def run_legs(path: Path, folder: Path, runs: list[Leg]) -> list[Key]:
         settings.append(f"train.steps={progress.step + leg.steps + 3}")
         recipe = recipe_of(path, leg.sources, *settings)
         before = progress.used
-        dataset, progress, said = continue_order(data_of(recipe), progress)
+        dataset, progress, lines = continue_order(data_of(recipe), progress)
         dropped = sorted({*before.passed_over} - {*progress.passed_over})
         gone += [known[position] for position in dropped]
-        assert any(line.startswith(f"{len(dropped)} samples") for line in said) or not dropped
+        assert any(line.startswith(f"{len(dropped)} samples") for line in lines) or not dropped
         assert progress.used.end == before.end
         rank = build_layout(recipe).language.ranks[0]
-        found, progress = train(recipe, rank, dataset, progress, leg.steps)
+        used, progress = train(recipe, rank, dataset, progress, leg.steps)
         known += keys_at(dataset, recipe, np.arange(len(known), progress.used.end))
-        seen += [
-            key for batch in found for pack in packs_of(batch, dataset, recipe) for key in pack
-        ]
+        seen += [key for batch in used for pack in packs_of(batch, dataset, recipe) for key in pack]
         write_progress(folder, progress)
         assert read_progress(folder) == progress
         progress = read_progress(folder)
@@ -293,23 +290,23 @@ def test_what_was_passed_over_of_a_source_that_is_gone_is_left_out_and_counted(p
     assert 0 < len(gone) < len(passed_over), "the test needs samples of both sources"
     skipped = frozenset({(0, 4), (1, 3)})
     before = Progress(4, 14, 3, skipped, passed_over, dataset.order.mixtures)
-    dataset, after, said = continue_order(data_of(recipe_of(path, one)), before)
+    dataset, after, lines = continue_order(data_of(recipe_of(path, one)), before)
     assert after.passed_over == tuple(p for p in passed_over if source[p] == 1)
     assert after.used.end == before.used.end
-    assert any(line.startswith(f"{len(gone)} samples that were passed over") for line in said)
+    assert any(line.startswith(f"{len(gone)} samples that were passed over") for line in lines)
     # Skipped samples are known by the numbers that sources have now; the count stays.
     assert (after.skipped, after.skipped_samples) == (frozenset({(0, 3)}), 3)
     left = dataset.order.at(np.array(after.passed_over))
     assert (left[0] == 0).all()
     assert left[1].tolist() == [sample[p] for p in after.passed_over]
     # The same without a change.
-    same, unchanged, said = continue_order(data_of(recipe), before)
-    assert (unchanged, said) == (before, [])
+    same, unchanged, lines = continue_order(data_of(recipe), before)
+    assert (unchanged, lines) == (before, [])
     assert same.order.mixtures == dataset.order.mixtures[:1]
 
 
 def test_a_checkpoint_without_a_history_goes_on_in_the_order_of_now(path: Path) -> None:
     dataset = data_of(recipe_of(path, {"train": 1.0}))
-    dataset, progress, said = continue_order(dataset, Progress(2, 9, passed_over=(4,)))
-    assert (progress.mixtures, said) == (dataset.order.mixtures, [])
+    dataset, progress, lines = continue_order(dataset, Progress(2, 9, passed_over=(4,)))
+    assert (progress.mixtures, lines) == (dataset.order.mixtures, [])
     assert [mixture.first for mixture in progress.mixtures] == [0]

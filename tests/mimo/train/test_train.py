@@ -330,8 +330,8 @@ def _train_and_change(rank: int, recipe: Recipe, layout: Layout, run_dir: Path) 
     opened = mimo.train.rank.dataset_of
     shard = Path(recipe.data.sources[0].path.replace("*", "00000"))
 
-    def open_and_change(*given: Any) -> Any:
-        dataset = opened(*given)
+    def open_and_change(*args: Any) -> Any:
+        dataset = opened(*args)
         shard.write_bytes(shard.read_bytes() + bytes(512))
         return dataset
 
