@@ -165,7 +165,7 @@ class Microbatch:
 
 def microbatches(job: Job, step: int, lane: int) -> list[Microbatch]:
     """Of different sizes and numbers of losses; lane 1 has one without any."""
-    found = []
+    drawn = []
     for number in range(job.microbatches):
         generator = torch.Generator().manual_seed(1000 * step + 10 * lane + number)
         length = 5 + 2 * lane + number
@@ -173,8 +173,8 @@ def microbatches(job: Job, step: int, lane: int) -> list[Microbatch]:
         count = 0 if (lane, number) == (1, job.microbatches - 1) else 3 + lane + number
         at = torch.randperm(2 * length, generator=generator)[:count].sort().values
         labels = torch.randint(0, job.vocabulary, (count,), generator=generator)
-        found.append(Microbatch(ids, labels, at))
-    return found
+        drawn.append(Microbatch(ids, labels, at))
+    return drawn
 
 
 def num_loss_tokens(job: Job, step: int, lanes: int) -> int:
@@ -212,21 +212,21 @@ def reference(job: Job) -> Outcome:
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
     )
-    found = Outcome()
+    outcome = Outcome()
     for step in range(job.steps):
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for lane in range(job.lanes):
-            for one in microbatches(job, step, lane):
-                logits = model(input_ids=one.ids).logits
-                total = total + losses(logits, one.labels, one.loss_at).sum()
+            for batch in microbatches(job, step, lane):
+                logits = model(input_ids=batch.ids).logits
+                total = total + losses(logits, batch.labels, batch.loss_at).sum()
         (total / num_loss_tokens(job, step, job.lanes)).backward()
-        found.losses.append(total.item())
+        outcome.losses.append(total.item())
         norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in params))  # type: ignore[union-attr]
-        found.norms.append(norm)
-        found.gradients = {
+        outcome.norms.append(norm)
+        outcome.gradients = {
             n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
         }
         optimizer.step()
-    found.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return found
+    outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return outcome

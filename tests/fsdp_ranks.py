@@ -70,7 +70,7 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
     shard(wrapper, ctx)
     wrapper.asked = Asked(drawn)
     load(wrapper, ctx, torch.device("cpu"), wrapper.asked)
-    names = names or same_names({key: tuple(one.shape) for key, one in drawn.items()})
+    names = names or same_names({key: tuple(weight.shape) for key, weight in drawn.items()})
     groups = topology.modules["language"]
     return FsdpModule("language", groups, wrapper, ctx, names, OPTIMIZER, 1e-2)
 
@@ -83,24 +83,26 @@ class Asked:
         self.elements: dict[str, int] = {}
 
     def __call__(self, key: str, rows: slice, columns: slice) -> Tensor:
-        found = self.tensors[key][rows]
+        tensor = self.tensors[key][rows]
         if columns != slice(None):
-            found = found[:, columns]
+            tensor = tensor[:, columns]
         assert key not in self.elements, f"{key} is read twice"
-        self.elements[key] = found.numel()
-        return found
+        self.elements[key] = tensor.numel()
+        return tensor
 
 
 def train_step(module: Any, job: Job, step: int, lane: int, lanes: int) -> float:
     """Forward, backward, gradients complete, norm over all ranks; the update is left out."""
-    own = [one for n in range(lane, job.lanes, lanes) for one in microbatches(job, step, n)]
+    batches = [b for n in range(lane, job.lanes, lanes) for b in microbatches(job, step, n)]
     module.begin_step(forward_only=False)
-    sizes = [(one.ids.shape[1], one.ids.shape[0]) for one in own]
-    found = module.run_language(
-        lambda number, chunk: chunk.run(**own[number].inputs), range(len(own)), sizes, False
-    )
+    sizes = [(batch.ids.shape[1], batch.ids.shape[0]) for batch in batches]
+
+    def forward(number: int, chunk: Any) -> Tensor:
+        return chunk.run(**batches[number].inputs)
+
+    losses = module.run_language(forward, range(len(batches)), sizes, False)
     module.finish_gradients(num_loss_tokens(job, step, job.lanes))
-    return float(torch.stack(found).sum())
+    return float(torch.stack(losses).sum())
 
 
 def norm_of(module: Any) -> float:
@@ -120,8 +122,8 @@ def assembled(ranks: Sequence[Found], *, once: bool) -> dict[str, Tensor]:
     """Whole tensors by key; with ``once``, every element came from one rank."""
     whole: dict[str, Tensor] = {}
     count: dict[str, Tensor] = {}
-    for found in ranks:
-        for key, shape, row, column, values in found:
+    for sent_by_rank in ranks:
+        for key, shape, row, column, values in sent_by_rank:
             rows, columns = shape[0], math.prod(shape[1:])
             target = whole.setdefault(key, torch.full((rows, columns), torch.nan).to(values.dtype))
             area = (slice(row, row + values.shape[0]), slice(column, column + values.shape[1]))
@@ -153,18 +155,13 @@ def _train(rank: int, job: Job) -> dict[str, Any]:
             norms.append(norm_of(module))
             gradients = sent(module.gradients())
             module.update(1e-2, 1.0)
-        held = {kind: sum(t.numel() for t in own) for kind, own in module.tensors().items()}
+        held = {kind: sum(t.numel() for t in tensors) for kind, tensors in module.tensors().items()}
         assert held["gradients"] == sum(values.numel() for *_, values in gradients)
         assert held["parameters"] >= held["gradients"], "frozen weights have none"
-        found = {
-            "gradients": gradients,
-            "weights": sent(module.pieces("save", with_optimizer=False)),
-            "norms": norms,
-            "losses": totals,
-            "reductions": reductions,
-        }
+        weights = sent(module.pieces("save", with_optimizer=False))
         topology.close()
-    return found
+    tensors = {"gradients": gradients, "weights": weights}
+    return tensors | {"norms": norms, "losses": totals, "reductions": reductions}
 
 
 class Counted:

@@ -179,11 +179,11 @@ class Trainer:
         module = self.module()
         module.begin_step(forward_only=False)
         lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
-        batch = [one for lane in lanes for one in microbatches(step, lane, self.job.dense)]
+        batches = [b for lane in lanes for b in microbatches(step, lane, self.job.dense)]
         config, cp = self.raw[0].config, self.groups.cp.size()
-        sizes = [one.ids.shape for one in batch]
+        sizes = [batch.ids.shape for batch in batches]
         shapes = [hidden_shapes(config, self.groups, s // cp, b) for b, s in sizes]
-        logged = run_schedule(self._forward_step, batch, self.chunks, self.groups, shapes)
+        logged = run_schedule(self._forward_step, batches, self.chunks, self.groups, shapes)
         module.finish_gradients(count_loss_tokens(self.job, step))
         norm = module.squared_norm()
         module.update(self.job.learning_rate, 1.0)
@@ -196,22 +196,22 @@ class Trainer:
         from mimo.engines.megatron.schedule import sum_losses
         from mimo.ops.segments import PackedSegments
 
-        one, cp, tp = next(batches), self.groups.cp, self.groups.tp
-        lengths = one.lengths or (one.ids.shape[1],)
-        packed = one.lengths and PackedSegments.from_lengths(one.lengths, one.ids.device)
+        batch, cp, tp = next(batches), self.groups.cp, self.groups.tp
+        lengths = batch.lengths or (batch.ids.shape[1],)
+        packed = batch.lengths and PackedSegments.from_lengths(batch.lengths, batch.ids.device)
         inputs = {
-            "input_ids": share(one.ids, lengths, cp),
-            "position_ids": share_of_positions(one.positions, lengths, cp),
+            "input_ids": share(batch.ids, lengths, cp),
+            "position_ids": share_of_positions(batch.positions, lengths, cp),
             "attention_mask": None,
             "packed_seq_params": packed,
         }
-        counted = share(one.loss_mask, lengths, cp).t().flatten().nonzero()[:, 0]
+        counted = share(batch.loss_mask, lengths, cp).t().flatten().nonzero()[:, 0]
         if not self.job.distil:
-            labels = share(one.labels, lengths, cp).t().flatten()[counted]
+            labels = share(batch.labels, lengths, cp).t().flatten()[counted]
             return chunk(**inputs, labels=labels, loss_at=counted), sum_losses
         output = chunk(**inputs)
         if self.raw[-1].post_process:
-            teacher = share(one.teacher, lengths, cp).chunk(tp.size(), -1)[tp.rank()]
+            teacher = share(batch.teacher, lengths, cp).chunk(tp.size(), -1)[tp.rank()]
             squares = (output - teacher.to(output.dtype)).square().sum(-1)
             squares = reduce_from_tensor_model_parallel_region(squares, group=tp)
             output = squares.t().flatten()[counted]
@@ -328,13 +328,13 @@ class Outcome:
 
 def outcome(results: Sequence[dict[str, Any]], gradients: bool = True) -> Outcome:
     """Put the ranks' results together; a distributed optimizer has no whole ``gradients``."""
-    steps = list(zip(*(one["metrics"] for one in results), strict=True))
+    steps = list(zip(*(result["metrics"] for result in results), strict=True))
     weights = tiny.assemble(results, "weight")
-    found = tiny.assemble(results, "gradient") if gradients else dict.fromkeys(weights)
+    whole = tiny.assemble(results, "gradient") if gradients else dict.fromkeys(weights)
     return Outcome(
-        losses=[sum(one["loss"] for one in step) for step in steps],
-        norms=[sum(one["squared_norm"] for one in step) ** 0.5 for step in steps],
-        parameters={n: {"weight": weights[n], "gradient": found[n]} for n in weights},
+        losses=[sum(rank["loss"] for rank in step) for step in steps],
+        norms=[sum(rank["squared_norm"] for rank in step) ** 0.5 for step in steps],
+        parameters={n: {"weight": weights[n], "gradient": whole[n]} for n in weights},
     )
 
 

@@ -42,10 +42,9 @@ def randomize(model: nn.Module, seed: int) -> None:
 
 def gradients(model: nn.Module) -> Weights:
     """Gradients by parameter name; every parameter must have one."""
-    found = {name: param.grad for name, param in model.named_parameters()}
-    missing = [name for name, grad in found.items() if grad is None]
+    missing = [name for name, param in model.named_parameters() if param.grad is None]
     assert not missing, f"no gradient: {missing}"
-    return {name: grad for name, grad in found.items() if grad is not None}
+    return {n: param.grad for n, param in model.named_parameters() if param.grad is not None}
 
 
 def interleave_qkv(parts: Sequence[Tensor], num_groups: int) -> Tensor:
@@ -57,9 +56,8 @@ def interleave_qkv(parts: Sequence[Tensor], num_groups: int) -> Tensor:
 def worst_error(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest error of any gradient (measure: `tiny.errors`), and the name it has."""
     reference = {name: {"gradient": grad.numpy()} for name, grad in expected.items()}
-    found = tiny.errors({n: g.numpy() for n, g in got.items()}, reference, "gradient")
-    name = max(found, key=lambda n: found[n])
-    return found[name], name
+    errors = tiny.errors({n: g.numpy() for n, g in got.items()}, reference, "gradient")
+    return max((error, name) for name, error in errors.items())
 
 
 def join_gradients(results: Sequence[Mapping[str, Any]]) -> Weights:
@@ -164,7 +162,7 @@ def run_tower(
     if weights is not None:
         _load(tower, weights, ctx)
     rows, patches, before = torch.zeros(0), torch.zeros(0), None
-    found: dict[str, Any] = {"rows": [], "rows_per_item": []}
+    results: dict[str, Any] = {"rows": [], "rows_per_item": []}
     for patches, grids in calls:
         patches.requires_grad_()
         if not ctx.is_first_stage:
@@ -173,12 +171,12 @@ def run_tower(
         output = tower(patches if ctx.is_first_stage else None, grids)
         rows = output.values if ctx.is_last_stage else output
         if ctx.is_last_stage:
-            found["rows_per_item"].append(output.rows_per_item)
+            results["rows_per_item"].append(output.rows_per_item)
         else:
             _exchange(rows.detach(), rank + options.tp)
-        found["rows"].append(rows.detach())
+        results["rows"].append(rows.detach())
     if row_gradients is None:
-        return found
+        return results
     if not ctx.is_last_stage:
         row_gradients = _exchange(None, rank + options.tp)
     elif options.sp:
@@ -192,9 +190,9 @@ def run_tower(
     if options.sp and ctx.is_first_stage:
         assert patches.grad is not None
         dist.all_reduce(patches.grad, group=ctx.groups.tp)
-    found |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
-    found["shards"] = _gradient_shards(tower, ctx)
-    return found
+    results |= {"gradients": gradients(tower), "patch_gradients": patches.grad}
+    results["shards"] = _gradient_shards(tower, ctx)
+    return results
 
 
 def _exchange(sent: Tensor | None, peer: int) -> Tensor:
@@ -288,18 +286,18 @@ def run_language(
         "attention_mask": None,
         "packed_seq_params": PackedSegments.from_lengths(lengths, ids.device),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if levels is not None:
         rows, places = levels
         if sp:
             places = places - rank * (len(ids) // tp)
-        found["rows"] = ((places >= 0) & (places < len(ids) // (tp if sp else 1))).nonzero()[:, 0]
-        rows = rows[:, found["rows"]].clone().requires_grad_()
-        inputs["levels"] = rows, places[found["rows"]]
+        results["rows"] = ((places >= 0) & (places < len(ids) // (tp if sp else 1))).nonzero()[:, 0]
+        rows = rows[:, results["rows"]].clone().requires_grad_()
+        inputs["levels"] = rows, places[results["rows"]]
     # Norms of queries and keys see a rank's heads alone: their gradients are summed behind it all.
     (wrapped,) = wrap_data_parallel([model], ctx.groups, False, False)
     logits = wrapped(**inputs)[0]
-    found["logits"] = logits.detach()
+    results["logits"] = logits.detach()
     if logit_gradients is not None:
         padding = logit_gradients.new_zeros(len(ids), vocab_size - num_tokens)
         logits.backward(torch.cat((logit_gradients, padding), dim=1).chunk(tp, dim=1)[rank])
@@ -307,13 +305,13 @@ def run_language(
         for param in model.parameters():
             param.grad = param.main_grad  # type: ignore[attr-defined]
         if levels is not None:
-            found["row_gradients"] = inputs["levels"][0].grad
-        return found | {"gradients": gradients(model), "shards": _gradient_shards(model, ctx)}
+            results["row_gradients"] = inputs["levels"][0].grad
+        return results | {"gradients": gradients(model), "shards": _gradient_shards(model, ctx)}
     with torch.no_grad():
         hidden = model.embedding(input_ids=ids[None], position_ids=inputs["position_ids"])
-        found["embedded"] = model(**inputs, decoder_input=hidden)[0]
-        found["losses"] = model(**inputs, labels=ids[None])[0]
-    return found
+        results["embedded"] = model(**inputs, decoder_input=hidden)[0]
+        results["losses"] = model(**inputs, labels=ids[None])[0]
+    return results
 
 
 def noise(seed: int, *shape: int) -> Tensor:

@@ -29,14 +29,14 @@ class MarkedJob:
 
     def pids(self) -> list[int]:
         """Those that run: the launcher, its fork server and helpers, and the ranks."""
-        found = []
+        pids = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(_MARK) == self._mark:
-                    found.append(process.pid)
+                    pids.append(process.pid)
             except psutil.Error:  # another user's, or it has just ended
                 continue
-        return running(found)
+        return running(pids)
 
     def leftovers(self) -> list[int]:
         """Those that still run after the time that any of them may take to notice the end."""
@@ -48,11 +48,11 @@ class MarkedJob:
 
 def running(pids: Iterable[int]) -> list[int]:
     """Those of `pids` that are processes and have not ended; a zombie has."""
-    found = []
+    alive = []
     for pid in pids:
         try:
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
+                alive.append(pid)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return alive

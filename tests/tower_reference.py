@@ -62,10 +62,10 @@ class TowerReference:
             patch_gradients=patches.grad,
         )
 
-    def check_rows(self, found: Sequence[Tensor]) -> None:
-        """Each of ``found`` are the rows of all images."""
+    def check_rows(self, passes: Sequence[Tensor]) -> None:
+        """Check the rows of all images that each forward pass returned."""
         assert 0.1 < self.rows.std() < 10, "an absolute tolerance needs rows of order one"
-        for rows in found:
+        for rows in passes:
             torch.testing.assert_close(rows, self.rows, rtol=0, atol=TOLERANCE)
 
     def check_gradients(self, results: Sequence[dict[str, Any]]) -> None:

@@ -49,20 +49,20 @@ class _Queue:
 
     device = torch.device("cpu")
 
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
 
     def record(self, stream: Any) -> None:
-        self.told.append("event")
+        self.calls.append("event")
 
     def wait_event(self, event: Any) -> None:
-        self.told.append("wait")
+        self.calls.append("wait")
 
 
 def test_what_is_computed_waits_for_the_last_copy_and_keeps_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
+    calls: list[str] = []
     empty, copy_to = torch.empty, torch.Tensor.to
 
     def pinned(shape: Any, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
@@ -70,27 +70,27 @@ def test_what_is_computed_waits_for_the_last_copy_and_keeps_the_memory(
         return empty(shape, dtype=dtype)
 
     def copied(
-        tensor: torch.Tensor, device: torch.device, non_blocking: bool = False, **given: Any
+        tensor: torch.Tensor, device: torch.device, non_blocking: bool = False, **settings: Any
     ) -> torch.Tensor:
         if not non_blocking:  # another's, such as of a printed tensor
-            return copy_to(tensor, device, **given)
-        told.append("copy")
+            return copy_to(tensor, device, **settings)
+        calls.append("copy")
         return copy_to(tensor, device, copy=True)
 
-    queue: Any = _Queue(told)
+    queue: Any = _Queue(calls)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "Event", lambda: queue)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queue)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: told.append("keep"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: calls.append("keep"))
     staging, values = device.Staging(queue), torch.arange(6, dtype=torch.bfloat16).view(3, 2)
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.Tensor, "to", copied)
     staged = [staging.join([values[:0], values]), staging.copy(values.t()), staging.copy(values)]
-    assert told == ["copy", "event"] * 3
+    assert calls == ["copy", "event"] * 3
     staging.arrive()
     staging.arrive()
-    assert told[6:] == ["wait", "keep", "keep", "keep", "wait"]
+    assert calls[6:] == ["wait", "keep", "keep", "keep", "wait"]
     monkeypatch.undo()
     assert all(one.dtype is torch.bfloat16 for one in staged)
     assert [one.tolist() for one in staged] == [v.tolist() for v in (values, values.t(), values)]

@@ -58,11 +58,11 @@ def test_figures_are_means_of_the_periods_since_they_were_last_taken() -> None:
 def test_on_a_device_only_wanted_periods_are_measured_and_known_when_it_has_passed_them() -> None:
     measured = Spans()
     measured.forget(on_device=True)
-    found = []
+    seconds = []
     for wanted in (True, False, False, True):
         step(measured, measures=wanted)
-        found.append(measured.take().get(("language", "forward", "")))
-    assert found == [None, None, 2.0, None]
+        seconds.append(measured.take().get(("language", "forward", "")))
+    assert seconds == [None, None, 2.0, None]
 
 
 def test_an_error_leaves_no_span_open() -> None:
@@ -80,6 +80,6 @@ def test_measuredare_ranges_of_a_trace_while_one_is_made() -> None:
         measured.named = True
         with measured.span("vision", "encode", number=3):
             pass
-    names = {one.key for one in profile.key_averages()}
+    names = {event.key for event in profile.key_averages()}
     assert "vision encode 3" in names
     assert "vision encode" not in names
