@@ -96,7 +96,9 @@ def compute_reference() -> Reference:
     )
 
 
-def run(run_ranks: RunRanks, tp: int, reference: Reference, sp: bool, recompute: str) -> list[dict]:
+def run(
+    run_ranks: RunRanks, tp: int, reference: Reference, sp: bool = False, recompute: str = "none"
+) -> list[dict]:
     return run_ranks(
         lone_module.run_language,
         tp,
