@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,59 +47,42 @@ MAY_IMPORT_LATE = {
 }
 
 
-def test_only_the_topology_creates_process_groups() -> None:
-    found = [
-        f"{where}: {name}("
+def refuse(
+    search: Callable[[Path], Iterable[tuple[str, str]]],
+    refused: Callable[[str], bool],
+    allowed: Iterable[str] = (),
+) -> None:
+    """Fail for each refused name that a search finds in a file, unless its path is allowed."""
+    wrong = [
+        f"{where}: {name}"
         for path in FILES
-        if _name(path) != "mimo/parallel/groups.py"
-        for where, name in _calls(path)
-        if name in GROUP_MAKERS
+        if not _name(path).startswith(tuple(allowed))
+        for where, name in search(path)
+        if refused(name)
     ]
-    assert not found, "\n".join(found)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_topology_creates_process_groups() -> None:
+    refuse(_calls, GROUP_MAKERS.__contains__, ["mimo/parallel/groups.py"])
 
 
 def test_only_the_device_file_and_the_cpu_adapter_name_a_device_or_a_backend() -> None:
-    found = [
-        f"{where}: {name}"
-        for path in FILES
-        if _name(path) not in MAY_NAME_DEVICES
-        for where, name in _device_names(path)
-    ]
-    assert not found, "\n".join(found)
+    refuse(_device_names, bool, MAY_NAME_DEVICES)
 
 
 def test_the_data_know_nothing_of_ranks() -> None:
-    found = [
-        f"{_name(path)}: {name}"
-        for path in FILES
-        if _name(path).startswith("data/")
-        for name in _imports(path)
-        if name.startswith("torch.distributed")
-    ]
-    assert not found, "\n".join(found)
+    imports = [name for path in (ROOT / "data").rglob("*.py") for name in _imports(path)]
+    assert not [name for name in imports if name.startswith("torch.distributed")]
 
 
 def test_a_media_is_known_to_its_own_file_its_encoder_and_example_data_alone() -> None:
     """So a new encoder of a new media is one file in encoders/ and one in data/modalities/."""
-    found = [
-        f"{where}: {word}"
-        for path in FILES
-        if _name(path) not in KNOW_AUDIO
-        for where, word in _words(path)
-        if word in AUDIO_WORDS
-    ]
-    assert not found, "\n".join(found)
+    refuse(_words, AUDIO_WORDS.__contains__, KNOW_AUDIO)
 
 
 def test_pixels_are_known_to_the_media_and_the_encoders_alone() -> None:
-    found = [
-        f"{where}: {word}"
-        for path in FILES
-        if not _name(path).startswith(KNOW_PIXELS)
-        for where, word in _words(path)
-        if word in PIXEL_WORDS
-    ]
-    assert not found, "\n".join(found)
+    refuse(_words, PIXEL_WORDS.__contains__, KNOW_PIXELS)
 
 
 def test_files_stay_small_enough_to_read() -> None:
@@ -108,12 +91,12 @@ def test_files_stay_small_enough_to_read() -> None:
 
 
 def test_rooms_are_imported_at_the_top_but_for_a_few_that_cost_seconds() -> None:
-    found = [(where, room) for path in FILES for where, room in _late_imports(path)]
+    late = [(where, room) for path in FILES for where, room in _late_imports(path)]
     allowed = tuple(MAY_IMPORT_LATE)
-    refused = [f"{where}: {room}" for where, room in found if not where.startswith(allowed)]
+    refused = [f"{where}: {room}" for where, room in late if not where.startswith(allowed)]
     assert not refused, "\n".join(refused)
-    for where in allowed:
-        assert any(one.startswith(where) for one, _ in found), f"{where} no longer needs leave"
+    for prefix in allowed:
+        assert any(where.startswith(prefix) for where, _ in late), f"{prefix} no longer needs leave"
 
 
 @pytest.mark.parametrize(
@@ -136,38 +119,27 @@ def test_the_search_for_late_imports_finds_them(checked: str, rooms: list[str]) 
     assert [room for _, room in _late_imports(path, checked)] == rooms
 
 
-@pytest.mark.parametrize("checked", ["dist.new_group([0])", "HyperCommGrid([1], ['tp'])"])
-def test_the_search_for_group_makers_finds_them(checked: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.py"
-    path.write_text(checked)
-    assert [name in GROUP_MAKERS for _, name in _calls(path)] == [True]
-
-
 @pytest.mark.parametrize(
-    "checked",
-    ["torch.cuda.synchronize()", "x = 'cuda:0'", "f(backend='nccl')", "from torch import cuda"],
-)
-def test_the_search_for_device_names_finds_them(checked: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.py"
-    path.write_text(checked)
-    assert list(_device_names(path))
-
-
-@pytest.mark.parametrize(
-    ("checked", "word"),
+    ("search", "checked", "expected"),
     [
-        ("import wave", "wave"),
-        ("from PIL import Image", "PIL"),
-        ("x.image_size", "image_size"),
-        ("x = {'a.wav': 1}", "wav"),
-        ("# an audio clip\ndef f(row_pixels): ...", "row_pixels"),
-        ("def f() -> None:\n    'Of audio.'", "audio"),
+        ("_calls", "dist.new_group([0])", "new_group"),
+        ("_calls", "HyperCommGrid([1], ['tp'])", "HyperCommGrid"),
+        ("_device_names", "torch.cuda.synchronize()", "torch.cuda"),
+        ("_device_names", "x = 'cuda:0'", "'cuda:0'"),
+        ("_device_names", "f(backend='nccl')", "'nccl'"),
+        ("_device_names", "from torch import cuda", "import torch.cuda"),
+        ("_words", "from PIL import Image", "PIL"),
+        ("_words", "x = {'a.wav': 1}", "wav"),
+        ("_words", "# an audio clip\ndef f(row_pixels): ...", "row_pixels"),
+        ("_words", "def f() -> None:\n    'Of audio.'", "audio"),
     ],
 )
-def test_the_search_for_words_finds_them(checked: str, word: str, tmp_path: Path) -> None:
+def test_the_searches_find_what_they_look_for(
+    search: str, checked: str, expected: str, tmp_path: Path
+) -> None:
     path = tmp_path / "x.py"
     path.write_text(checked)
-    assert word in [found for _, found in _words(path)]
+    assert expected in [name for _, name in globals()[search](path)]
 
 
 def _words(path: Path) -> Iterator[tuple[str, str]]:
