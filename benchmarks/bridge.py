@@ -1,37 +1,80 @@
 """Compare the bridge with Megatron's, and check what it promises.
 
 Its parts: against Megatron's bridge, against replicated delivery and against our bare messages, on
-several layouts; the time to plan; the balance of items over lanes.
+several layouts; the time to plan.
+
+Letters: N rows of the global microbatch, n rows of one rank, H hidden, T packed tokens of one
+language lane.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
+import numpy as np
+import torch
 import typer
+from torch import Tensor
 
-from benchmarks.bridge_planning import (
-    PLAN_RANKS,
-    StepTime,
-    time_step,
+from benchmarks.bridge_planning import PLAN_RANKS, StepTime, time_step
+from benchmarks.harness import Bound, Contest, Figures, Report, Run, command
+from bridge import (
+    BridgePlan,
+    ItemRuns,
+    LaneSegments,
+    ReplicatedSource,
+    replicated_destination,
+    sharded_destination,
 )
-from benchmarks.bridge_workload import Case
-from benchmarks.harness import Bound, Contest, Figures, Report, command
 from mimo.errors import InputError
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.runtime.processes import RanksFailed, run_processes, warm_up
 from mimo.runtime.ranks import rank_variables
 
-if TYPE_CHECKING:
-    from benchmarks.bridge_sides import Passage
-
+Delivery = Literal["sharded", "replicated"]
+Way = Literal["forward", "forward + backward"]
+ENCODER = "vision"
 PRELOAD = ("mimo.engines.megatron.preload", "benchmarks.bridge_sides")
+_ROWS_PER_ITEM = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of the comparison: first the encoder's ranks, then the language model's."""
+
+    encoder_tp: int
+    encoder_lanes: int
+    language_tp: int
+    language_lanes: int
+    sp: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Both grids, disjoint."""
+        encoder = GridSpec(ENCODER, tp=self.encoder_tp, dp=self.encoder_lanes)
+        tp, dp, first = self.language_tp, self.language_lanes, encoder.size
+        language = GridSpec(LANGUAGE, tp=tp, sp=self.sp, dp=dp, rank_offset=first)
+        return Layout(language, {ENCODER: encoder}, encoder.size + language.size)
+
+    @property
+    def lanes_once(self) -> int:
+        """The number of equal shares of the rows that make up whole lanes on both sides."""
+        return math.lcm(self.encoder_lanes, self.language_lanes)
+
+    def __str__(self) -> str:
+        """For example `2×tp1 → 1×tp4 sp`: lanes × tensor parallelism on both sides."""
+        language = f"{self.language_lanes}×tp{self.language_tp}{' sp' if self.sp else ''}"
+        return f"{self.encoder_lanes}×tp{self.encoder_tp} → {language}"
+
 
 # Layouts that both bridges support: no CP, and lane counts that divide. The first is the headline.
 CASES = (
@@ -64,6 +107,115 @@ _NOTES = (
 )
 
 
+@dataclass(frozen=True)
+class Workload:
+    """Items of about 128 rows with text between them, equal rows on every lane of a side.
+
+    Rows are equal and in the order of the lanes, because Megatron's bridge supports nothing else on
+    all of these layouts. rows: N, a multiple of the case's `lanes_once`. A row's content follows
+    from its number, so that every rank can check what arrives.
+    """
+
+    case: Case
+    rows: int
+    hidden: int
+
+    @cached_property
+    def runs(self) -> ItemRuns:
+        """The items, one per sample; the same on all ranks."""
+        draw, case = np.random.default_rng(0), self.case
+        share = self.rows // case.lanes_once
+        count = max(1, round(share / _ROWS_PER_ITEM))
+        cuts = [
+            np.sort(draw.choice(np.arange(1, share), count - 1, replace=False))
+            for _ in range(case.lanes_once)
+        ]
+        rows = np.concatenate([np.diff(cut, prepend=0, append=share) for cut in cuts])
+        number = np.repeat(np.arange(case.lanes_once), count)
+        lane = number * case.language_lanes // case.lanes_once
+        text = draw.integers(1, 32, rows.size)  # before each item
+        position = np.cumsum(text + rows) - rows
+        return ItemRuns(
+            sample=np.arange(rows.size),
+            source_lane=number * case.encoder_lanes // case.lanes_once,
+            destination_lane=lane,
+            position=position - (position - text)[np.searchsorted(lane, lane)],
+            rows=rows,
+            num_samples=rows.size,
+        )
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Of each language lane: some text comes last."""
+        runs, tp = self.runs, self.case.language_tp
+        ends = np.zeros(self.case.language_lanes, np.int64)
+        np.maximum.at(ends, runs.destination_lane, runs.position + runs.rows)
+        return tuple((-(-(ends + 1) // tp) * tp).tolist())
+
+    def build_plan(self, delivery: Delivery) -> BridgePlan:
+        """A fresh plan, so that nothing is cached from the last run."""
+        encoder, language = self.case.layout.encoders[ENCODER], self.case.layout.language
+        rows = np.full(encoder.dp, self.rows // encoder.dp, np.int64)
+        source = ReplicatedSource(rows, np.array(encoder.ranks).reshape(encoder.dp, encoder.tp))
+        ranks = np.array(language.ranks).reshape(language.dp, 1, language.tp)
+        segments = LaneSegments.whole(self.tokens)
+        if delivery == "sharded":
+            destination = sharded_destination(segments, ranks, language.sp, self.runs)
+            return BridgePlan.build(self.runs, source, destination)
+        destination = replicated_destination(self.tokens, ranks)
+        returning = sharded_destination(segments, ranks, False, self.runs)
+        return BridgePlan.build(self.runs, source, destination, returning)
+
+    def encoder_values(self, lane: int) -> Tensor:
+        """(N / encoder lanes, H) fp32: the rows that one encoder lane produces."""
+        share = self.rows // self.case.encoder_lanes
+        return self._values(torch.arange(lane * share, (lane + 1) * share))
+
+    def values_at(self, rank: int, places: Tensor, delivery: Delivery) -> Tensor:
+        """(n, H) fp32: what `rank` must find at its local positions `places` (n,)."""
+        return self._values(self._row_at(rank, delivery)[places])
+
+    def needed_rows(self, rank: int) -> int:
+        """The bound: rows that language `rank` needs before its first layer and does not hold."""
+        return int((self._row_at(rank, "sharded") >= 0).sum())
+
+    def _row_at(self, rank: int, delivery: Delivery) -> Tensor:
+        """The number of the row at each local position of a language rank, -1 for text."""
+        language = self.case.layout.language
+        coords = language.coords(rank)
+        row_at = np.full(self.tokens[coords.dp], -1)
+        first = np.cumsum(self.runs.rows) - self.runs.rows
+        for item in np.flatnonzero(self.runs.destination_lane == coords.dp):
+            at, count = self.runs.position[item], self.runs.rows[item]
+            row_at[at : at + count] = first[item] + np.arange(count)
+        sliced = language.sp and delivery == "sharded"
+        return torch.from_numpy(np.split(row_at, language.tp)[coords.tp] if sliced else row_at)
+
+    def _values(self, numbers: Tensor) -> Tensor:
+        columns = torch.arange(self.hidden, dtype=torch.float32) / self.hidden
+        return numbers.to(torch.float32).unsqueeze(1) + columns
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What rows took one way through one layout, by contestant: "ours" is the first.
+
+    received: bytes that each rank at the end of the way got in a run: rows at the language model,
+    or gradients back at the encoder. bound: the least that could be.
+    """
+
+    case: Case
+    rows: int
+    way: Way
+    runs: dict[str, list[Run]]
+    received: dict[str, list[int]]
+    bound: list[int]
+
+    def __str__(self) -> str:
+        """For example `2×tp1 → 1×tp4 sp, 8192 rows, forward`."""
+        return f"{self.case}, {self.rows} rows, {self.way}"
+
+
 def check_rows(rows: int) -> None:
     """Raise InputError if lanes cannot get equal rows in both sizes."""
     step = _SECOND_SIZE * max(case.lanes_once for case in CASES)
@@ -77,15 +229,10 @@ def bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> list[Bound
     All layouts into tp 4 with SP are judged: bytes in both sizes, speed in the larger one, where
     bytes matter more than the latency of single calls. The tables show all layouts.
     """
-    found = [*_of_passages(passages)]
-    for plan in plans:
-        if plan.num_ranks == PLAN_RANKS[0] and not plan.packed:
-            name = f"a step's plan for {plan.num_ranks} ranks, ms"
-            found.append(Bound(name, plan.ms, _PLAN_MS, True))
-    return found
+    return [*_bounds(passages, plans)]
 
 
-def _of_passages(passages: Sequence[Passage]) -> Iterator[Bound]:
+def _bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> Iterator[Bound]:
     judged = [one for one in passages if one.case.sp and one.case.language_tp == _JUDGED_TP]
     most_rows = max((one.rows for one in judged), default=0)
     for one in judged:
@@ -97,6 +244,9 @@ def _of_passages(passages: Sequence[Passage]) -> Iterator[Bound]:
         if one.rows == most_rows:
             ratio = Contest("", one.runs).ratio("megatron")
             yield Bound(f"{one}: times faster", ratio, _TIMES_FASTER[one.way], False)
+    for plan in plans:
+        if plan.num_ranks == PLAN_RANKS[0] and not plan.packed:
+            yield Bound(f"a step's plan for {plan.num_ranks} ranks, ms", plan.ms, _PLAN_MS, True)
 
 
 def main(

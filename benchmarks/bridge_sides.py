@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import bridge_communicator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.bridge_rival import megatron_bridge
-from benchmarks.bridge_workload import ENCODER, Case, Delivery, Workload
+from benchmarks.bridge import ENCODER, Case, Delivery, Passage, Way, Workload
 from benchmarks.harness import Run, take_turns
 from bridge import BridgeEnd, BridgeReceiver, BridgeSender, Exchange, FlatEmbeddings
 from mimo.device import (
@@ -30,6 +33,8 @@ from mimo.device import (
     set_threads,
     synchronize,
 )
+from mimo.engines.megatron.config import HyperCommGrid
+from mimo.engines.megatron.cpu import adapt_to_machine
 from mimo.parallel.grids import LANGUAGE, Link, variables_of
 from mimo.parallel.groups import Topology, build_topology, comm_grid
 from mimo.runtime.ranks import rank_environment, set_variables
@@ -40,28 +45,6 @@ DTYPE = torch.float32
 
 _How = Literal["isend", "irecv"]
 _Call = tuple[_How, Tensor, int, dist.ProcessGroup]
-Way = Literal["forward", "forward + backward"]
-WAYS: tuple[Way, ...] = ("forward", "forward + backward")
-
-
-@dataclass(frozen=True)
-class Passage:
-    """What rows took one way through one layout, by contestant: "ours" is the first.
-
-    received: bytes that each rank at the end of the way got in a run: rows at the language model,
-    or gradients back at the encoder. bound: the least that could be.
-    """
-
-    case: Case
-    rows: int
-    way: Way
-    runs: dict[str, list[Run]]
-    received: dict[str, list[int]]
-    bound: list[int]
-
-    def __str__(self) -> str:
-        """For example `2×tp1 → 1×tp4 sp, 8192 rows, forward`."""
-        return f"{self.case}, {self.rows} rows, {self.way}"
 
 
 class Bridge(ABC):
@@ -193,6 +176,35 @@ class TheirBridge(Bridge):
             return self.bridge.recv_backward() if backward else self.values
 
 
+def megatron_bridge(
+    source: HyperCommGrid,
+    destination: HyperCommGrid,
+    dtype: torch.dtype,
+    backend: str,
+    file: Path | None = None,
+) -> Any:
+    """Build a `BridgeCommunicator` on two grids, for flat rows (N, H) of one dtype.
+
+    Every rank of the world builds it. The backend that Megatron hard-codes in its group calls is
+    mapped to ``backend``. file: a module to take the class from instead of the installed one.
+    """
+    adapt_to_machine()
+    module: Any = bridge_communicator
+    if file is not None:
+        spec = spec_from_file_location("bridge_communicator_from_file", file)
+        assert spec is not None and spec.loader is not None, "the command takes .py files only"
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+    def mapped(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: make(*args, **{**kwargs, "backend": backend})
+
+    with ExitStack() as patches:
+        for name in ("new_group", "new_subgroups_by_enumeration"):
+            patches.enter_context(mock.patch.object(dist, name, mapped(getattr(dist, name))))
+        return module.BridgeCommunicator(source, destination, comm_dtype=dtype, tensor_ndim=2)
+
+
 class BareMessages(Bridge):
     """The floor: isend and irecv of our bridge's messages, in memory that is already allocated.
 
@@ -249,11 +261,10 @@ def _timed(bridge: Bridge, backward: bool) -> Run:
     start = torch.tensor([time.perf_counter() + _START_IN_SECONDS], dtype=torch.float64)
     start = start.to(local_device())
     dist.broadcast(start, src=0)
-    moment = start.item()
-    time.sleep(max(0.0, moment - time.perf_counter()))
+    time.sleep(max(0.0, start.item() - time.perf_counter()))
     bridge.run(backward)
     synchronize()
-    return Run(time.perf_counter() - moment)
+    return Run(time.perf_counter() - start.item())
 
 
 def _received(bridge: Bridge, backward: bool) -> list[int]:
@@ -290,33 +301,33 @@ def compete(
     for bridge in bridges.values():
         bridge.check()
     # A replica of the encoder needs the gradients of all rows of its lane.
-    needed = {
+    needed: dict[Way, dict[int, int]] = {
         "forward": {rank: workload.needed_rows(rank) for rank in layout.language.ranks},
         "forward + backward": dict.fromkeys(
             layout.encoders[ENCODER].ranks, rows // case.encoder_lanes
         ),
     }
-    found = []
-    for way in WAYS:
+    passages = []
+    for way, needed_rows in needed.items():
         backward = way != "forward"
-        everyone = {name: _received(bridge, backward) for name, bridge in bridges.items()}
+        received = {name: _received(bridge, backward) for name, bridge in bridges.items()}
         turns = {name: partial(_timed, one, backward) for name, one in bridges.items()}
         runs = take_turns(turns, rounds)
         # A run ends when its last rank is done.
-        mine = [[run.seconds for run in own] for own in runs.values()]
-        slowest = torch.tensor(mine, dtype=torch.float64, device=local_device())
+        seconds = [[run.seconds for run in turns] for turns in runs.values()]
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=local_device())
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        found.append(
+        passages.append(
             Passage(
                 case,
                 rows,
                 way,
                 {name: [*map(Run, own)] for name, own in zip(runs, slowest.tolist(), strict=True)},
-                {name: [own[rank] for rank in needed[way]] for name, own in everyone.items()},
-                [number * hidden * DTYPE.itemsize for number in needed[way].values()],
+                {name: [own[rank] for rank in needed_rows] for name, own in received.items()},
+                [number * hidden * DTYPE.itemsize for number in needed_rows.values()],
             )
         )
-    return found
+    return passages
 
 
 def in_world(case: Case, rows: int, hidden: int, rounds: int, rival: Path | None) -> list[Passage]:
@@ -330,9 +341,9 @@ def in_world(case: Case, rows: int, hidden: int, rounds: int, rival: Path | None
         rank, world_size, environment.rendezvous, _TIMEOUT_SECONDS, environment.local_rank
     )
     topology = build_topology(case.layout, _TIMEOUT_SECONDS)
-    found = compete(case, rows, hidden, rounds, topology, rival)
+    passages = compete(case, rows, hidden, rounds, topology, rival)
     barrier()
-    return found
+    return passages
 
 
 class ReceivedBytes(TorchDispatchMode):

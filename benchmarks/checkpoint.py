@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +34,7 @@ from benchmarks.harness import (
     Worker,
     command,
     take_turns,
+    timed,
 )
 from data.text.digits import write_tokenizer
 from mimo.checkpoint.folder import Progress
@@ -139,37 +139,37 @@ class Savers:
 
     def __call__(self, name: str) -> Run:
         """Save in one way: once with nothing beside it, and once before what a step computes."""
-        found = {**self._turn(name, works=False), **self._turn(name, works=True)}
-        return Run(found["stands"], result=found)
+        measured = self._turn(name, works=False) | self._turn(name, works=True)
+        return Run(measured["blocked"], result=measured)
 
     def _turn(self, name: str, works: bool) -> dict[str, Any]:
-        """Of a save: the seconds in all, peak of memory and bytes of files; or what a step loses.
+        """Measure a save: seconds in all, peak of memory and bytes of files; or what a step loses.
 
-        works: a step follows, which computes and then updates; measured are the seconds that the
-        save makes it stand still, and by which the step is longer for it.
+        works: a step follows, which computes and then updates; measured are the seconds for which
+        the save blocks it, and those by which the step is longer.
         """
         self.turn += 1
-        target, found = self.folder / name, dict[str, Any]()
+        target, measured = self.folder / name, dict[str, Any]()
         barrier()
         if self.rank == 0:
             target.mkdir(parents=True, exist_ok=True)
             os.sync()  # nobody waits for what the one before has left to write
         if works:
             barrier()
-            alone = _timed(self._compute)
+            alone = timed(self._compute).seconds
 
         def act() -> None:
-            barrier()  # ranks begin together; to look at their memory took them some time
+            barrier()  # ranks begin together, after they have looked at their memory
             started = time.perf_counter()
-            way = self._begin(name, target)
-            found["stands"] = time.perf_counter() - started
+            wait_for_copy, wait = self._begin(name, target)
+            measured["blocked"] = time.perf_counter() - started
             if works:
                 self._compute()
-                found["stands"] += _timed(way.wait_for_copy)
-                found["longer"] = time.perf_counter() - started - alone
-            way.end()
+                measured["blocked"] += timed(wait_for_copy).seconds
+                measured["longer"] = time.perf_counter() - started - alone
+            wait()
             barrier()
-            found["total"] = time.perf_counter() - started
+            measured["total"] = time.perf_counter() - started
 
         growth = peak_growth(act)
         files = [p for p in target.rglob("*") if p.suffix in (".safetensors", ".pt", ".distcp")]
@@ -178,64 +178,53 @@ class Savers:
         if self.rank == 0:
             shutil.rmtree(target)  # what is not on disk yet never gets there
         if works:
-            return {key: found[key] for key in ("stands", "longer")}
+            return {key: measured[key] for key in ("blocked", "longer")}
         state = sum(t.numel() * t.element_size() for t in self.state.values())
-        return {"total": found["total"], "growth": growth, "files": size, "state": state}
+        return {"total": measured["total"], "growth": growth, "files": size, "state": state}
 
     def _compute(self) -> None:
         """As a step does before its update: 6 operations for each weight and token of a sample."""
         for _ in range(self._products):
             torch.mm(self._tokens, self._weights, out=self._result)
 
-    def _begin(self, name: str, target: Path) -> _Way:
-        """Save; what is left to do beside training is in what is returned."""
+    def _begin(self, name: str, target: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Save; return waits for the end of its copying, and for its end."""
         if name in self.savers:
             saver = self.savers[name]
             saver.begin(Progress(self.turn, 0))
             saver.publish()
-            return _Way(saver.wait_for_copy, saver.wait)
-        if name == "DCP":
-            dcp.save(dict(self.state), checkpoint_id=target)
-            return _Way()
+            return saver.wait_for_copy, saver.wait
         if name == "DCP async":
             response: Any = dcp.async_save(dict[str, Tensor](self.state), checkpoint_id=target)
-            return _Way(end=response.result)
+            return _nothing, response.result
+        if name == "DCP":
+            dcp.save(dict(self.state), checkpoint_id=target)
+            return _nothing, _nothing
         with (target / f"rank_{self.rank}.pt").open("wb") as file:
             torch.save(self.state, file)
             if name == SYNCED:
                 file.flush()
                 os.fsync(file.fileno())
         barrier()
-        return _Way()
+        return _nothing, _nothing
 
 
-@dataclass(frozen=True)
-class _Way:
-    """What is left of a save: before the state may be updated, and until it is complete."""
-
-    wait_for_copy: Callable[[], object] = lambda: None
-    end: Callable[[], object] = lambda: None
-
-
-def _timed(action: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
+def _nothing() -> None:
+    """Wait for nothing: the save is complete."""
 
 
 def together(ranks: Sequence[Callable[[], Run]]) -> Run:
     """One turn of all ranks: of seconds and memory the largest, of bytes the sum."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         runs = [future.result() for future in [pool.submit(rank) for rank in ranks]]
-    found = {
-        "longer": max(run.result["longer"] for run in runs),
-        "total": max(run.result["total"] for run in runs),
-        "growth": max(run.result["growth"] for run in runs),
-        "share": max(run.result["growth"] / run.result["state"] for run in runs),
-        "state": sum(run.result["state"] for run in runs),
-        "files": runs[0].result["files"],
+    results = [run.result for run in runs]
+    merged = {
+        name: max(result[name] for result in results) for name in ("longer", "total", "growth")
     }
-    return Run(max(run.seconds for run in runs), result=found)
+    merged["share"] = max(result["growth"] / result["state"] for result in results)
+    merged["state"] = sum(result["state"] for result in results)
+    merged["files"] = results[0]["files"]
+    return Run(max(run.seconds for run in runs), result=merged)
 
 
 def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> list[Bound]:
@@ -247,17 +236,17 @@ def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> lis
 
     state = runs[SAVE][0].result["state"]
     more = max(abs(run.result["files"] / state - 1) for own in runs.values() for run in own)
-    found = [Bound(f"{optimizer}: bytes of files beside the state, as a share", more, 0.05, True)]
+    bounds = [Bound(f"{optimizer}: bytes of files beside the state, as a share", more, 0.05, True)]
     if not speed:
-        return found
+        return bounds
     share = max(run.result["share"] for run in runs["async"])
-    found.append(Bound(f"{optimizer}, async: memory, times what a rank saves", share, 1.2, True))
+    bounds.append(Bound(f"{optimizer}, async: memory, times what a rank saves", share, 1.2, True))
     name = f"{optimizer}, async: blocked, times torch.save"
-    found.append(Bound(name, ratio("async", lambda run: run.seconds), 0.3, True))
-    for own in OURS:
-        name = f"{optimizer}, {own}: total, times torch.save"
-        found.append(Bound(name, ratio(own, lambda run: run.result["total"]), 2.0, True))
-    return found
+    bounds.append(Bound(name, ratio("async", lambda run: run.seconds), 0.3, True))
+    for way in OURS:
+        name = f"{optimizer}, {way}: total, times torch.save"
+        bounds.append(Bound(name, ratio(way, lambda run: run.result["total"]), 2.0, True))
+    return bounds
 
 
 def main(
@@ -284,9 +273,9 @@ def main(
                 name: partial(together, [partial(rank, name) for rank in ranks])
                 for name in CONTESTANTS
             }
-            runs = take_turns(turns, 1 + rounds, tell=True)
-        for name, own in runs.items():  # in the first round too, as `async` keeps its memory
-            memory[optimizer, name] = max(run.result["growth"] for run in own)
+            runs = take_turns(turns, 1 + rounds, verbose=True)
+        for name, saves in runs.items():  # in the first round too, as `async` keeps its memory
+            memory[optimizer, name] = max(run.result["growth"] for run in saves)
         contests.append(Contest(optimizer, {name: runs[name][1:] for name in CONTESTANTS}))
         bounds += judge(optimizer, runs, speed=not quick)
     state = contests[0].runs[SAVE][0].result["state"]
@@ -305,17 +294,13 @@ def main(
         contests=contests,
         columns={
             "blocked, s": lambda one, name: f"{one.median(name):.2f}",
-            "step, s": lambda one, name: f"{_median(one, name, 'longer'):+.2f}",
-            "total, s": lambda one, name: f"{_median(one, name, 'total'):.2f}",
+            "step, s": lambda one, name: f"{one.median(name, 'longer'):+.2f}",
+            "total, s": lambda one, name: f"{one.median(name, 'total'):.2f}",
             "memory, MiB": lambda one, name: f"{memory[one.name, name] / 2**20:.0f}",
         },
         bounds=bounds,
     )
     return report.conclude(picture, json_path)
-
-
-def _median(contest: Contest, contestant: str, figure: str) -> float:
-    return statistics.median(run.result[figure] for run in contest.runs[contestant])
 
 
 if __name__ == "__main__":

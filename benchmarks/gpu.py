@@ -6,7 +6,9 @@ Result:    not measured yet; runs/gpu_check/index.html and gpu_check.json say wh
 
 It prints versions and kernels, trains five small jobs on the GPU and on the CPU and compares their
 losses, compares the speed of one stack of Qwen3-VL-8B's width with transformers, and runs the tests
-that are marked `gpu`.
+that are marked `gpu`. The stack trains in bf16 on sequences of equal length, so neither side pads.
+Ours keeps weights and optimizer state in fp32 beside the bf16 weights, transformers' model keeps
+all of it in bf16. The vocabulary is small, so that nearly all work is in the layers.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_speed import QWEN3_VL_8B, Stack, compare_speed
+import numpy as np
+
+from benchmarks.train import write_shard
+from data.text.digits import DIGITS, conversation, write_tokenizer
 from examples.digits.scans import prepare_digits
 from mimo.device import SHARE_GPUS
 from mimo.report.page import Part, Section, render
@@ -57,7 +63,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried. value: what is worth knowing; seconds: of the whole attempt."""
+    """One attempt. value: what is worth knowing. seconds: of the whole attempt."""
 
     name: str
     passed: bool
@@ -86,11 +92,9 @@ def command(
     return done.stdout
 
 
-def mimo(*words: object, folder: Path, variables: Mapping[str, str]) -> str:
-    """The output of `mimo`; raises like `command`."""
-    return command(
-        sys.executable, "-m", "mimo.cli.main", *words, folder=folder, variables=variables
-    )
+def mimo(*words: object, folder: Path, variables: Mapping[str, str]) -> None:
+    """Run `mimo`; raises like `command`."""
+    command(sys.executable, "-m", "mimo.cli.main", *words, folder=folder, variables=variables)
 
 
 def versions(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
@@ -100,8 +104,9 @@ def versions(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
         "from mimo.device import device_name, library_versions\n"
         "from mimo.ops.acceleration import kernel_states\n"
         "from mimo.runtime.run_files import versions\n"
-        "found = {'device': device_name(), **versions(), **library_versions()}\n"
-        "print(json.dumps(found | {f'kernel {k}': v for k, v in kernel_states().items()}))\n"
+        "kernels = {f'kernel {name}': state for name, state in kernel_states().items()}\n"
+        "facts = {'device': device_name(), **versions(), **library_versions(), **kernels}\n"
+        "print(json.dumps(facts))\n"
     )
     output = command(sys.executable, "-c", code, folder=folder, variables=variables)
     return json.loads(output.splitlines()[-1])
@@ -168,6 +173,135 @@ def run_jobs(names: Sequence[str], folder: Path, gpu: Mapping[str, str]) -> list
     return checks
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Sizes of the layers, and of a step: microbatches of `sequences` with about `words` tokens."""
+
+    num_layers: int = 4
+    hidden_size: int = 4096
+    ffn_hidden_size: int = 12288
+    num_attention_heads: int = 32
+    num_query_groups: int = 8
+    head_size: int = 128
+    words: int = 2000
+    sequences: int = 4
+    microbatches: int = 2
+    steps: int = 12
+    precision: str = "bf16"
+
+
+_SIZES = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_size"
+_WARM_UP_STEPS = 3
+QWEN3_VL_8B = Stack()
+"""The width of Qwen3-VL-8B's language model, with 4 of its 36 layers."""
+
+
+def compare_speed(stack: Stack, folder: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Tokens per second and MFU of ours and of transformers, one after the other."""
+    recipe = write_stack(stack, folder / "stack")
+    mimo("train", recipe, folder=folder, variables=variables)
+    lines = (folder / "stack/runs/stack/metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "loss" in line][_WARM_UP_STEPS:]
+    ours = statistics.median(step["tokens_per_second"] for step in steps)
+    mfu = steps[-1]["mfu"] and statistics.median(step["mfu"] for step in steps)
+    length = round(steps[0]["tokens"] / (stack.sequences * stack.microbatches))
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        attention, theirs = pool.submit(transformers_rate, stack, length).result()
+    ratio = ours / theirs
+    return {
+        "ratio": ratio,
+        "contestants": {
+            "ours": {"tokens_per_second": ours, "mfu": mfu},
+            f"transformers, {attention}": {
+                "tokens_per_second": theirs,
+                "mfu": mfu and mfu / ratio,
+            },
+        },
+        "note": f"{stack}; {length} tokens to a sequence",
+    }
+
+
+def write_stack(stack: Stack, folder: Path) -> Path:
+    """Write a step's samples of equally many tokens, and our recipe: the language model alone."""
+    folder.mkdir(parents=True)
+    write_tokenizer(folder / "tokenizer")
+    rng = np.random.default_rng(0)
+
+    def digits() -> str:
+        return " ".join(DIGITS[n] for n in rng.integers(len(DIGITS), size=stack.words // 2))
+
+    def sample(number: int) -> dict[str, Any]:
+        content = json.dumps({"messages": conversation([], digits(), digits())}).encode()
+        return {"__key__": f"sample{number:04d}", "json": content}
+
+    num_samples = stack.sequences * stack.microbatches
+    write_shard(folder / "train-00000.tar", map(sample, range(num_samples)))
+    half = stack.head_size // 2
+    side = 5 * half // 16  # as Qwen3-VL divides 64: 24, 20, 20
+    model = {name: getattr(stack, name) for name in _SIZES.split()}
+    model["mrope_section"] = [half - 2 * side, side, side]
+    content = {
+        "name": "stack",
+        "language": {"family": "qwen3", "grid": {"dp": 1}, "model": model},
+        "data": {
+            "sources": [{"path": str(folder / "train-*.tar")}],
+            "tokenizer": str(folder / "tokenizer"),
+            "sequence_length": 2 * stack.words,
+        },
+        "train": {
+            "steps": stack.steps,
+            "global_batch_size": stack.sequences * stack.microbatches,
+            "micro_batch_size": stack.sequences,
+            "precision": stack.precision,
+            "learning_rate": 1e-4,
+            "log_every": 1,
+            "run_dir": str(folder / "runs"),
+        },
+    }
+    path = folder / "stack.yaml"
+    path.write_text(json.dumps(content))  # which is YAML as well
+    return path
+
+
+def transformers_rate(stack: Stack, length: int) -> tuple[str, float]:
+    """Name of the attention, and median tokens per second of transformers' Qwen3; in a process."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from mimo.device import local_device, synchronize
+    from mimo.ops.acceleration import has_function
+
+    device = local_device(0)
+    has_flash = device.type == "cuda" and has_function("flash_attn", "flash_attn_varlen_func")
+    attention = "flash_attention_2" if has_flash else "sdpa"
+    config = Qwen3Config(
+        vocab_size=64,
+        num_hidden_layers=stack.num_layers,
+        hidden_size=stack.hidden_size,
+        intermediate_size=stack.ffn_hidden_size,
+        num_attention_heads=stack.num_attention_heads,
+        num_key_value_heads=stack.num_query_groups,
+        head_dim=stack.head_size,
+    )
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.bfloat16
+    )
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(0, config.vocab_size, (stack.sequences, length), device=device)
+    rates = []
+    for _ in range(stack.steps):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(stack.microbatches):
+            (model(input_ids=ids, labels=ids, use_cache=False).loss / stack.microbatches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize()
+        rates.append(ids.numel() * stack.microbatches / (time.perf_counter() - start))
+    return attention, statistics.median(rates[_WARM_UP_STEPS:])
+
+
 def run_tests(folder: Path, variables: Mapping[str, str], seconds: float) -> list[Check]:
     """Run the tests that are marked `gpu`: one check for all, one for each failure."""
     start, report = time.monotonic(), (folder / "tests.xml").resolve()
@@ -188,8 +322,8 @@ def read_tests(report: Path, failure: str, seconds: float) -> list[Check]:
     problems = [(case, problem) for case in cases for problem in case if problem.tag in _PROBLEMS]
     num_skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - len(problems) - num_skipped
-    told = f"{passed} passed, {len(problems)} failed, {num_skipped} skipped {failure}".strip()
-    checks = [Check("tests", not failure and passed > 0, told, seconds)]
+    summary = f"{passed} passed, {len(problems)} failed, {num_skipped} skipped {failure}".strip()
+    checks = [Check("tests", not failure and passed > 0, summary, seconds)]
     for case, problem in problems:
         message = problem.get("message", "").partition("\n")[0]
         name = f"{case.get('classname')}::{case.get('name')}"
@@ -212,20 +346,16 @@ def main(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with shared_gpu(folder) as variables:
-        found = versions(folder, variables)
-        for name, value in found.items():
+        facts = versions(folder, variables)
+        for name, value in facts.items():
             print(f"{name}: {value}", flush=True)
-        if gpu_needed and found["device"] == "CPU":
+        if gpu_needed and facts["device"] == "CPU":
             print("gpu-check needs a GPU, and torch sees none here", file=sys.stderr)
             return 2
         checks = run_jobs(jobs, folder, variables)
         begun = time.monotonic()
         try:
-            speeds = compare_speed(
-                stack,
-                folder,
-                lambda path: mimo("train", path, folder=folder, variables=variables),
-            )
+            speeds = compare_speed(stack, folder, variables)
             value = f"{speeds['ratio']:.2f} x transformers"
             checks.append(Check("speed", True, value, time.monotonic() - begun))
         except (RuntimeError, OSError) as failure:
@@ -234,13 +364,13 @@ def main(
         if tests:
             left = TOTAL_SECONDS - (time.monotonic() - start)
             checks += run_tests(folder, variables, max(left, _LEAST_TEST_SECONDS))
-    conclude(folder, found, checks, speeds, time.monotonic() - start)
+    conclude(folder, facts, checks, speeds, time.monotonic() - start)
     return int(not all(check.passed for check in checks))
 
 
 def conclude(
     folder: Path,
-    found: Mapping[str, str],
+    facts: Mapping[str, str],
     checks: Sequence[Check],
     speeds: Mapping[str, Any],
     seconds: float,
@@ -253,13 +383,13 @@ def conclude(
     table = Table(("check", "result", "", "time"), rows, words=True)
     show(table)
     content = {
-        "versions": found,
+        "versions": facts,
         "checks": [asdict(check) for check in checks],
         "speed": speeds,
         "seconds": seconds,
     }
     (folder / "gpu_check.json").write_text(json.dumps(content, indent=1))
-    tiles = {"device": found["device"], "time": f"{seconds:.0f} s"}
+    tiles = {"device": facts["device"], "time": f"{seconds:.0f} s"}
     tiles["passed"] = f"{sum(check.passed for check in checks)} of {len(checks)}"
     contestants = Table(
         ("", "tokens/s", "MFU"),
@@ -271,7 +401,7 @@ def conclude(
     sections = (
         Section("Checks", tables=(table,)),
         Section("Speed of one stack", tables=(contestants,), note=speeds.get("note", "")),
-        Section("Versions", tables=(Table(("", ""), [*found.items()], words=True),)),
+        Section("Versions", tables=(Table(("", ""), [*facts.items()], words=True),)),
     )
     write(folder / "index.html", render("GPU check", [Part("", tiles, sections)]))
 

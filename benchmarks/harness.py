@@ -7,19 +7,18 @@ figures as JSON, and the bounds that must hold.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from importlib.metadata import version
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -33,6 +32,7 @@ from mimo.device import backend
 from mimo.errors import InputError
 
 Figures = Annotated[Path | None, typer.Option("--json", help="Write all figures there.")]
+_IDLE_SECONDS = 0.02  # a process that uses the processor less than a tenth of this time is idle
 Quick = Annotated[bool, typer.Option("--quick", help="One round of a tiny case; speed not judged.")]
 
 
@@ -53,10 +53,6 @@ def command(main: Callable[..., int]) -> typer.Typer:
     return app
 
 
-_IDLE_SECONDS = 0.02  # a process that uses the processor less than a tenth of this time is idle
-_END_SECONDS = 10.0  # that a process gets to end by itself
-
-
 @dataclass(frozen=True)
 class Run:
     """The cost of one run over all processes of its contestant, and what it returned."""
@@ -67,24 +63,19 @@ class Run:
 
 
 def take_turns(
-    contestants: Mapping[str, Callable[[], Run]], rounds: int, tell: bool = False
+    contestants: Mapping[str, Callable[[], Run]], rounds: int, verbose: bool = False
 ) -> dict[str, list[Run]]:
-    """Let everyone run once a round, each round beginning with another; tell: print each turn."""
+    """Let every contestant run once a round, each round beginning with another."""
     names = [*contestants]
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             runs[name].append(contestants[name]())
-            if tell:
+            if verbose:
                 seconds = runs[name][-1].seconds
                 print(f"[{number + 1}/{rounds}] {name}: {seconds:.1f} s", flush=True)
     return runs
-
-
-@dataclass(frozen=True)
-class _Failure:
-    traceback: str
 
 
 @dataclass(frozen=True)
@@ -109,54 +100,46 @@ class Contest:
         return statistics.median(self.ratios(rival, figure))
 
     def median(self, contestant: str, figure: str = "seconds") -> float:
-        """The median of a figure."""
-        return statistics.median(getattr(run, figure) for run in self.runs[contestant])
+        """The median of a figure of `Run`, or of its result."""
+        runs = [vars(run) | (run.result or {}) for run in self.runs[contestant]]
+        return statistics.median(run[figure] for run in runs)
 
 
 def timed(function: Callable[[], Any], until_idle: bool = False) -> Run:
-    """Call it in this process. until_idle: what it goes on to do in the background counts too."""
+    """Call it in this process, whose children's processor time counts too.
+
+    until_idle: what its threads go on to do in the background counts, too.
+    """
     started, used = time.perf_counter(), _processor_seconds()
     result = function()
-    ended = _idle_since() if until_idle else time.perf_counter()
-    return Run(ended - started, _processor_seconds() - used, result=result)
+    ended, is_busy = time.perf_counter(), until_idle
+    while is_busy:
+        ended, before = time.perf_counter(), time.process_time()
+        time.sleep(_IDLE_SECONDS)
+        is_busy = time.process_time() - before > _IDLE_SECONDS / 10
+    return Run(ended - started, _processor_seconds() - used, result)
 
 
 class Worker:
     """Call a function in a forked process that keeps its state between calls.
 
-    make: called in the process; returns the function.
+    make: called in the process; returns the function. A call raises what the function raises, and
+    BrokenProcessPool when the process dies.
     """
 
     def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, other_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(make, self._pipe, other_end))
-        self._process.start()
-        other_end.close()
+        self._pool = ProcessPoolExecutor(1, get_context("fork"), _start, (make,))
+        self._pool.submit(int)  # fork now, before the caller has other threads
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._pipe.send(None)
-        self._process.join(_END_SECONDS)
-        self._process.kill()
-        self._process.join()
+        self._pool.shutdown()
 
     def __call__(self, *args: Any) -> Any:
-        """Raise RuntimeError with the traceback, or the exit code, of a process that fails."""
-        with suppress(OSError):  # the process has ended; its last message is still in the pipe
-            self._pipe.send(args)
-        try:
-            result = self._pipe.recv()
-        except (EOFError, OSError):
-            self._process.join(_END_SECONDS)
-            ended = f"it ended with exit code {self._process.exitcode}"
-            raise RuntimeError(f"a process of the benchmark failed: {ended}") from None
-        if isinstance(result, _Failure):
-            raise RuntimeError(f"a process of the benchmark failed:\n{result.traceback}")
-        return result
+        """Return what the function returns."""
+        return self._pool.submit(_answer, *args).result()
 
 
 def in_subprocess(function: Callable[[], Any]) -> Any:
@@ -165,46 +148,31 @@ def in_subprocess(function: Callable[[], Any]) -> Any:
         return process()
 
 
-def _serve(make: Callable[[], Callable[..., Any]], starters: Connection, pipe: Connection) -> None:
-    starters.close()
+_make: Callable[[], Callable[..., Any]]
+_function: Callable[..., Any] | None = None
+
+
+def _start(make: Callable[[], Callable[..., Any]]) -> None:
+    global _make
+    _make = make
     # Threads that have computed in the starter are not in its fork, which would wait for them.
     torch.set_num_threads(1)
-    with suppress(OSError):  # the starter is gone
-        try:
-            answer = make()
-            while (args := pipe.recv()) is not None:
-                pipe.send(answer(*args))
-        except Exception:  # the starter raises it, where people look
-            pipe.send(_Failure(traceback.format_exc()))
 
 
-def _idle_since() -> float:
-    """Wait until no thread of this process computes."""
-    while True:
-        now, used = time.perf_counter(), time.process_time()
-        time.sleep(_IDLE_SECONDS)
-        if time.process_time() - used < _IDLE_SECONDS / 10:
-            return now
-
-
-def _tree(pid: int | None = None) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    return []
+def _answer(*args: Any) -> Any:
+    global _function
+    if _function is None:
+        _function = _make()
+    return _function(*args)
 
 
 def _processor_seconds() -> float:
-    """Of this process and all below it."""
+    """Of this process and all below it, in user and system mode, ended children included."""
     total = 0.0
-    for process in _tree():
+    for process in (root := psutil.Process(), *root.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:4])  # of users and system, of ended children too
+            total += sum(process.cpu_times()[:4])
     return total
-
-
-_WIDTH = 140  # of tables in a file
-_SOFTWARE = ("torch", "megatron-core")
 
 
 @dataclass(frozen=True)
@@ -229,12 +197,12 @@ class Bound:
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found.
+    """The result of a benchmark.
 
     notes: what a reader must know to judge it. contests: with ratios in the table and the picture.
     columns: of the contests' table: name -> a contestant's cell. figure: of `Run`, whose ratios are
-    drawn. tables: further ones, by title: records with equal names; of a list, median and largest
-    are shown. others: further figures for the JSON file, by name.
+    drawn. tables: further ones, by title: records with equal names. others: further figures for the
+    JSON file, by name. software: packages whose versions are shown.
     """
 
     title: str
@@ -245,16 +213,30 @@ class Report:
     figure: str = "seconds"
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
-    software: Sequence[str] = _SOFTWARE
+    software: Sequence[str] = ("torch", "megatron-core")
 
     def conclude(self, picture: Path, json_path: Path | None, judge_speed: bool = True) -> int:
-        """Print, draw and write everything; returns 1 when a bound is missed.
+        """Print, draw and write everything; return 1 when a bound is missed.
 
         judge_speed: false where only what is bounded from above must hold.
         """
-        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-        machine = _machine(self.software)
+        console = Console() if sys.stdout.isatty() else Console(width=140)
+        machine = {
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            **{package: version(package) for package in self.software},
+            "backend": backend(),
+        }
         console.print(*(f"{name} {value}" for name, value in machine.items()), sep=", ")
+        console.print(self._contests())
+        for title, records in self.tables.items():
+            rows = [
+                [f"{v:.4g}" if isinstance(v, float) else str(v) for v in record.values()]
+                for record in records
+            ]
+            console.print(_table(title, list(records[0]), rows))
+        for note in self.notes:
+            console.print(f"- {note}", highlight=False, soft_wrap=True)
         bounds = [
             (
                 bound.name,
@@ -264,30 +246,24 @@ class Report:
             )
             for bound in self.bounds
         ]
-        console.print(self._contests())
-        for title, records in self.tables.items():
-            rows = [[_cell(value) for value in record.values()] for record in records]
-            console.print(_table(title, list(records[0]), rows))
-        for note in self.notes:
-            console.print(f"- {note}", highlight=False, soft_wrap=True)
         console.print(_table("what must hold", ("bound", "measured", "limit", ""), bounds))
-        picture.parent.mkdir(parents=True, exist_ok=True)
         self._draw(picture)
         print(f"picture: {picture}")
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-            found = {
+            runs = {
+                contest.name: {name: [*map(asdict, runs)] for name, runs in contest.runs.items()}
+                for contest in self.contests
+            }
+            content = {
                 "machine": machine,
                 "notes": self.notes,
-                "runs": {
-                    contest.name: {name: [*map(asdict, own)] for name, own in contest.runs.items()}
-                    for contest in self.contests
-                },
+                "runs": runs,
                 "bounds": [{**asdict(bound), "holds": bound.holds} for bound in self.bounds],
                 "tables": self.tables,
                 **self.others,
             }
-            json_path.write_text(json.dumps(found, indent=1) + "\n")
+            json_path.write_text(json.dumps(content, indent=1) + "\n")
             print(f"figures: {json_path}")
         judged = [bound for bound in self.bounds if bound.at_most or judge_speed]
         missed = [bound for bound in judged if not bound.holds]
@@ -325,8 +301,8 @@ class Report:
             for rival in reversed([*contest.runs])
             if rival != contest.ours
         ]
-        height = 1.5 + 0.25 * len(bars)
-        figure, axis = pyplot.subplots(figsize=(11, height), layout="constrained")
+        size = (11, 1.5 + 0.25 * len(bars))
+        figure, axis = pyplot.subplots(figsize=size, layout="constrained")
         for place, (_, ratios) in enumerate(bars):
             axis.barh(place, statistics.median(ratios), color="#d4722b")
             axis.hlines(place, min(ratios), max(ratios), color="#222222", linewidth=1)
@@ -337,6 +313,7 @@ class Report:
         axis.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
         axis.set_xlabel(f"{self.figure.replace('_', ' ')}, times ours")
         axis.set_title(self.title)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
@@ -349,18 +326,3 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return f"{statistics.median(value):.3f} ({max(value):.3f})"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _machine(software: Sequence[str]) -> dict[str, Any]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{package: version(package) for package in software},
-        "backend": backend(),
-    }

@@ -6,14 +6,18 @@ without a GPU, for the whole process.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import typer
+from webdataset.writer import TarWriter
 
 from benchmarks.harness import (
     Bound,
@@ -27,10 +31,26 @@ from benchmarks.harness import (
     in_subprocess,
     take_turns,
 )
-from benchmarks.train_theirs import PADDED_BATCH, their_side
-from benchmarks.train_workload import OURS, THEIRS, Lengths, Sizes, Workload
+from data.modalities.image_files import png_bytes
+from data.text.digits import DIGITS, conversation, words
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.config.schema import Recipe
 
-QUICK = Sizes(width=1, num_layers=4, samples=8, tokens=256, median_words=12)
+_ROW_PIXELS = 30  # side of a row of the tiny checkpoint
+_MAX_ROWS = 64  # of an image
+_SPREAD, _MOST_WORDS = 1.0, 1500  # of the words of a sample: log-normal with this sigma
+
+Lengths = Literal["long-tailed", "equal"]
+LENGTHS: tuple[Lengths, ...] = ("long-tailed", "equal")
+OURS = ("packed", "packed equal")
+THEIRS = ("padded", "sorted", "batched equal")
+"""Contestants. Of transformers: `padded`, batches of 8 in the samples' order; `sorted`, by length
+into batches of at most a microbatch's tokens, padding included; `batched equal`, all samples, which
+are equally long, in one batch as in one of our microbatches."""
+
+
+PADDED_BATCH = 8
 # Contestants that are compared: ours, theirs, and the least times faster that is promised.
 _PAIRS = (
     ("packed", "padded", 2.0),
@@ -40,18 +60,166 @@ _PAIRS = (
 _LOSS_ERROR = 1e-4  # relative; fp32 on both sides, in another order of sums
 
 
+def lengths_of(contestant: str) -> Lengths:
+    """The samples that a contestant trains on."""
+    return "equal" if contestant.endswith("equal") else "long-tailed"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model, and of its samples.
+
+    width, num_layers: of `TinyCheckpoint`. samples: of one step. tokens: of a microbatch, about.
+    median_words: of a sample's text.
+    """
+
+    width: int = 4
+    num_layers: int = 8
+    samples: int = 32
+    tokens: int = 4096
+    median_words: int = 120
+
+    def __str__(self) -> str:
+        """The distribution of lengths, in words."""
+        return (
+            f"words: log-normal, median {self.median_words}, sigma {_SPREAD}, at most "
+            f"{_MOST_WORDS}; one sample in two has 1 or 2 images of 4 to {_MAX_ROWS} rows, "
+            f"square or not"
+        )
+
+
+QUICK = Sizes(width=1, num_layers=4, samples=8, tokens=256, median_words=12)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One folder with the checkpoint and, for each kind of lengths, a shard and a recipe."""
+
+    directory: Path
+    sizes: Sizes
+
+    @property
+    def checkpoint(self) -> Path:
+        """In Hugging Face format; both sides load it."""
+        return self.directory / "checkpoint"
+
+    def shard(self, lengths: Lengths) -> Path:
+        """The samples of a step, in order."""
+        return self.directory / f"{lengths}-00000.tar"
+
+    def num_samples(self, lengths: Lengths) -> int:
+        """Samples of a step."""
+        return self.sizes.samples if lengths == "long-tailed" else max(1, self.sizes.samples // 2)
+
+    def write(self) -> None:
+        """Write everything that is read later."""
+        width, num_layers = self.sizes.width, self.sizes.num_layers
+        write_tiny(TinyCheckpoint("qwen3_vl", width=width, num_layers=num_layers), self.checkpoint)
+        file = self.checkpoint / "preprocessor_config.json"  # its images have few rows
+        content = json.loads(file.read_text())
+        content["size"]["longest_edge"] = _MAX_ROWS * _ROW_PIXELS**2
+        file.write_text(json.dumps(content))
+        for lengths in LENGTHS:
+            write_shard(self.shard(lengths), self._samples(lengths))
+
+    def recipe(self, lengths: Lengths, steps: int, mean_tokens: float, threads: int) -> Recipe:
+        """Our recipe: one step per pass over the samples, on one rank.
+
+        mean_tokens: of a sample.
+        """
+        content = {
+            "name": "bench",
+            "init_from": str(self.checkpoint),
+            "encoders": {"vision": {"placement": "colocated"}},
+            "data": {
+                "sources": [{"path": str(self.shard(lengths))}],
+                "sequence_length": 4096,
+                "shuffle_block": 1_000_000,
+            },
+            "train": {
+                "steps": steps,
+                "global_batch_size": self.num_samples(lengths),
+                "micro_batch_size": self._samples_together(lengths, mean_tokens),
+                "learning_rate": 1e-4,
+                "min_learning_rate_ratio": 1.0,
+                "weight_decay": 0.01,
+                "run_dir": str(self.directory / "runs"),
+                "threads_per_rank": threads,
+            },
+        }
+        path = self.directory / f"{lengths}.yaml"
+        path.write_text(json.dumps(content))  # which is YAML as well
+        return load_recipe(path)
+
+    def _samples_together(self, lengths: Lengths, mean_tokens: float) -> int:
+        samples = self.num_samples(lengths)
+        wanted = max(1.0, self.sizes.tokens / mean_tokens)
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        return min(divisors, key=lambda n: abs(n - wanted))
+
+    def _samples(self, lengths: Lengths) -> Iterable[dict[str, Any]]:
+        """Members of each sample's files, for the tar writer: a question about images."""
+        rng, median = np.random.default_rng(0), self.sizes.median_words
+        for number in range(self.num_samples(lengths)):
+            if lengths == "equal":
+                num_words, images = 2 * median, [(3, 3)]
+            else:
+                drawn = median * np.exp(_SPREAD * rng.standard_normal())
+                num_words = int(np.clip(drawn, 8, _MOST_WORDS))
+                count = int(rng.integers(1, 3)) if rng.random() < 0.5 else 0
+                images = rng.integers(2, 1 + round(_MAX_ROWS**0.5), (count, 2)).tolist()
+            members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
+            members["json"] = chat(num_words, len(images), rng)
+            for place, (h, w) in enumerate(images):
+                pixels = rng.integers(0, 256, (h * _ROW_PIXELS, w * _ROW_PIXELS, 3), dtype=np.uint8)
+                members[f"{place}.png"] = png_bytes(pixels)
+            yield members
+
+
+def chat(num_words: int, num_images: int, rng: np.random.Generator) -> bytes:
+    """The JSON of a question about images, and an answer that is a third of the text."""
+    vocabulary = [*DIGITS, *words()]
+    text = [vocabulary[n] for n in rng.integers(len(vocabulary), size=num_words)]
+    cut = num_words - max(1, num_words // 3)
+    messages = conversation(["image"] * num_images, " ".join(text[:cut]), " ".join(text[cut:]))
+    return json.dumps({"messages": messages}).encode()
+
+
+def write_shard(path: Path, samples: Iterable[dict[str, Any]]) -> None:
+    """One tar file with the members of each sample."""
+    with TarWriter(str(path), encoder=False) as tar:
+        for members in samples:
+            tar.write(members)
+
+
+def batches_of(contestant: str, lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """The samples of each forward pass. tokens: most of a batch, padding included."""
+    order = list(range(len(lengths)))
+    if contestant == "batched equal":
+        return [order]
+    if contestant == "padded":
+        return [order[at : at + PADDED_BATCH] for at in range(0, len(order), PADDED_BATCH)]
+    batches: list[list[int]] = []
+    for sample in sorted(order, key=lambda n: (lengths[n], n)):
+        if batches and (len(batches[-1]) + 1) * lengths[sample] <= tokens:
+            batches[-1].append(sample)
+        else:
+            batches.append([sample])
+    return batches
+
+
 def judge(runs: Mapping[str, Sequence[Run]]) -> list[Bound]:
     """Every promise, kept or not: that it was the same work, and how much faster.
 
     runs: the first of each contestant is not timed. They find the loss, and the real tokens.
     """
-    found = []
+    bounds = []
     for ours, theirs, least in _PAIRS:
-        found += same_work(f"{ours}, {theirs}", runs[ours], runs[theirs])
+        bounds += same_work(f"{ours}, {theirs}", runs[ours], runs[theirs])
         if least is not None:
             ratio = _contest("", (ours, theirs), runs).ratio(theirs)
-            found.append(Bound(f"{ours} against {theirs}, times faster", ratio, least, False))
-    return found
+            bounds.append(Bound(f"{ours} against {theirs}, times faster", ratio, least, False))
+    return bounds
 
 
 def same_work(who: str, runs: Sequence[Run], others: Sequence[Run]) -> list[Bound]:
@@ -65,35 +233,27 @@ def same_work(who: str, runs: Sequence[Run], others: Sequence[Run]) -> list[Boun
     ]
 
 
-def found_by(contest: Contest, contestant: str, what: str) -> float:
-    """What the first run of a contestant found."""
-    return contest.runs[contestant][0].result[what]
-
-
 COLUMNS: dict[str, Callable[[Contest, str], str]] = {
-    "tokens/s": lambda one, name: f"{found_by(one, name, 'tokens') / one.median(name):.0f}",
+    "tokens/s": lambda one, name: f"{one.median(name, 'tokens') / one.median(name):.0f}",
     "s / step": lambda one, name: f"{one.median(name):.2f}",
-    "real tokens": lambda one, name: str(found_by(one, name, "tokens")),
-    "computed": lambda one, name: str(found_by(one, name, "computed")),
-    "batches": lambda one, name: str(found_by(one, name, "batches")),
+    "real tokens": lambda one, name: f"{one.median(name, 'tokens'):.0f}",
+    "computed": lambda one, name: f"{one.median(name, 'computed'):.0f}",
+    "batches": lambda one, name: f"{one.median(name, 'batches'):.0f}",
+    "data wait, ms": lambda one, name: (
+        f"{1e3 * one.median(name, 'data_wait_seconds'):.1f}" if name == one.ours else ""
+    ),
 }
-
-
-def _data_wait(contest: Contest, contestant: str) -> str:
-    if contestant != contest.ours:
-        return ""
-    return f"{1e3 * found_by(contest, contestant, 'data_wait_seconds'):.1f}"
 
 
 def _contest(name: str, contestants: Sequence[str], runs: Mapping[str, Sequence[Run]]) -> Contest:
     return Contest(name, {one: runs[one][1:] for one in contestants})
 
 
-def _our_side(*given: Any) -> Callable[[str], Any]:
+def _side(name: str, *args: Any) -> Callable[[str], Any]:
     """Load the engine here alone: where it initialises a GPU, no process could be forked then."""
-    from benchmarks.train_ours import our_side
+    from benchmarks import train_sides
 
-    return our_side(*given)
+    return getattr(train_sides, name)(*args)
 
 
 def main(
@@ -114,14 +274,14 @@ def main(
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         workload = Workload(Path(directory), sizes)
         in_subprocess(workload.write)
-        with Worker(partial(their_side, workload, threads)) as theirs:
+        with Worker(partial(_side, "their_side", workload, threads)) as theirs:
             mean_tokens: dict[Lengths, float] = theirs("mean tokens")
             # Enough steps that the last timed one still reads ahead.
-            make = partial(_our_side, workload, rounds + 5, threads, mean_tokens)
+            make = partial(_side, "our_side", workload, rounds + 5, threads, mean_tokens)
             with Worker(make) as ours:
                 sides = dict.fromkeys(OURS, ours) | dict.fromkeys(THEIRS, theirs)
                 turns = {name: partial(side, name) for name, side in sides.items()}
-                runs = take_turns(turns, 1 + rounds, tell=True)
+                runs = take_turns(turns, 1 + rounds, verbose=True)
     by_lengths = {
         "long-tailed": ("packed", "padded", "sorted"),
         "equal": ("packed equal", "batched equal"),
@@ -143,7 +303,7 @@ def main(
             "transformers prepares images by pillow, as ours does, and updates by fused AdamW.",
         ],
         contests=[_contest(name, own, runs) for name, own in by_lengths.items()],
-        columns=COLUMNS | {"data wait, ms": _data_wait},
+        columns=COLUMNS,
         bounds=judge(runs),
         others={
             "losses": {name: [run.result["loss"] for run in own] for name, own in runs.items()},

@@ -1,7 +1,9 @@
 """Decode texts and items for one rank: in its own thread, or in worker processes.
 
-A worker that dies or hangs is replaced; a text or item that ends two workers is unreadable. Several
+A worker that dies or hangs is replaced; a text or item that ends two workers is unreadable. The
 ranks of a host that need the same share the work: one decodes and hands the result to the others.
+PyTorch's DataLoader would decode in each of them, for 1.7 times the processor time with two ranks
+(docs/performance.md).
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, Self
@@ -41,10 +42,7 @@ logger = logging.getLogger(__name__)
 _COPIED_BYTES = 64 * 1024  # smaller files are not worth a mapping, of which a process has 65,530
 _TRIES = 2
 _MOST_ENDS = 10  # of workers over one task, whatever the causes
-
-_ANSWER_SECONDS = (
-    120.0  # within which the fork server answers: a large tokenizer takes seconds to load
-)
+_ANSWER_SECONDS = 120.0  # of the fork server, which loads a tokenizer
 _END_SECONDS = 5.0
 # No GPU; one thread each, as there are many workers; no fork of a pool of threads.
 _ENVIRONMENT = {
@@ -75,11 +73,10 @@ class WorkerPool:
         self.folder, self.readers, self.size = folder, tuple(readers), size
         self._lock = threading.Lock()
         self._free: list[Worker] = []
-        self._num_workers = 0
+        self._slots = threading.Semaphore(size)
         self._start()
 
     def _start(self) -> None:
-        """Start the fork server; the readers follow when a worker is needed."""
         self._control, theirs = Pipe()
         self._has_readers = False
         command = [sys.executable, "-P", "-m", "data.worker_process"]
@@ -91,36 +88,36 @@ class WorkerPool:
         )
         theirs.close()
 
-    def take(self) -> Worker | None:
-        """Return an idle worker; None if all ``size`` workers are busy.
-
-        Raises RuntimeError when none can be started.
-        """
-        with self._lock:
-            while self._free:
-                worker = self._free.pop()
-                if not worker.pipe.poll():
-                    return worker
-                self._reap(worker)  # it died while idle
-            if self._num_workers >= self.size:
-                return None
-            try:
-                worker = self._fork()
-            except (EOFError, OSError):  # the fork server died
-                self._end()
-                self._start()
-                worker = self._fork()
-            self._num_workers += 1
-            return worker
+    def take(self) -> Worker:
+        """Return an idle worker; wait for one. Raises RuntimeError when none can be started."""
+        self._slots.acquire()
+        try:
+            with self._lock:
+                while self._free:
+                    worker = self._free.pop()
+                    if not worker.pipe.poll():
+                        return worker
+                    self._reap(worker)  # it died while idle
+                try:
+                    return self._fork()
+                except (EOFError, OSError):  # the fork server died
+                    self._end()
+                    self._start()
+                    return self._fork()
+        except BaseException:
+            self._slots.release()
+            raise
 
     def give_back(self, worker: Worker) -> None:
         """Take back a worker that has answered."""
         with self._lock:
             self._free.append(worker)
+        self._slots.release()
 
     def reap(self, worker: Worker) -> str:
         """Give up a worker that has ended; return how it ended."""
         with self._lock:
+            self._slots.release()
             return self._reap(worker)
 
     def close(self) -> None:
@@ -142,18 +139,14 @@ class WorkerPool:
         self._control.close()
 
     def _fork(self) -> Worker:
-        if not self._has_readers:
-            self._control.send(("load", pickle.dumps(self.readers)))
-            problem = self._answer()
-            if problem:
-                raise RuntimeError(f"decode workers cannot load what they need:\n{problem}")
-            self._has_readers = True
-        self._control.send(("fork", None))
-        pid = self._answer()
-        return Worker(pid, Connection(recv_handle(self._control)))
+        self._control.send(("fork", b"" if self._has_readers else pickle.dumps(self.readers)))
+        answer = self._answer()
+        if isinstance(answer, str):
+            raise RuntimeError(f"decode workers cannot load what they need:\n{answer}")
+        self._has_readers = True
+        return Worker(answer, Connection(recv_handle(self._control)))
 
     def _reap(self, worker: Worker) -> str:
-        self._num_workers -= 1
         worker.pipe.close()
         try:
             self._control.send(("reap", worker.pid))
@@ -168,14 +161,13 @@ class WorkerPool:
         return self._control.recv()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """One text or item to decode.
 
     number, sample: its number, and its sample's, in the microbatch. address: its number in its
-    index. by: the rank that decodes it. num_bytes: estimated size. path: the file in which a worker
-    or another rank hands it over. shared: other ranks need it too. ends: how the workers ended that
-    tried it.
+    index. by: the rank that decodes it. num_bytes: estimated size. path: the file in which it is
+    handed over. shared: other ranks need it too.
     """
 
     step: int
@@ -190,7 +182,6 @@ class Task:
     num_bytes: int
     path: Path
     shared: bool
-    ends: list[str] = field(default_factory=list)
 
     def error(self, reason: str) -> UnreadableSample:
         """The error for a task that cannot be decoded; names shard, key and item."""
@@ -262,101 +253,97 @@ def read_arrays(path: Path) -> list[np.ndarray]:
     return arrays_in(mapped.numpy())
 
 
-Outcome = tuple[Task, list[np.ndarray] | UnreadableSample]
-
-
 class DecodeExecutor:
-    """Decodes the tasks of one loader, whose thread alone uses it."""
+    """Decodes the tasks of one loader in threads: one for each worker, or one that decodes itself.
 
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding, self._pool = decoding, decoding.pool
-        self._busy: dict[Connection, tuple[Worker, Task, float]] = {}
-        self._retries: deque[Task] = deque()
-        self._done: list[Outcome] = []
+    on_done: called in these threads with a task and its arrays, or the error that it met.
+    """
 
-    def begin(self, task: Task) -> bool:
-        """Begin a task; False if no worker is idle."""
-        if self._pool is None:
-            try:
-                outcome = decode(task.reader, task.kind, task.address)
-                if task.shared:
-                    write_arrays(task.path, outcome)
-            except UnreadableSample as error:
-                outcome = error.with_traceback(None)  # its frames hold the sample's data
-            self._end(task, outcome)
-            return True
-        worker = self._pool.take()
-        if worker is None:
-            return False
-        self._busy[worker.pipe] = (worker, task, time.monotonic())
-        reader = self._decoding.readers.index(task.reader)
-        with suppress(OSError):  # it has just died; its pipe reports that
-            worker.pipe.send((reader, task.kind, task.address, task.path))
-        return True
+    def __init__(
+        self, decoding: Decoding, on_done: Callable[[Task, list[np.ndarray] | Exception], None]
+    ) -> None:
+        self._decoding, self._on_done = decoding, on_done
+        pool = decoding.pool
+        self._threads = ThreadPoolExecutor(1 if pool is None else pool.size, "decode")
+        self._lock = threading.Lock()  # of the next two
+        self._busy = set[Worker]()
+        self._closed = False
 
-    def finished(self, woken: Connection, pause_seconds: float) -> list[Outcome]:
-        """Return the outcomes so far; wait for one up to ``pause_seconds``, or until ``woken``."""
-        ready = wait([woken, *self._busy], 0 if self._done else pause_seconds)
-        for pipe in ready:
-            if pipe is woken:
-                woken.recv_bytes()
-            else:
-                self._receive(*self._busy.pop(pipe)[:2])  # pyright: ignore[reportArgumentType]
-        limit = self._decoding.worker_seconds
-        for worker, task, since in list(self._busy.values()):
-            if time.monotonic() - since > limit:
-                self._busy.pop(worker.pipe)
-                self._kill(worker)
-                self._ended(task, f"did not answer for {limit:g} s and was ended")
-        while self._retries and self.begin(self._retries[0]):
-            self._retries.popleft()
-        done, self._done = self._done, []
-        return done
+    def submit(self, task: Task) -> None:
+        """Decode a task after those that were submitted earlier."""
+        self._threads.submit(self._run, task)
 
     def close(self) -> None:
-        """Kill the busy workers."""
-        for worker, *_ in self._busy.values():
-            self._kill(worker)
-        self._busy.clear()
+        """Kill the busy workers, and forget the tasks that are not done."""
+        with self._lock:
+            self._closed = True
+            for worker in self._busy:
+                _kill(worker)
+        self._threads.shutdown(cancel_futures=True)
 
-    def _receive(self, worker: Worker, task: Task) -> None:
-        """Take a worker's answer, or note its end. Raises what the worker raised."""
-        assert self._pool is not None, "workers come from a pool"
+    def _run(self, task: Task) -> None:
         try:
-            answer, value = worker.pipe.recv()
-        except (EOFError, OSError):
-            self._ended(task, self._pool.reap(worker))
-            return
-        self._pool.give_back(worker)
-        if answer == "failed":
-            raise value
-        if answer == "unreadable":
-            self._end(task, UnreadableSample(*value))
-            return
-        self._end(task, read_arrays(task.path))
+            outcome = self._decode(task)
+        except Exception as error:
+            outcome = error
+        if not self._closed:
+            self._on_done(task, outcome)
+
+    def _decode(self, task: Task) -> list[np.ndarray] | UnreadableSample:
+        try:
+            if self._decoding.pool is not None:
+                return self._decode_in_worker(self._decoding.pool, task)
+            arrays = decode(task.reader, task.kind, task.address)
+        except UnreadableSample as error:
+            if task.shared:
+                write_arrays(task.path, ())  # the others must not wait for it
+            return error.with_traceback(None)  # its frames hold the sample's data
+        if task.shared:
+            write_arrays(task.path, arrays)
+        return arrays
+
+    def _decode_in_worker(self, pool: WorkerPool, task: Task) -> list[np.ndarray]:
+        """Retry a task whose worker ends; after the second end it is unreadable."""
+        limit, ends = self._decoding.worker_seconds, list[str]()
+        number = self._decoding.readers.index(task.reader)
+        while True:
+            worker = pool.take()
+            with self._lock:
+                if self._closed:
+                    pool.give_back(worker)
+                    raise CancelledError
+                self._busy.add(worker)
+            has_answered, is_late = False, False
+            try:
+                worker.pipe.send((number, task.kind, task.address, task.path))
+                is_late = not worker.pipe.poll(limit)
+                error = None if is_late else worker.pipe.recv()
+                has_answered = not is_late
+            except (EOFError, OSError):  # it has ended
+                error = None
+            with self._lock:
+                self._busy.discard(worker)
+            if has_answered:
+                pool.give_back(worker)
+                break
+            if is_late:
+                _kill(worker)
+            how = pool.reap(worker)
+            ends.append(f"did not answer for {limit:g} s and was ended" if is_late else how)
+            caused = len(ends) - ends.count(WITH_SERVER)  # by the task, perhaps
+            if caused == _TRIES or len(ends) == _MOST_ENDS:
+                raise task.error(f"{len(ends)} workers ended over it: one {', one '.join(ends)}")
+            if not self._closed:
+                again = task.error("again")
+                logger.warning("a decode worker %s; another one tries: %s", ends[-1], again)
+        if error is not None:
+            raise error
+        arrays = read_arrays(task.path)
         if not task.shared:
             task.path.unlink()
+        return arrays
 
-    def _ended(self, task: Task, how: str) -> None:
-        """Retry a task whose worker ended; after the second end it is unreadable."""
-        task.ends.append(how)
-        caused = len(task.ends) - task.ends.count(WITH_SERVER)  # by the task, perhaps
-        if caused < _TRIES and len(task.ends) < _MOST_ENDS:
-            self._retries.append(task)
-            logger.warning("a decode worker %s; another one tries: %s", how, task.error("again"))
-            return
-        self._end(
-            task,
-            task.error(f"{len(task.ends)} workers ended over it: one {', one '.join(task.ends)}"),
-        )
 
-    def _end(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
-        if isinstance(outcome, UnreadableSample) and task.shared:
-            write_arrays(task.path, ())  # the others must not wait for it
-        self._done.append((task, outcome))
-
-    def _kill(self, worker: Worker) -> None:
-        assert self._pool is not None, "workers come from a pool"
-        with suppress(ProcessLookupError):  # it ended with the process that started it
-            os.kill(worker.pid, signal.SIGKILL)
-        self._pool.reap(worker)
+def _kill(worker: Worker) -> None:
+    with suppress(ProcessLookupError):  # it ended with the process that started it
+        os.kill(worker.pid, signal.SIGKILL)

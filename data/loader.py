@@ -1,7 +1,6 @@
 """Prefetch what this rank needs of each step: its texts and items, in the order of use.
 
-A thread gives the work to worker processes, or decodes itself; it waits for them and for other
-ranks, never for a thread. The planner is given; nothing of models or layouts is known here.
+A thread plans steps and hands out the work. Nothing of models or layouts is known here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import GlobalMicrobatch
 from data.decoding import DecodeExecutor, Decoding, Task, read_arrays
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import SkippedSample
@@ -30,23 +27,13 @@ from data.worker_process import TEXT
 
 _MOST_STEPS_AHEAD = 8  # beyond the next, however small they are
 _POLL_SECONDS = 0.005  # between two looks for a file of another rank
-_PAUSE_SECONDS = 0.05
-
-
-class Microbatch(Protocol):
-    """What the loader knows of a planned microbatch."""
-
-    @property
-    def samples(self) -> GlobalMicrobatch:
-        """The samples of all lanes."""
-        ...
 
 
 class Planner(Protocol):
     """Plans steps, equally on all ranks."""
 
     def microbatches(self, step: int) -> Sequence[Any]:
-        """The planned microbatches of a step, each a `Microbatch`."""
+        """The planned microbatches of a step, each with `samples`, a `GlobalMicrobatch`."""
         ...
 
     def used_before(self, step: int) -> Used:
@@ -125,24 +112,21 @@ class StepLoader:
         first_step: int,
         last_step: int,
     ) -> None:
-        self.planner = planner
-        self.readers = readers
-        self.decoding = decoding
+        self.planner, self.readers, self.decoding = planner, readers, decoding
         self._prefix = str(decoding.num_loaders)
         decoding.num_loaders += 1
-        self._next = first_step
-        self._last = last_step
+        self._next, self._last = first_step, last_step
         self._num_left = last_step - first_step
-        self._executor = DecodeExecutor(decoding)
         # Guards the steps, their bytes and the error. The thread adds steps and `next` removes
         # them, so the thread iterates over copies of the list.
         self._changed = threading.Condition()
+        self._wake = threading.Event()  # the thread
         self._steps: deque[_Loading] = deque()
         self._num_bytes = 0
         self._error: BaseException | None = None
         self._asked: float | None = None  # when the waiting `next` began
-        self._woken, self._waker = Pipe(duplex=False)
         self._closing = False
+        self._executor = DecodeExecutor(decoding, self._keep)
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
@@ -158,13 +142,13 @@ class StepLoader:
                 raise self._error
             step = self._steps.popleft()
             self._num_bytes -= step.num_bytes
-        self._waker.send_bytes(b"a step is gone")
+        self._wake.set()
         return step.loaded
 
     def close(self) -> None:
         """Stop loading, after what this process is decoding."""
         self._closing = True
-        self._waker.send_bytes(b"the end")
+        self._wake.set()
         self._thread.join()
 
     def _is_complete(self) -> bool:
@@ -174,31 +158,37 @@ class StepLoader:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._closing and self._error is None:
+                self._wake.clear()
                 began = self._begin_next()
-                awaits = any(step.awaited for step in list(self._steps))
-                pause = 0 if began else _POLL_SECONDS if awaits else _PAUSE_SECONDS
-                for task, outcome in self._executor.finished(self._woken, pause):
-                    self._keep(task, outcome)
                 self._fetch()
-        except BaseException as error:
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                error.add_note(
-                    "no room is left for decoded data: start the container with a larger "
-                    "--shm-size, or lower data.prefetch_mib"
-                )
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+                if not began:
+                    awaits = any(step.awaited for step in list(self._steps))
+                    self._wake.wait(_POLL_SECONDS if awaits else None)
+        except Exception as error:
+            self._fail(error)
         finally:
             self._executor.close()
 
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            error.add_note(
+                "no room is left for decoded data: start the container with a larger --shm-size, "
+                "or lower data.prefetch_mib"
+            )
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        self._wake.set()
+
     def _begin_next(self) -> bool:
-        """Begin to decode the next task; False if none may begin, or no worker is idle."""
+        """Begin to decode the next task; False if none may begin."""
         step = self._step_to_read()
-        if step is None or not self._executor.begin(step.todo[0]):
+        if step is None:
             return False
-        self._count_bytes(step, step.todo.popleft().num_bytes)
+        task = step.todo.popleft()
+        self._count_bytes(step, task.num_bytes)
+        self._executor.submit(task)
         return True
 
     def _step_to_read(self) -> _Loading | None:
@@ -226,13 +216,11 @@ class StepLoader:
         for _ in microbatches:
             loaded.encoded.append({})
             loaded.patches.append({})
-        path_of = self.decoding.folder.joinpath
-        prefix = f"{self._prefix}.{step}"
-        tasks = [
-            *self.decoding.tasks_of_step(
-                step, microbatches, self.readers, lambda name: path_of(f"{prefix}.{name}")
-            )
-        ]
+
+        def path_of(name: str) -> Path:
+            return self.decoding.folder / f"{self._prefix}.{step}.{name}"
+
+        tasks = [*self.decoding.tasks_of_step(step, microbatches, self.readers, path_of)]
         todo = deque(task for task in tasks if task.by == self.decoding.rank)
         awaited = deque(task for task in tasks if task.by != self.decoding.rank)
         return _Loading(loaded, todo, awaited, len(tasks))
@@ -253,7 +241,7 @@ class StepLoader:
                     return
                 self._have(step, step.awaited.popleft(), read_arrays(task.path))
 
-    def _keep(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
+    def _keep(self, task: Task, outcome: list[np.ndarray] | Exception) -> None:
         """Keep what this rank has decoded, or the reason why it cannot."""
         step = next(step for step in list(self._steps) if step.loaded.step == task.step)
         loaded, arrays = step.loaded, outcome
@@ -263,19 +251,22 @@ class StepLoader:
             )
             loaded.unusable[sample] = arrays.sample
             arrays = []
+        elif isinstance(arrays, Exception):
+            self._fail(arrays)
+            return
         if task.shared:
             loaded.handed_over.append(task.path)
         self._count_bytes(step, -task.num_bytes)
         self._have(step, task, arrays)
+        self._wake.set()
 
     def _have(self, step: _Loading, task: Task, arrays: Sequence[np.ndarray]) -> None:
         """Put decoded arrays in their place; an unreadable text or item has none."""
         loaded, m = step.loaded, task.microbatch
         if task.kind == TEXT:
             length = int(loaded.microbatches[m].samples.length[task.number])
-            loaded.encoded[m][task.number] = (
-                EncodedSample(*arrays) if arrays else _placeholder(length)
-            )
+            sample = EncodedSample(*arrays) if arrays else _placeholder(length)
+            loaded.encoded[m][task.number] = sample
         else:
             for array in arrays:
                 loaded.patches[m][task.source, task.address] = torch.from_numpy(array)

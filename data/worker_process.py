@@ -1,12 +1,11 @@
 """The processes that decode for a rank: workers, and the fork server, of which each is a fork.
 
-The fork server loads tokenizer and indexes once, so that a worker starts in milliseconds, and never
-decodes, so that it always answers. It ends with its rank, and its workers with it. None loads an
-engine, nor torch unless a decoder does, and no GPU is visible to them.
+The fork server loads tokenizer and indexes once, so that a worker starts in milliseconds. It ends
+with its rank, and its workers with it. None loads torch unless a decoder does, nor sees a GPU.
 
 Arrays are handed from one process of a host to others as files in a folder of shared memory. A file
-gets its name once it is complete. The folder belongs to one job; its users hold a lock in it, which
-ends with the process. The last user, or the next job, removes the folder.
+gets its name once it is complete. Users of the folder hold a lock in it, which ends with the
+process; the last user, or the next job, removes the folder.
 """
 
 from __future__ import annotations
@@ -27,21 +26,16 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.index.reader import SampleReader, UnreadableSample
 
 _ALIGNMENT = 64  # bytes
-_LOCK = "lock"
 
 
 class HandoverFolder:
-    """The shared folder of a job, for its user alone. Every process that opens it closes it.
-
-    root: its parent, in which folders of this user's dead jobs are removed.
-    """
+    """The shared folder of a job in ``root``; folders of this user's dead jobs are removed."""
 
     def __init__(self, root: Path, job: str) -> None:
         prefix = f"mimo-{os.getuid()}-"
@@ -57,14 +51,14 @@ class HandoverFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Return a descriptor with a shared lock in ``folder``, which is created if needed."""
+    """Return a descriptor of ``folder`` with a shared lock; create the folder if needed."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # another process has just removed it
-            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor = os.open(folder, os.O_RDONLY)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), (folder / _LOCK).stat()):
+                if os.path.samestat(os.fstat(descriptor), folder.stat()):
                     return descriptor
             os.close(descriptor)
 
@@ -72,7 +66,7 @@ def _locked(folder: Path) -> int:
 def remove_unless_used(folder: Path) -> bool:
     """Remove a folder whose lock no process holds; return whether it is gone."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # another user's, or gone
         return not folder.exists()
     try:
@@ -128,8 +122,8 @@ def decode(reader: SampleReader, kind: str, number: int) -> list[np.ndarray]:
 def main(descriptor: int, folder: Path) -> None:
     """Run the fork server; ``descriptor``: its connection to the rank.
 
-    The rank asks: to load readers (the answer is what went wrong), to fork a worker (its process id
-    and connection), to reap one (how it ended), or to end.
+    The rank asks it to fork a worker (it answers with the process id, or what went wrong), with
+    pickled readers the first time, and to reap one (it answers how the worker ended).
     """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the rank handles these
         signal.signal(signum, signal.SIG_IGN)
@@ -137,19 +131,18 @@ def main(descriptor: int, folder: Path) -> None:
     try:
         while True:
             question, value = control.recv()
-            if question == "load":
-                try:
-                    readers = pickle.loads(value)
-                    control.send("")
-                except Exception:
-                    control.send(traceback.format_exc())
-            elif question == "fork":
-                workers.add(_fork(control, readers))
-            elif question == "reap":
+            if question == "end":
+                return
+            if question == "reap":
                 control.send(_reap(value))
                 workers.discard(value)
+                continue
+            try:
+                readers = pickle.loads(value) if value else readers
+            except Exception:
+                control.send(traceback.format_exc())
             else:
-                return
+                workers.add(_fork(control, readers))
     except (EOFError, OSError):  # the rank is gone, perhaps by SIGKILL
         deadline = time.monotonic() + _END_SECONDS
         while not remove_unless_used(folder) and time.monotonic() < deadline:
@@ -197,11 +190,9 @@ def _work(pipe: Connection, readers: Sequence[SampleReader]) -> None:
         reader, kind, number, path = pipe.recv()
         try:
             write_arrays(path, decode(readers[reader], kind, number))
-            answer: tuple[str, Any] = "done", None
-        except UnreadableSample as error:
-            answer = "unreadable", (error.shard, error.key, error.item, error.reason)
+            answer: Exception | None = None
         except Exception as error:
-            answer = "failed", _portable(error)
+            answer = error if isinstance(error, UnreadableSample) else _portable(error)
         pipe.send(answer)
 
 

@@ -30,9 +30,11 @@ class UnreadableSample(Exception):
     """
 
     def __init__(self, shard: str, key: str, item: int | None, reason: str) -> None:
-        self.sample = SkippedSample(shard, key, reason, item)
+        self.sample, self.reason = SkippedSample(shard, key, reason, item), reason
         super().__init__(str(self.sample))
-        self.shard, self.key, self.item, self.reason = shard, key, item, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnreadableSample, (self.sample.shard, self.sample.key, self.sample.item, self.reason)
 
 
 class SampleReader:

@@ -3,9 +3,10 @@
 Every request is tried a fixed number of times and has a time limit; the length of every answer is
 checked. Messages name the URL and repeat no credentials.
 
-Blocks of shards are kept on a local disk, shared by all processes of a host. fsspec's
-`blockcache` is not used: it marks a block as kept before its request has succeeded, knows no
-versions of files over HTTP, and its processes overwrite each other's record of blocks.
+Blocks of shards are kept on a local disk, shared by all processes of a host. fsspec's caches are
+not used: none has a limit in bytes, `filecache` and `simplecache` take whole shards, and
+`blockcache` marks a block as kept before its request has succeeded, knows no versions of files over
+HTTP, and its processes overwrite each other's record of blocks.
 """
 
 from __future__ import annotations

@@ -62,9 +62,8 @@ class Index:
     unknown_share: share of unknown tokens among the tokens of texts.
     """
 
-    def __init__(self, catalog: Catalog, keep: object = None) -> None:
-        """keep: lives as long as the index, such as a temporary folder."""
-        self.catalog, self._keep = catalog, keep
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
         self.shards, self.media = catalog.shards, catalog.media
         self._entries = entries = catalog.entries
         self._specs = entries["columns"]  # (S, C)

@@ -50,7 +50,7 @@ class Survey:
     tasks: tuple[IndexTask, ...]
     is_written: bool
 
-    def open(self, keep: object = None) -> Index:
+    def open(self) -> Index:
         """Open the index; write its catalog if needed. Raises ValueError, OSError."""
         if self.tasks:
             named = first_three([task.shard.path for task in self.tasks])
@@ -60,7 +60,7 @@ class Survey:
             )
         if not self.is_written:
             self.catalog.write()
-        return Index(self.catalog, keep)
+        return Index(self.catalog)
 
 
 def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Survey:
@@ -125,20 +125,12 @@ def load_or_build_index(
 ) -> Index:
     """Open the index of the shards that `pattern` names; build and store the missing parts.
 
-    cache: a folder for the indexes of sources whose own folder cannot be written. Where neither can
-    be written, the index is built each time in this process, with a warning. build: indexes the
-    missing shards otherwise. Raises ValueError for missing, damaged or misread shards.
+    cache: a folder for the indexes of sources whose own folder cannot be written. build: indexes
+    the missing shards. Raises ValueError for missing, damaged or misread shards, and where no
+    folder can be written.
     """
     settings, media = settings_fingerprint(chat, processors), sorted(processors)
     state = find_survey(pattern, settings, media, cache)
-    if state is None:
-        warnings.warn(
-            f"the index of {pattern!r} can be stored neither in "
-            f"{' nor in '.join(map(str, index_homes(pattern, settings, cache)))}; it is built "
-            "again every time",
-            stacklevel=2,
-        )
-        return build_index(pattern, chat, processors, progress)
     if state.tasks:
         home = state.catalog.path.parent
         if any(other.parent != home for other in home.parent.glob(f"*/{state.catalog.path.name}")):
@@ -152,29 +144,10 @@ def load_or_build_index(
     return state.open()
 
 
-def build_index(
-    pattern: str,
-    chat: ChatTokenizer,
-    processors: Processors,
-    progress: Progress | None = None,
-) -> Index:
-    """Build the index of the shards that `pattern` names in a temporary folder.
-
-    The folder lives as long as the index. Raises ValueError for unusable shards.
-    """
-    folder = tempfile.TemporaryDirectory(prefix="mimo-index-")
-    settings, media = settings_fingerprint(chat, processors), sorted(processors)
-    tasks = survey(pattern, settings, media, Path(folder.name)).tasks
-    build_here(tasks, chat, processors, progress)
-    return survey(pattern, settings, media, Path(folder.name)).open(keep=folder)
-
-
-def find_survey(
-    pattern: str, settings: str, media: Sequence[str], cache: Path | None
-) -> Survey | None:
+def find_survey(pattern: str, settings: str, media: Sequence[str], cache: Path | None) -> Survey:
     """Return the first complete survey, else that of the first folder that can be written.
 
-    None if there is no such folder. Raises ValueError as `survey` does.
+    Raises ValueError if there is no such folder, and as `survey` does.
     """
     homes = index_homes(pattern, settings, cache)
     surveys: dict[Path, Survey] = {}
@@ -185,13 +158,17 @@ def find_survey(
     find_shards(pattern)  # to say that there are none, before a folder is made
     errors = list[OSError]()
     for home in homes:
-        if (error := _why_not_written(home)) is None:
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=home).close()
+        except OSError as error:
+            errors.append(error)
+        else:
             return surveys.get(home) or survey(pattern, settings, media, home)
-        errors.append(error)
-    for error in errors:
-        if error.errno not in _NO_PLACE:
-            raise ValueError(f"its index cannot be stored: {error}") from error
-    return None
+    raise ValueError(
+        f"got {pattern}, whose index can be stored neither beside its shards nor in "
+        f"data.cache_directory; give a folder there ({'; '.join(map(str, errors))})"
+    ) from next((error for error in errors if error.errno not in _NO_PLACE), None)
 
 
 def index_homes(pattern: str, settings: str, cache: Path | None) -> list[Path]:
@@ -202,16 +179,6 @@ def index_homes(pattern: str, settings: str, cache: Path | None) -> list[Path]:
         digest = hashlib.sha256(root.encode()).hexdigest()[:16]
         homes.append(Path(cache).absolute() / "index" / digest / settings)
     return homes
-
-
-def _why_not_written(home: Path) -> OSError | None:
-    """Create a folder for an index; return the error if that fails, else None."""
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
-            return None
-    except OSError as error:
-        return error
 
 
 def _absolute_root(pattern: str) -> str:

@@ -3,36 +3,30 @@
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
 items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention, stored uncompressed. Nothing
 is ever unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample unusable.
-
-Headers may be hostile: Python's `tarfile` would follow negative sizes in circles, hold a header of
-any size in memory, and nest as deep as the file says. Known are ustar, GNU long names, and the PAX
-keywords `path` and `size`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+import tarfile
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from data.index.shards import Shard, ShardFile
 
 # What is read of one sample at a time: a hostile shard must not fill the memory.
 MAX_JSON_BYTES = 2**24
 MAX_ITEM_BYTES = 2**29
-_BLOCK = 512
-_MAX_EXTENSION = 2**20  # bytes of a long name, or of a PAX header
+_MAX_HEADER = 2**20  # bytes, with long names
 _NO_FILES = {
-    b"1": "a hard link",
-    b"2": "a symbolic link",
-    b"3": "a device",
-    b"4": "a device",
-    b"5": "a folder",
-    b"6": "a pipe",
-    b"S": "a sparse file",
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.DIRTYPE: "a folder",
+    tarfile.FIFOTYPE: "a pipe",
 }
-_REGULAR = (b"0", b"\0", b"7")
-_GLOBAL = b"g"
 
 
 class TarError(ValueError):
@@ -71,13 +65,7 @@ def scan_shard(shard: Shard | str, suffixes: Collection[str]) -> Iterator[RawSam
         rf"([0-9]{{1,9}})\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE
     )
     try:
-        stream = ShardFile(shard).stream()
-
-        def read(offset: int, size: int) -> bytes:
-            stream.seek(offset)
-            return stream.read(size)
-
-        for member in tar_members(read, stream.size):
+        for member in tar_members(ShardFile(shard).stream()):
             _add_member(samples, member, item_name)
     except OSError as error:
         raise ValueError(f"shard {path} cannot be read: {error}") from error
@@ -121,80 +109,44 @@ def _add_member(
         sample.items[int(item[1])] = member
 
 
-# ------------------------------------------------------------------------------ headers
+class _Headers:
+    """A file of which no more is read at a time than a header may have."""
+
+    def __init__(self, file: Any) -> None:
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_HEADER:
+            raise TarError(f"a header of {size} bytes, at most {_MAX_HEADER} are allowed")
+        return self._read(size)
 
 
-def tar_members(read: Callable[[int, int], bytes], num_bytes: int) -> Iterator[TarMember]:
-    """Yield the members of a tar file of this size, in order.
+def tar_members(file: Any) -> Iterator[TarMember]:
+    """Yield the members of a tar file in order. Raises TarError, also when there is no end mark.
 
-    read(offset, size): the bytes there, fewer at the end. Memory is bounded, and time by the number
-    of headers. Raises TarError, also when there is no end mark.
+    Memory is bounded, and time by the number of headers, whatever they say.
     """
-    position, extended, problem = 0, dict[bytes, bytes](), ""
-    while (block := read(position, _BLOCK)) != bytes(_BLOCK):
-        if len(block) < _BLOCK:
-            raise TarError(f"no end mark at byte {position}")
-        check = _number(block[148:156], position)
-        if check != sum(block) - sum(block[148:156]) + 8 * ord(" "):
-            raise TarError(f"no header at byte {position}")
-        kind, offset = block[156:157], position + _BLOCK
-        size = _number(block[124:136], position)
-        if kind in b"LKxXg":
-            if size > _MAX_EXTENSION and kind != _GLOBAL:
-                problem = f"has a header of {size} bytes, at most {_MAX_EXTENSION} are allowed"
-            elif kind == b"L":
-                extended[b"path"] = read(offset, size).split(b"\0", 1)[0]
-            elif kind in b"xX":
-                extended |= _pax_records(read(offset, size), position)
-        else:
-            more = kind == b"S" and block[482] != 0  # further blocks that list the file's parts
-            while more:
-                part = read(offset, _BLOCK)
-                more, offset = len(part) == _BLOCK and part[504] != 0, offset + _BLOCK
-            if b"size" in extended:
-                size = _number(extended[b"size"], position, base=10)
-            name = extended.get(b"GNU.sparse.name") or extended.get(b"path") or _name(block)
-            is_sparse = any(key.startswith(b"GNU.sparse.") for key in extended)
-            stands_for = b"S" if is_sparse else b"5" if name.endswith(b"/") else kind
-            if stands_for not in _REGULAR and not problem:
-                what = _NO_FILES.get(stands_for, "of an unknown kind")
-                problem = f"is {what}: need the file itself"
-            size = 0 if kind in b"123456" else size
-            path = name.rstrip(b"/").decode("utf-8", "surrogateescape")
-            yield TarMember(path, offset, size, problem)
-            extended, problem = {}, ""
-        position = offset + -(-size // _BLOCK) * _BLOCK
-        if position > num_bytes:
-            raise TarError(f"the member at byte {offset} ends after the file, with {size} bytes")
-    if extended or problem:
-        raise TarError(f"a long name or PAX header of no member before byte {position}")
+    headers: Any = _Headers(file)
+    try:
+        with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # which would hold all of them
+                if tar.offset < member.offset_data:
+                    raise TarError(f"a negative size at byte {member.offset}")
+                yield TarMember(member.name, member.offset_data, member.size, _problem(member))
+            headers.seek(tar.offset)
+        if headers.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise TarError(f"neither a header nor an end mark at byte {tar.offset}")
+    except (TarError, OSError):
+        raise
+    except Exception as error:  # of any type, as headers may be hostile
+        raise TarError(f"{type(error).__name__}: {error}") from error
 
 
-def _number(field: bytes, position: int, base: int = 8) -> int:
-    """Parse a number of a header: digits between spaces and zeros, or binary after a set bit."""
-    if field[:1] == b"\x80":
-        return int.from_bytes(field[1:], "big")
-    digits = field.split(b"\0", 1)[0].strip()
-    if len(digits) > 20 or digits.strip(b"0123456789"[:base]):
-        raise TarError(f"no number in the header at byte {position}")
-    return int(digits or b"0", base)
-
-
-def _name(block: bytes) -> bytes:
-    name, prefix = block[:100].split(b"\0", 1)[0], block[345:500].split(b"\0", 1)[0]
-    # GNU's format keeps other things in the place of the prefix.
-    return prefix + b"/" + name if prefix and block[257:263] == b"ustar\0" else name
-
-
-def _pax_records(data: bytes, position: int) -> dict[bytes, bytes]:
-    """Parse records `<length> <key>=<value>` and a line break; the length counts all of it."""
-    records, start = dict[bytes, bytes](), 0
-    while start < len(data) and data[start]:
-        space = data.find(b" ", start, start + 8)
-        digits = data[start : max(space, start)]
-        end = start + int(digits) if digits.isdigit() else 0
-        key, equals, value = data[space + 1 : end - 1].partition(b"=")
-        if end <= space + 1 or not equals or data[end - 1 : end] != b"\n":
-            raise TarError(f"a damaged PAX header at byte {position}")
-        records[key], start = value, end
-    return records
+def _problem(member: tarfile.TarInfo) -> str:
+    is_sparse = any(key.startswith("GNU.sparse.") for key in member.pax_headers)
+    if is_sparse or member.issparse():
+        return "is a sparse file: need the file itself"
+    if member.isreg():
+        return ""
+    return f"is {_NO_FILES.get(member.type, 'of an unknown kind')}: need the file itself"

@@ -26,11 +26,6 @@ _JPEG_SCAN, _MAX_SCANS = b"\xff\xda", 500
 # in a PNG names end at a zero byte.
 _FULL_SIZE = "\0full size"
 
-_PNG_SIGNATURE = 8  # bytes
-_PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
-_PNG_KEYWORD = 80  # bytes, including the zero at its end
-# Of the texts that Pillow's `getexif` reads: EXIF in hexadecimal, and XMP.
-_KEYWORDS_WITH_ORIENTATION = (b"exif", b"Raw profile type exif", b"XML:com.adobe.xmp", b"xmp")
 _EXIF_ORIENTATION = 274
 _ORIENTATION_METHOD = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -46,13 +41,11 @@ _ORIENTATION_METHOD = {
 def image_size(file: BinaryIO | bytes) -> Size:
     """(width, height) in pixels from the header alone, with the EXIF orientation applied.
 
-    Raises ValueError when the header cannot be read, or promises more than `MAX_PIXELS_DECODED`.
+    An orientation behind the pixels of a PNG is ignored. Raises ValueError when the header cannot
+    be read, or promises more than `MAX_PIXELS_DECODED`.
     """
     image = _open_lazily(file)
-    size = image.size
-    if _has_late_metadata(image):
-        _load(image)
-    return _turned(image, size)
+    return _turned(image, image.size)
 
 
 def open_image(data: bytes, shown_size: Callable[[Size], Size | None] | None = None) -> Image.Image:
@@ -74,17 +67,7 @@ def open_image(data: bytes, shown_size: Callable[[Size], Size | None] | None = N
         if (shown := shown_size(full)) is not None:
             image.draft(None, _turned(image, shown))
             image.info[_FULL_SIZE] = full
-    _load(image)
     method = _ORIENTATION_METHOD.get(_orientation(image))
-    return image if method is None else image.transpose(method)
-
-
-def full_size(image: Image.Image) -> Size:
-    """(width, height) in pixels of the file that `open_image` has decoded."""
-    return image.info.get(_FULL_SIZE, image.size)
-
-
-def _load(image: Image.Image) -> None:
     try:
         image.load()
     except Exception as error:  # decoders raise many types on hostile input
@@ -92,6 +75,12 @@ def _load(image: Image.Image) -> None:
             f"the image cannot be decoded ({type(error).__name__}: {error}): the file is corrupt "
             "or truncated; replace it or remove the sample"
         ) from error
+    return image if method is None else image.transpose(method)
+
+
+def full_size(image: Image.Image) -> Size:
+    """(width, height) in pixels of the file that `open_image` has decoded."""
+    return image.info.get(_FULL_SIZE, image.size)
 
 
 def _open_lazily(file: BinaryIO | bytes) -> Image.Image:
@@ -110,29 +99,6 @@ def _open_lazily(file: BinaryIO | bytes) -> Image.Image:
             "allowed; scale it down before writing the shard"
         )
     return image
-
-
-def _has_late_metadata(image: Image.Image) -> bool:
-    """Whether a lazily opened PNG may give its orientation after its pixels, as some writers do.
-
-    Pillow sees that only after decoding all pixels, so other texts there do not count.
-    """
-    file = getattr(image, "fp", None)
-    if image.format != "PNG" or file is None:
-        return False
-    position = file.tell()  # decoding continues from here
-    file.seek(_PNG_SIGNATURE)
-    late = has_orientation = False
-    while len(header := file.read(8)) == 8 and header[4:] != b"IEND":
-        kind, length, start = header[4:], int.from_bytes(header[:4], "big"), file.tell()
-        late |= kind == b"IDAT"
-        if late and kind in _PNG_TEXTS:
-            keyword = file.read(min(length, _PNG_KEYWORD)).split(b"\0", 1)[0]
-            has_orientation |= keyword in _KEYWORDS_WITH_ORIENTATION
-        has_orientation |= late and kind == b"eXIf"
-        file.seek(start + length + 4)  # data and checksum
-    file.seek(position)
-    return has_orientation
 
 
 def _turned(image: Image.Image, size: Size) -> Size:

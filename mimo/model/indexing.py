@@ -148,11 +148,6 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
 
     def tasks_of_source(source: Source) -> tuple[IndexTask, ...]:
         survey = survey_source(recipe, source, chat, processors)
-        if survey is None:
-            raise ValueError(
-                f"got {source.path}, whose index can be stored neither beside its shards "
-                "nor in data.cache_directory; give a folder there"
-            )
         if survey.tasks and recipe.data.build_index == "refuse":
             message = (
                 f"got refuse, and {len(survey.tasks)} of {len(survey.catalog.names)} shards of "
@@ -167,10 +162,10 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
 
 def survey_source(
     recipe: Recipe, source: Source, chat: ChatTokenizer, processors: Processors
-) -> Survey | None:
-    """Find the existing part of a source's index; None if no folder can store it.
+) -> Survey:
+    """Find the existing part of a source's index.
 
-    Raises ValueError.
+    Raises ValueError, also if no folder can store it.
     """
     settings, modalities = settings_fingerprint(chat, processors), sorted(processors)
     return find_survey(source.path, settings, modalities, cache_folder(recipe))

@@ -180,7 +180,7 @@ def check_indexed_data(recipe: Recipe) -> list[str]:
 
     def num_samples(source: Source) -> float:
         survey = survey_source(recipe, source, chat, processors)
-        if survey is None or survey.tasks:
+        if survey.tasks:
             notes.append(
                 f"note: {source.path}: not indexed yet, so its samples are not checked; "
                 "`mimo data index` does both"

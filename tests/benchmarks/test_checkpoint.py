@@ -32,9 +32,9 @@ def test_a_quick_run_saves_the_state_in_every_way_and_writes_everything(
 
 
 def test_what_is_promised_is_judged_against_torch_save() -> None:
-    def run(stands: float, total: float, files: int = 100, share: float = 1.0) -> list[Run]:
+    def run(blocked: float, total: float, files: int = 100, share: float = 1.0) -> list[Run]:
         found = {"total": total, "files": files, "state": 100, "share": share}
-        return 2 * [Run(stands, result=found)]
+        return 2 * [Run(blocked, result=found)]
 
     runs = {"async": run(0.2, 1.5), "sync": run(1.4, 1.5), bench.SAVE: run(1.0, 1.0)}
     assert all(bound.holds for bound in bench.judge("plain", runs, speed=True))

@@ -9,19 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_speed import Stack
 
-SMALL = Stack(
-    num_layers=1,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_size=8,
-    words=20,
-    sequences=2,
-    steps=5,
-)
+SIZES = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
+SMALL = gpu.Stack(**SIZES, num_query_groups=2, head_size=8, words=20, sequences=2, steps=5)
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks import train as bench
 from benchmarks.harness import Run
-from benchmarks.train_theirs import batches_of
-from benchmarks.train_workload import OURS, THEIRS, Sizes, Workload
+from benchmarks.train import OURS, THEIRS, Sizes, Workload, batches_of
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

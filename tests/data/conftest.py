@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.index.samples import Processors
+from data.index.build import build_here
+from data.index.samples import Index, Processors, settings_fingerprint
+from data.index.store import survey
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
 from data.text.messages import MediaText
@@ -22,6 +26,22 @@ from examples.digits.scans import prepare_digits
 WriteShard = Callable[[Path, Mapping[str, bytes]], Path]
 Ask = Callable[..., bytes]
 MakeImage = Callable[..., bytes]
+IndexOf = Callable[..., Index]
+
+
+def build_index(pattern: str, chat: ChatTokenizer, processors: Processors) -> Index:
+    """An index in a temporary folder, which lives as long as the index."""
+    folder = tempfile.TemporaryDirectory(prefix="mimo-index-")
+    settings = (
+        pattern,
+        settings_fingerprint(chat, processors),
+        sorted(processors),
+        Path(folder.name),
+    )
+    build_here(survey(*settings).tasks, chat, processors)
+    index = survey(*settings).open()
+    weakref.finalize(index, folder.cleanup)
+    return index
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +93,22 @@ def write_shard() -> WriteShard:
         return path
 
     return write
+
+
+@pytest.fixture
+def index_of(
+    tmp_path: Path, write_shard: WriteShard, chat: ChatTokenizer, processors: Processors
+) -> IndexOf:
+    """Writes members into a.tar and indexes it."""
+
+    def make(
+        members: Mapping[str, bytes],
+        tokenizer: ChatTokenizer = chat,
+        media: Processors = processors,
+    ) -> Index:
+        return build_index(str(write_shard(tmp_path / "a.tar", members)), tokenizer, media)
+
+    return make
 
 
 @pytest.fixture

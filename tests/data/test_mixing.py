@@ -51,16 +51,6 @@ def test_a_source_has_its_turns_one_after_another_wherever_one_begins_to_ask(
         assert own.tolist() == list(range(before[number], after[number]))
 
 
-@settings(max_examples=30)
-@given(weights=WEIGHTS, turns=st.lists(st.integers(0, 10_000), min_size=1, max_size=30))
-def test_a_turn_is_the_same_whatever_else_is_asked(weights: list[float], turns: list[int]) -> None:
-    mixing = Mixing(weights, 7)
-    together = np.stack(mixing.at(np.array(turns)))
-    for column, turn in enumerate(turns):
-        alone = np.stack(mixing.at(np.array([turn])))
-        np.testing.assert_array_equal(alone[:, 0], together[:, column])
-
-
 def test_a_source_of_weight_zero_has_no_turn() -> None:
     mixing = Mixing([1.0, 0.0, 3.0], 0)
     assert set(mixing.at(np.arange(5000))[0].tolist()) == {0, 2}

@@ -42,26 +42,6 @@ def test_the_answer_does_not_depend_on_what_was_asked_before(
         np.testing.assert_array_equal(alone[:, 0], together[:, column])
 
 
-def test_ranks_that_share_the_positions_see_together_what_one_rank_sees():
-    order = SampleOrder([50, 20], [2, 1], 3, 4)
-    whole = np.stack(order.at(np.arange(240)))
-    for world_size in (2, 3, 8):
-        parts = [order.at(np.arange(rank, 240, world_size)) for rank in range(world_size)]
-        for rank, part in enumerate(parts):
-            np.testing.assert_array_equal(np.stack(part), whole[:, rank::world_size])
-
-
-def test_weights_are_respected():
-    source, _ = SampleOrder([100, 1000, 10], [1, 2, 5], 0, 8).at(np.arange(400_000))
-    shares = np.bincount(source) / len(source)
-    np.testing.assert_allclose(shares, [1 / 8, 2 / 8, 5 / 8], atol=8 * 8 / 400_000)
-
-
-def test_a_source_of_weight_zero_is_never_drawn():
-    source, _ = SampleOrder([10, 0, 10], [1, 0, 3], 0, 4).at(np.arange(5000))
-    assert set(source.tolist()) == {0, 2}
-
-
 def test_samples_of_a_block_stay_together_and_in_order():
     _, sample = SampleOrder([64], [1.0], 1, 16).at(np.arange(64))
     blocks = sample.reshape(4, 16)

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from data import pack as rows
 from data.index.reader import SampleReader
 from data.index.samples import Processors
-from data.index.store import build_index
 from data.modalities.audio import wav_bytes
 from data.pack import ShardSize, pack
 from data.text.chat import ChatTokenizer
 from mimo.cli.main import app
+from tests.data.conftest import build_index
 
 
 def llava(image: str | None, question: str = "read <image> .") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,80 +133,15 @@ def searched(window: np.ndarray, budget: TokenBudget, sizes: Sizes) -> list[int]
     return sorted(pack)
 
 
-@given(samples=SAMPLES, budgets=st.lists(st.tuples(st.integers(1, 4), BUDGETS), max_size=6))
-@settings(deadline=None)
-def test_packs_are_those_that_earlier_versions_made(
-    samples: Samples, budgets: list[tuple[int, TokenBudget]]
-) -> None:
-    sizes, used = sizes_of(samples), Used()
-    for count, budget in budgets:
-        packs = packs_of_tokens(used, count, budget, sizes)
-        window = EarlierWindow(used, budget, sizes)
-        assert [pack.tolist() for pack in packs] == [window.next_pack() for _ in range(count)]
-        used = used.with_packs(packs)
-
-
-def test_packs_of_long_tails_are_those_that_earlier_versions_made() -> None:
+def test_packs_of_long_tails_are_those_of_the_search() -> None:
     rng = np.random.default_rng(7)
     lengths = log_normal(rng, 800, 1.2, 8192)
     sizes = sizes_of(list(zip(lengths.tolist(), rng.integers(0, 900, len(lengths)), strict=True)))
     for budget in (TokenBudget(8192), TokenBudget(8192, rows=2500, window=100)):
         used = Used()
-        for _ in range(3):
-            packs = packs_of_tokens(used, 100, budget, sizes)
-            window = EarlierWindow(used, budget, sizes)
-            assert [pack.tolist() for pack in packs] == [window.next_pack() for _ in range(100)]
-            used = used.with_packs(packs)
-
-
-class EarlierWindow:
-    """How packs were put together at first: runs and their checkpoints go on from such packs."""
-
-    def __init__(self, used: Used, budget: TokenBudget, sizes: Sizes) -> None:
-        self.budget, self.sizes = budget, sizes
-        self.max_rows = 2**62 if budget.rows is None else budget.rows
-        self.end = used.end
-        self.looked_up: list[tuple[int, int, int]] = []
-        self.waiting: list[tuple[int, int, int]] = []
-        self.by_length: list[tuple[int, int, int]] = []
-        self.look_up(np.array(used.passed_over, np.int64))
-
-    def next_pack(self) -> list[int]:
-        while len(self.waiting) < self.budget.window:
-            if not self.looked_up:
-                self.look_up(np.arange(self.end, self.end + self.budget.window))
-                self.end += self.budget.window
-            position, tokens, rows = self.looked_up.pop()
-            self.waiting.append((position, tokens, rows))
-            insort(self.by_length, (tokens, -position, rows))
-        tokens, rows = self.budget.tokens, self.max_rows
-        pack, i = [], 0
-        while i < len(self.waiting) and 2 * tokens > self.budget.tokens:
-            one = self.waiting[i]
-            if one[1] <= tokens and one[2] <= rows:
-                self.remove(*one)
-                pack.append(one[0])
-                tokens, rows = tokens - one[1], rows - one[2]
-            else:
-                i += 1
-        i = len(self.by_length)
-        while (i := min(i, bisect_right(self.by_length, (tokens, 1)))) > 0:
-            i -= 1
-            length, negative, own_rows = self.by_length[i]
-            if own_rows <= rows:
-                self.remove(-negative, length, own_rows)
-                pack.append(-negative)
-                tokens, rows = tokens - length, rows - own_rows
-        return sorted(pack)
-
-    def look_up(self, positions: np.ndarray) -> None:
-        tokens, rows = self.sizes(positions)
-        found = zip(positions.tolist(), tokens.tolist(), rows.tolist(), strict=True)
-        self.looked_up = list(found)[::-1]
-
-    def remove(self, position: int, tokens: int, rows: int) -> None:
-        del self.waiting[bisect_left(self.waiting, (position,))]
-        del self.by_length[bisect_left(self.by_length, (tokens, -position, rows))]
+        for pack in packs_of_tokens(used, 30, budget, sizes):
+            assert pack.tolist() == searched(used.unused(budget.window), budget, sizes)
+            used = used.with_packs([pack])
 
 
 def test_a_sample_that_was_used_before_is_not_used_again() -> None:

@@ -103,14 +103,11 @@ def test_a_worker_that_died_while_it_had_nothing_to_do_is_replaced(
 ) -> None:
     pool = WorkerPool(tmp_path, [Hanging()], 1)  # type: ignore[list-item]
     worker = pool.take()
-    assert worker is not None
-    assert pool.take() is None
     pool.give_back(worker)
     os.kill(worker.pid if victim == "worker" else pool._server.pid, signal.SIGKILL)
     while running([worker.pid]):
         time.sleep(0.005)
     another = pool.take()
-    assert another is not None
     assert another.pid != worker.pid
     another.pipe.send((0, ITEM, 0, tmp_path / "never"))
     os.kill(another.pid, signal.SIGKILL)
@@ -122,12 +119,9 @@ def test_a_worker_that_died_while_it_had_nothing_to_do_is_replaced(
 def test_workers_of_a_server_that_died_do_not_take_the_next_one_with_them(tmp_path: Path) -> None:
     pool = WorkerPool(tmp_path, [Hanging()], 2)  # type: ignore[list-item]
     first, second = pool.take(), pool.take()
-    assert first is not None
-    assert second is not None
     os.kill(pool._server.pid, signal.SIGKILL)
     assert pool.reap(first) == WITH_SERVER
     third = pool.take()
-    assert third is not None
     assert pool.reap(second) == WITH_SERVER
     assert running([third.pid]) == [third.pid]
     pool.close()

@@ -12,9 +12,9 @@ import pytest
 from data.index.build import Problems
 from data.index.samples import Processors, check_sizes
 from data.index.shard_index import COLUMNS
-from data.index.store import build_index
 from data.text.chat import ChatTokenizer
 from examples.digits.scans import CANVASES
+from tests.data.conftest import build_index
 
 
 def test_offsets_point_at_the_members_of_the_tar(
@@ -62,24 +62,21 @@ def test_dtypes_and_lengths_are_as_documented(
     assert index.column("item_media").tolist() == [0] * index.num_items
 
 
-def test_items_of_the_last_sample_are_its_own_however_many_there_are(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
-):
+def test_items_of_the_last_sample_are_its_own_however_many_there_are(index_of, ask, make_image):
     picture, members = make_image(), {}
     for sample, count in enumerate((200, 55, 3)):
         members |= {f"{sample}.json": ask(count)}
         members |= {f"{sample}.{number}.png": picture for number in range(count)}
-    index = build_index(str(write_shard(tmp_path / "a.tar", members)), chat, processors)
+    index = index_of(members)
     found = [index.sample_of_item(item) for item in range(index.num_items)]
     assert found == [0] * 200 + [1] * 55 + [2] * 3
 
 
 def test_unusable_samples_are_left_out_and_listed_with_their_reason(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+    tmp_path: Path, index_of, ask, make_image
 ):
     picture = make_image(28, 56)
-    shard = write_shard(
-        tmp_path / "a.tar",
+    index = index_of(
         {
             "README": b"not a sample",
             "dir.v2/good.json": ask(2),
@@ -102,13 +99,12 @@ def test_unusable_samples_are_left_out_and_listed_with_their_reason(
             "last.json": ask(0),
         },
     )
-    index = build_index(str(shard), chat, processors)
     assert [*map(index.key, range(len(index)))] == ["dir.v2/good", "last"]
     assert index.column("item_start").tolist() == [0, 2, 2]
     assert index.column("item_size_0").tolist() == [28, 56]
     assert index.column("item_rows").tolist() == [2, 4]
     reasons = {skipped.key: skipped.reason for skipped in index.skipped_samples()}
-    assert {skipped.shard for skipped in index.skipped_samples()} == {str(shard)}
+    assert {skipped.shard for skipped in index.skipped_samples()} == {str(tmp_path / "a.tar")}
     for key, reason in {
         "broken-json": "malformed JSON",
         "no-messages": "[1] is no chat; need one of these forms:",
@@ -133,7 +129,7 @@ JOINING = """{%- for m in messages -%}
 
 
 def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+    tmp_path: Path, chat: ChatTokenizer, index_of, ask, make_image
 ):
     def chatting(question: object) -> bytes:
         messages = [("user", question), ("assistant", "3")]
@@ -152,8 +148,7 @@ def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
         "rewritten.json": chatting("forget"),
         "last.json": chatting("write"),
     }
-    shard = write_shard(tmp_path / "a.tar", members)
-    index = build_index(str(shard), ChatTokenizer(tmp_path / "joining"), processors)
+    index = index_of(members, ChatTokenizer(tmp_path / "joining"))
     # A content that is all text is a text to a template that takes no parts.
     assert [*map(index.key, range(len(index)))] == ["good", "texts", "last"]
     reasons = {skipped.key: skipped.reason for skipped in index.skipped_samples()}
@@ -163,37 +158,29 @@ def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
     assert "renders the messages before answer 1 differently" in reasons["rewritten"]
 
 
-def test_a_corrupt_image_body_is_not_read_when_indexing(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
-):
+def test_a_corrupt_image_body_is_not_read_when_indexing(index_of, ask, make_image):
     members = {"a.json": ask(1), "a.0.png": make_image(500, 500)[:5000]}
-    index = build_index(str(write_shard(tmp_path / "a.tar", members)), chat, processors)
+    index = index_of(members)
     assert index.part(0).size == (500, 500)
 
 
 def test_wrong_numbers_of_placeholders_are_counted_and_the_first_ten_named(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+    tmp_path: Path, index_of, ask, make_image
 ):
     members: dict[str, bytes] = {"fine.json": ask(0)}
     for number in range(12):
         members |= {f"s{number:02}.json": ask(2), f"s{number:02}.0.png": make_image()}
-    shard = write_shard(tmp_path / "a.tar", members)
     with pytest.raises(ValueError, match="12 samples have more or fewer placeholders") as e:
-        build_index(str(shard), chat, processors)
+        index_of(members)
     message = str(e.value)
-    assert f"{shard}: s00: 2 / 1" in message
+    assert f"{tmp_path}/a.tar: s00: 2 / 1" in message
     assert "s09" in message
     assert "s10" not in message
     assert "and 2 more" in message
 
 
 def test_items_of_several_media_are_numbered_in_order_of_mention(
-    tmp_path: Path,
-    two_media_chat: ChatTokenizer,
-    two_media_processors: Processors,
-    write_shard,
-    ask,
-    make_image,
+    two_media_chat: ChatTokenizer, two_media_processors: Processors, index_of, ask, make_image
 ):
     members = {
         "a.json": ask(["video", "image", "video"]),
@@ -204,21 +191,16 @@ def test_items_of_several_media_are_numbered_in_order_of_mention(
         "b.json": ask(["image"]),
         "b.0.png": make_image(56, 56),
     }
-    shard = write_shard(tmp_path / "a.tar", members)
-    index = build_index(str(shard), two_media_chat, two_media_processors)
-    assert [index.media[number] for number in index.column("item_media")] == [
-        "video",
-        "image",
-        "video",
-        "image",
-    ]
+    index = index_of(members, two_media_chat, two_media_processors)
+    media = [index.media[number] for number in index.column("item_media")]
+    assert media == ["video", "image", "video", "image"]
     assert index.column("item_start").tolist() == [0, 3, 3, 4]
     # A video has patches of half the size, so four rows to each 28 x 28 pixels.
     assert index.column("item_rows").tolist() == [4, 2, 8, 4]
 
 
 def test_items_of_a_modality_without_an_encoder_are_listed_with_the_known_ones(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+    tmp_path: Path, chat: ChatTokenizer, index_of, ask, make_image
 ):
     members = {
         "film.json": ask(["image", "video"]),
@@ -226,15 +208,15 @@ def test_items_of_a_modality_without_an_encoder_are_listed_with_the_known_ones(
         "film.1.png": make_image(),
         "short.json": ask(2),
     }
-    shard = write_shard(tmp_path / "a.tar", members)
+    shard = tmp_path / "a.tar"
     with pytest.raises(ValueError, match="1 samples have items of a modality") as e:
-        build_index(str(shard), chat, processors)
+        index_of(members)
     assert f"{shard}: film: video" in str(e.value)
     assert "the encoders take image;" in str(e.value)
     assert f"{shard}: short: 2 / 0" in str(e.value)  # reported together
     no_encoder = ChatTokenizer(chat.directory, {})
     with pytest.raises(ValueError, match="the encoders take none"):
-        build_index(str(shard), no_encoder, {})
+        index_of(members, no_encoder, {})
 
 
 def test_a_pattern_without_shards_says_to_prepare_the_data(
@@ -242,40 +224,6 @@ def test_a_pattern_without_shards_says_to_prepare_the_data(
 ):
     with pytest.raises(ValueError, match=r"no shard matches .*none-\*\.tar.*prepare the data"):
         build_index(str(tmp_path / "none-*.tar"), chat, processors)
-
-
-@pytest.mark.parametrize("kept", ["inside-data", "inside-header", "between-members", "nothing"])
-def test_a_truncated_shard_is_named(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, kept: str
-):
-    shard = write_shard(tmp_path / "cut.tar", {f"{i}.json": ask(0) for i in range(4)})
-    with tarfile.open(shard) as tar:
-        last = tar.getmembers()[-1]
-    size = {
-        "inside-data": last.offset_data + 10,
-        "inside-header": last.offset + 100,
-        "between-members": last.offset,
-        "nothing": 0,
-    }[kept]
-    shard.write_bytes(shard.read_bytes()[:size])
-    with pytest.raises(ValueError, match=r"shard .*cut\.tar is not a whole uncompressed tar"):
-        build_index(str(shard), chat, processors)
-
-
-def test_a_shard_with_a_damaged_or_compressed_body_is_named(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask
-):
-    shard = write_shard(tmp_path / "a.tar", {f"{i}.json": ask(0) for i in range(4)})
-    whole = shard.read_bytes()
-    with tarfile.open(shard) as tar:
-        third = tar.getmembers()[2].offset
-    shard.write_bytes(whole[:third] + b"\x07" * 512 + whole[third + 512 :])
-    with pytest.raises(ValueError, match=r"a\.tar is not a whole"):
-        build_index(str(shard), chat, processors)
-    with tarfile.open(shard, "w:gz") as tar:
-        tar.add(__file__, "a.json")
-    with pytest.raises(ValueError, match="or compressed"):
-        build_index(str(shard), chat, processors)
 
 
 def test_a_failing_file_system_is_the_cause_only_if_nothing_else_is_wrong(

@@ -14,9 +14,9 @@ import data.index.reader
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Processors
 from data.index.shards import ShardChangedError
-from data.index.store import build_index
 from data.modalities.image_files import open_image
 from data.text.chat import ChatTokenizer
+from tests.data.conftest import build_index
 
 
 @contextmanager
@@ -97,7 +97,8 @@ def test_a_corrupt_image_is_reported_with_shard_key_and_item(
     assert reader.patches(0).shape == (4, processors["image"].wire.width)
     with pytest.raises(UnreadableSample, match=r"'bad' of .*, item 0: .*cannot be decoded") as e:
         reader.patches(1)
-    assert (e.value.shard, e.value.key, e.value.item) == (str(shard), "bad", 0)
+    sample = e.value.sample
+    assert (sample.shard, sample.key, sample.item) == (str(shard), "bad", 0)
     assert "truncated" in e.value.reason
 
 

@@ -17,8 +17,9 @@ from data.index.reader import SampleReader
 from data.index.remote import BlockCache
 from data.index.samples import Processors
 from data.index.shards import ShardChangedError, ShardFile, find_shards
-from data.index.store import build_index, load_or_build_index
+from data.index.store import load_or_build_index
 from data.text.chat import ChatTokenizer
+from tests.data.conftest import build_index
 from tests.data.file_server import FileServer, serving
 
 CONTENT = np.random.default_rng(0).bytes(300_000)

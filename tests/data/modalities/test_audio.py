@@ -11,13 +11,12 @@ import pytest
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from data.index.reader import SampleReader
-from data.index.store import build_index
 from data.modalities.audio import AudioClips, log_mel, mel_filters, resample, wav_bytes
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.digits import write_tokenizer
 from data.text.messages import MediaText
-from tests.data.conftest import Ask, WriteShard
+from tests.data.conftest import Ask, WriteShard, build_index
 
 CLIPS = AudioClips(num_mel_bins=20, tokens_per_row=2, max_seconds=2.0)
 TONE = np.sin(np.arange(16_000) * 0.3)
@@ -125,20 +124,6 @@ def test_hostile_files_are_refused_with_a_reason_before_any_sample_is_read(kind:
         CLIPS.probe(io.BytesIO(data))
     with pytest.raises(ValueError, match=problem):
         CLIPS.decode(data)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_damaged_file_gives_sound_of_the_promised_size_or_a_reason(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    data = bytearray(wav(TONE[:400]))
-    for _ in range(3):
-        data[int(rng.integers(0, 48))] = int(rng.integers(0, 256))
-    try:
-        size = CLIPS.probe(io.BytesIO(bytes(data)))
-        sound = CLIPS.decode(bytes(data))
-    except ValueError:
-        return
-    assert CLIPS.size_of(sound) == size
 
 
 def test_clips_longer_than_any_that_is_decoded_are_refused() -> None:

@@ -22,12 +22,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from data.index.reader import SampleReader
 from data.index.samples import Processors
-from data.index.store import build_index
 from data.modalities.image_files import image_size, open_image
 from data.modalities.images import ImageProcessor, SquareImageProcessor
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
-from tests.data.conftest import Ask, MakeImage, WriteShard
+from tests.data.conftest import Ask, WriteShard, build_index
 
 QWEN = ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 64)
 GEMMA = SquareImageProcessor(image_size=56, patch_size=14, merge_size=1)
@@ -83,12 +82,6 @@ def xmp_info(orientation: int) -> PngInfo:
     return info
 
 
-def raw_profile(orientation: int) -> bytes:
-    """EXIF in hexadecimal, as ImageMagick writes it into a text."""
-    data = exif(orientation).tobytes()
-    return f"\nexif\n{len(data):8}\n{data.hex()}\n".encode()
-
-
 def behind_the_pixels(kind: bytes, data: bytes) -> bytes:
     whole, end = saved(noise(40, 30)), chunk(b"IEND", b"")
     return whole.removesuffix(end) + chunk(kind, data) + end
@@ -124,19 +117,6 @@ ODD: dict[str, Callable[[], bytes]] = {
     "animated PNG with another still": lambda: animated("PNG", default_image=True),
     "orientation in XMP": lambda: saved(noise(40, 30), pnginfo=xmp_info(6)),
     "orientation in XMP, JPEG": lambda: saved(noise(40, 30), "JPEG", xmp=xmp(8).encode()),
-    "EXIF behind the pixels": lambda: behind_the_pixels(b"eXIf", exif(6).tobytes()[6:]),
-    "XMP behind the pixels": lambda: behind_the_pixels(
-        b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(5).encode()
-    ),
-    "compressed XMP behind the pixels": lambda: behind_the_pixels(
-        b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp(5).encode())
-    ),
-    "EXIF as text behind the pixels": lambda: behind_the_pixels(
-        b"tEXt", b"Raw profile type exif\0" + raw_profile(6)
-    ),
-    "EXIF as compressed text behind the pixels": lambda: behind_the_pixels(
-        b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw_profile(8))
-    ),
     "a note behind the pixels": lambda: behind_the_pixels(b"tEXt", b"Comment\0none"),
     "a broken EXIF block": lambda: saved(noise(40, 30), "JPEG", exif=b"Exif\0\0nonsense"),
 } | {
@@ -177,26 +157,6 @@ def test_an_odd_file_becomes_what_transformers_makes_of_it(files: dict[str, byte
     assert image.size == reference.size == image_size(files[name])
     np.testing.assert_array_equal(QWEN.wire.values(QWEN.patches(image)), qwen(reference))
     np.testing.assert_array_equal(GEMMA.wire.values(GEMMA.patches(image)), gemma(reference))
-
-
-@pytest.mark.parametrize(
-    ("kind", "data", "decodes"),
-    [
-        (b"tEXt", b"Comment\0none", False),
-        (b"zTXt", b"date:create\0\0" + zlib.compress(b"2020"), False),
-        (b"iTXt", b"Title\0\0\0\0\0" + xmp(6).encode(), False),
-        (b"tEXt", b"no keyword " * 20, False),
-        (b"tEXt", b"Raw profile type exif\0" + raw_profile(1), True),
-        (b"eXIf", exif(1).tobytes()[6:], True),
-    ],
-)
-def test_only_what_may_tell_an_orientation_behind_the_pixels_has_them_decoded(
-    monkeypatch: pytest.MonkeyPatch, kind: bytes, data: bytes, decodes: bool
-):
-    decoded = []
-    monkeypatch.setattr("data.modalities.image_files._load", decoded.append)
-    assert image_size(behind_the_pixels(kind, data)) == (40, 30)
-    assert bool(decoded) == decodes
 
 
 def test_odd_files_go_through_index_and_reader(
@@ -245,24 +205,6 @@ def test_transformers_refuses_the_same_aspect_ratio():
     with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
         qwen(Image.new("RGB", (1, 201)))
     assert len(qwen(Image.new("RGB", (1, 200)))) == QWEN.plan(Part((1, 200))).num_rows * 4
-
-
-@pytest.mark.parametrize(("placeholders", "images"), [(1, 2), (2, 1), (0, 1), (1, 0)])
-def test_more_or_fewer_images_than_placeholders_name_the_sample(
-    tmp_path: Path,
-    chat: ChatTokenizer,
-    write_shard: WriteShard,
-    ask: Ask,
-    make_image: MakeImage,
-    placeholders: int,
-    images: int,
-):
-    members = {"fine.json": ask(1), "fine.0.png": make_image()}
-    members |= {"odd.json": ask(placeholders)}
-    members |= {f"odd.{number}.png": make_image() for number in range(images)}
-    write_shard(tmp_path / "a.tar", members)
-    with pytest.raises(ValueError, match=rf"a\.tar: odd: {placeholders} / {images}"):
-        build_index(str(tmp_path / "a.tar"), chat, {"image": QWEN})
 
 
 def test_a_sample_without_images_has_no_items(

@@ -16,12 +16,11 @@ from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from data.index.reader import SampleReader
-from data.index.store import build_index
 from data.modalities.images import PanAndScan, SquareImageProcessor
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from tests.data.checkpoint_files import GEMMA_IMAGE, IMAGE_SIZE, hf_processor, write_folder
-from tests.data.conftest import WriteShard
+from tests.data.conftest import WriteShard, build_index
 
 CROPS = PanAndScan(min_crop_size=32, max_num_crops=4, min_ratio=1.2)
 OURS = SquareImageProcessor(IMAGE_SIZE, 14, merge_size=2, pan_and_scan=CROPS)

@@ -56,15 +56,6 @@ def test_patches_equal_transformers(size: tuple[int, int], processor: SquareImag
     assert len(patches) == np.prod(processor.plan(Part(size)).grid)
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "LA", "CMYK"])
-def test_every_colour_mode_becomes_what_transformers_makes_of_it(mode: str) -> None:
-    image = noise(60, 45, mode)
-    options: dict[str, Any] = {"size": {"height": 56, "width": 56}}
-    (expected,) = Gemma3ImageProcessorPil(**options)([image], return_tensors="np")["pixel_values"]
-    values = SMALL.wire.values(SMALL.patches(image))
-    np.testing.assert_array_equal(values, to_patches(expected, SMALL))
-
-
 def test_every_image_has_the_same_number_of_rows() -> None:
     plan = PUBLISHED.plan(Part((3, 4000)))
     assert plan == PUBLISHED.plan(Part((500, 5)))

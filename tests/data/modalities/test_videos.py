@@ -17,14 +17,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from data.batch import mrope_position_ids
 from data.index.reader import SampleReader
-from data.index.store import build_index
 from data.modalities.images import ImageProcessor
 from data.modalities.processor import Part
 from data.modalities.videos import TimedVideoProcessor, VideoProcessor
 from data.text.chat import ChatTokenizer
 from data.text.messages import MediaText
 from tests.data.checkpoint_files import hf_processor, write_folder
-from tests.data.conftest import Ask, MakeImage, WriteShard
+from tests.data.conftest import Ask, MakeImage, WriteShard, build_index
 from tests.data.video_oracle import video_patches
 
 HALF = (0.5, 0.5, 0.5)

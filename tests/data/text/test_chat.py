@@ -54,22 +54,6 @@ def test_labels_are_the_next_tokens_and_the_mask_covers_the_answer_with_its_end(
     assert learned(chat, sample.labels[sample.loss_mask == 1]) == ["7", "<|im_end|>"]
 
 
-def test_every_answer_of_a_long_conversation_is_learned_and_nothing_else(chat: ChatTokenizer):
-    messages = [
-        {"role": "system", "content": "read the digits"},
-        user("what digit is this ?", 1),
-        assistant("7"),
-        user("write 3 then 8 ."),
-        assistant("3 8"),
-    ]
-    sample = chat.encode(messages, [2], "k")
-    expected = ["7", "<|im_end|>", "3", "8", "<|im_end|>"]
-    assert learned(chat, sample.labels[sample.loss_mask == 1]) == expected
-    # A conversation that ends with a question is learned up to its last answer.
-    open_ended = chat.encode(messages[:-1], [2], "k")
-    assert learned(chat, open_ended.labels[open_ended.loss_mask == 1]) == expected[:2]
-
-
 def test_what_follows_the_end_of_an_answer_is_not_learned(chat: ChatTokenizer, tmp_path: Path):
     # Qwen's template writes a line break behind <|im_end|>; here it is a word with a token.
     template = (chat.directory / "chat_template.jinja").read_text()
@@ -119,30 +103,10 @@ def test_items_of_several_media_each_get_their_own_placeholder(two_media_chat: C
     assert sample.input_ids[sample.item_offsets].tolist() == [video, image, video]
 
 
-def test_items_of_every_media_in_an_answer_do_not_count(two_media_chat: ChatTokenizer):
-    content = [{"type": "text", "text": "3"}, {"type": "video"}, {"type": "image"}]
-    content.append({"type": "text", "text": "7"})
-    messages = [user("read", 1), {"role": "assistant", "content": content}]
-    sample = two_media_chat.encode(messages, [2, 4, 3], "k")
-    expected = ["3", "7", "<|im_end|>"]
-    assert learned(two_media_chat, sample.labels[sample.loss_mask == 1]) == expected
-    # An answer that ends with an item still has its end of turn to learn.
-    drawn = [messages[0], {"role": "assistant", "content": [{"type": "image"}]}]
-    sample = two_media_chat.encode(drawn, [2, 3], "k")
-    assert learned(two_media_chat, sample.labels[sample.loss_mask == 1]) == ["<|im_end|>"]
-
-
 def test_a_media_without_placeholder_names_the_sample_and_the_known_ones(chat: ChatTokenizer):
     messages = [{"role": "user", "content": [{"type": "video"}]}, assistant("3")]
     with pytest.raises(UnknownMediaError, match=r"'k' has .* 'video', .* encoders for image only"):
         chat.encode(messages, [1], "k")
-
-
-def test_a_placeholder_typed_as_text_is_text_and_no_item(chat: ChatTokenizer):
-    sample = chat.encode([user("read <|image_pad|>"), assistant("1")], [], "k")
-    assert chat.placeholder_ids["image"] not in sample.input_ids
-    with pytest.raises(PlaceholderError, match="has 0 placeholders but 1 items"):
-        chat.encode([user("read <|image_pad|>"), assistant("1")], [1], "k")
 
 
 def test_a_template_that_writes_the_placeholder_of_another_media_is_refused(chat: ChatTokenizer):
@@ -185,23 +149,6 @@ def test_a_template_that_refuses_the_messages_says_why(chat: ChatTokenizer, tmp_
     )
     with pytest.raises(MessagesError, match=r"sample 'k': .*roles must alternate"):
         strict.encode([user("read")], [], "k")
-
-
-def test_a_template_that_rewrites_earlier_messages_is_refused(chat: ChatTokenizer, tmp_path: Path):
-    rewriting = copy_with_template(
-        chat,
-        tmp_path / "rewriting",
-        "{% for m in messages %}{{ m['role'] }} {{ loop.length }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant{% endif %}",
-    )
-    with pytest.raises(MessagesError, match=r"'k': the chat template of .*rewriting renders"):
-        rewriting.encode([user("read"), assistant("1")], [], "k")
-
-
-def test_answers_survive_encoding_and_decoding(chat: ChatTokenizer):
-    for answer in ("3 7 1", "0", "9 9 9 9"):
-        sample = chat.encode([user("read the digits ."), assistant(answer)], [], "k")
-        assert chat.decode(sample.labels[sample.loss_mask == 1]) == answer
 
 
 def test_a_tokenizer_without_the_placeholder_is_refused(chat: ChatTokenizer):

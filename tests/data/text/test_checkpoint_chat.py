@@ -136,25 +136,6 @@ def test_an_image_of_gemma_joins_the_line_breaks_around_it_into_one_token(folder
     assert around == ["\n\n\n", "<start_of_image>", *soft, "<end_of_image>", "\n\n"]
 
 
-@pytest.mark.parametrize(
-    ("family", "token"),
-    [("qwen3_vl", "<|image_pad|>"), ("gemma3", "<start_of_image>")],
-)
-def test_a_users_text_with_the_token_of_an_image_is_text_where_transformers_refuses_it(
-    folders: dict[str, Path], family: str, token: str
-):
-    messages = [user(image(0), text(f"what is {token} ?"))]
-    with pytest.raises(ValueError, match=r"should be the same as the number of images"):
-        hf_processor(family, folders[family]).apply_chat_template(messages, tokenize=True)
-    chat = open_chat(family, folders[family])
-    sample = chat.encode([*messages, answer("one")], rows(family, messages), "shelf/7")
-    placeholders = np.flatnonzero(sample.input_ids == chat.placeholder_ids["image"])
-    assert placeholders.tolist() == [
-        *range(placeholders[0], placeholders[0] + rows(family, messages)[0])
-    ]
-    assert token in chat._backend.decode(sample.input_ids.tolist())
-
-
 def test_a_users_text_that_looks_like_a_slot_is_text(folders: dict[str, Path]):
     chat = open_chat("gemma3", folders["gemma3"])
     messages = [user(image(0), text("what is {placeholder} or {item} ?")), answer("one")]

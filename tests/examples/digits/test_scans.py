@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 from webdataset.compat import WebDataset
 
-from data.index.store import build_index
 from data.modalities.image_files import open_image
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
@@ -24,6 +23,7 @@ from examples.digits.scans import (
     prepare_digits,
     split_of_scan,
 )
+from tests.data.conftest import build_index
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.index.store import build_index
 from data.modalities.audio import AudioClips, wav_bytes
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.messages import MediaText
 from examples.digits.scans import is_text_only
 from examples.digits.speech import PLACEHOLDERS, Voice, prepare_spoken_digits, speak
+from tests.data.conftest import build_index
 from tests.examples.digits.test_scans import digests
 
 COUNTS: dict[str, Any] = {"num_train": 64, "num_validation": 2, "num_test": 6}

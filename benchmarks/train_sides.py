@@ -1,46 +1,96 @@
-"""transformers on the samples of `benchmarks.train`, as its users write a step.
+"""Both sides of `benchmarks.train`: our training loop, and transformers as its users write a step.
 
-Letters: B samples of a batch, S tokens of the longest, padding included.
+Each is loaded in a process of its own. Letters: B samples of a batch, S tokens of the longest,
+padding included.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from webdataset.compat import WebDataset
 
+from benchmarks.data_rival import IGNORED, answer_labels
 from benchmarks.harness import timed
-from benchmarks.train_workload import THEIRS, Lengths, Workload, lengths_of
+from benchmarks.train import LENGTHS, OURS, THEIRS, Workload, batches_of, lengths_of
+from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_processor
-from mimo.config.schema import Train
-from mimo.device import set_threads
+from mimo.config.schema import Recipe, Train
+from mimo.device import initialize_distributed, set_threads
+from mimo.model.dataset import open_dataset
+from mimo.model.step_plan import StepPlan
+from mimo.parallel.build import build_layout
+from mimo.parallel.groups import build_topology
+from mimo.train.loop import Trainer
+from mimo.train.step import StepObserver
 
-PADDED_BATCH = 8
-_IGNORED = -100  # what transformers leaves out of the loss
-_END = "<|im_end|>"
+_TIMEOUT_SECONDS = 1800.0
+
+
+def our_side(
+    workload: Workload, steps: int, threads: int, mean_tokens: Mapping[str, float]
+) -> Callable[[str], Any]:
+    """For a process of its own: a function that lets a contestant do a step."""
+    set_threads(threads, 1)
+    initialize_distributed(0, 1, HashStore(), _TIMEOUT_SECONDS)
+    contestants = {}
+    for name in OURS:
+        lengths = lengths_of(name)
+        contestants[name] = OurSteps(workload.recipe(lengths, steps, mean_tokens[lengths], threads))
+    return lambda name: timed(contestants[name].step, until_idle=True)
+
+
+class Counts(StepObserver):
+    """What the plan of the last step says."""
+
+    def planned(self, step: int, plan: StepPlan) -> None:
+        """Count tokens, with and without padding."""
+        computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
+        batches = len(plan.microbatches)
+        self.last: dict[str, float] = {
+            "tokens": plan.num_tokens,
+            "computed": computed,
+            "batches": batches,
+        }
+
+
+class OurSteps:
+    """`mimo train` on one rank, step by step, in a world of one that exists."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        topology = build_topology(build_layout(recipe))
+        trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
+        dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+        assert dataset is not None, "the recipe has a source"
+        self.counts = Counts()
+        self._steps = trainer.train(dataset, None, self.counts)
+
+    def step(self) -> dict[str, float]:
+        """One step: the loss per loss token, the wait for data, and what was counted."""
+        metrics = next(self._steps)
+        measured = {name: metrics[name] for name in ("loss", "data_wait_seconds")}
+        return measured | self.counts.last
 
 
 def their_side(workload: Workload, threads: int) -> Callable[[str], Any]:
     """For a process of its own: a function that lets a contestant do a step.
 
-    It also tells the mean number of tokens of a sample, by the kind of lengths.
+    For "mean tokens" it returns the mean tokens of a sample, by the kind of lengths.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     set_threads(threads, 1)
-    collators: dict[Lengths, Collator] = {
-        lengths: Collator(workload.checkpoint, workload.shard(lengths))
-        for lengths in ("long-tailed", "equal")
-    }
-    means = {name: sum(one.lengths) / len(one.lengths) for name, one in collators.items()}
+    collators = {name: Collator(workload.checkpoint, workload.shard(name)) for name in LENGTHS}
+    means = {name: sum(own.lengths) / len(own.lengths) for name, own in collators.items()}
     train = workload.recipe("equal", 1, means["equal"], threads).train
     contestants = {}
     for name in THEIRS:
@@ -52,16 +102,6 @@ def their_side(workload: Workload, threads: int) -> Callable[[str], Any]:
         return means if what == "mean tokens" else timed(contestants[what].step, until_idle=True)
 
     return answer
-
-
-def answer_labels(tokenizer: Any, ids: Tensor, messages: Sequence[dict[str, Any]]) -> Tensor:
-    """(S,) token ids of a chat -> (S,) labels on its answer and the end of it."""
-    labels = torch.full_like(ids, _IGNORED)
-    answer = messages[-1]["content"][0]["text"]
-    end = int((ids == tokenizer.convert_tokens_to_ids(_END)).nonzero().max())
-    first = end - len(tokenizer(answer, add_special_tokens=False)["input_ids"])
-    labels[first : end + 1] = ids[first : end + 1]
-    return labels
 
 
 class Collator:
@@ -79,38 +119,25 @@ class Collator:
         )
         counted = [self([number]) for number in range(len(self._samples))]
         self.lengths = [inputs["input_ids"].shape[1] for inputs in counted]
-        self.loss_tokens = [int((one["labels"][:, 1:] != _IGNORED).sum()) for one in counted]
+        self.loss_tokens = [int((one["labels"][:, 1:] != IGNORED).sum()) for one in counted]
 
     def __call__(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """Inputs (B, S), labels (B, S) and the pixels of all images."""
-        own = [self._samples[n] for n in samples]
-        chats = [json.loads(sample["json"])["messages"] for sample in own]
-        files = [sample[name] for sample in own for name in sorted(sample) if name.endswith("png")]
+        chosen = [self._samples[n] for n in samples]
+        chats = [json.loads(sample["json"])["messages"] for sample in chosen]
+        files = [one[name] for one in chosen for name in sorted(one) if name.endswith("png")]
         images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
         text = self.processor.apply_chat_template(chats, tokenize=False)
-        given: dict[str, Any] = {"images": images} if images else {}
         inputs = self.processor(
-            text=text, padding=True, return_tensors="pt", add_special_tokens=False, **given
+            images=images or None,
+            text=text,
+            padding=True,
+            return_tensors="pt",
+            add_special_tokens=False,
         )
         rows = zip(inputs["input_ids"], chats, strict=True)
         labels = torch.stack([answer_labels(self.tokenizer, ids, chat) for ids, chat in rows])
         return {**inputs, "labels": labels}
-
-
-def batches_of(contestant: str, lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """The samples of each forward pass. tokens: most of a batch, padding included."""
-    order = list(range(len(lengths)))
-    if contestant == "batched equal":
-        return [order]
-    if contestant == "padded":
-        return [order[at : at + PADDED_BATCH] for at in range(0, len(order), PADDED_BATCH)]
-    batches: list[list[int]] = []
-    for sample in sorted(order, key=lambda n: (lengths[n], n)):
-        if batches and (len(batches[-1]) + 1) * lengths[sample] <= tokens:
-            batches[-1].append(sample)
-        else:
-            batches.append([sample])
-    return batches
 
 
 def adamw(model: nn.Module, train: Train) -> torch.optim.Optimizer:
