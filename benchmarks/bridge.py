@@ -233,17 +233,17 @@ def bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> list[Bound
 
 
 def _bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> Iterator[Bound]:
-    judged = [one for one in passages if one.case.sp and one.case.language_tp == _JUDGED_TP]
-    most_rows = max((one.rows for one in judged), default=0)
-    for one in judged:
-        if one.way == "forward":
-            ours, theirs = sum(one.received["ours"]), sum(one.received["megatron"])
-            over = ours / sum(one.bound)
-            yield Bound(f"{one}: bytes / lower bound", over, _BYTES_OVER_BOUND, True)
-            yield Bound(f"{one}: Megatron's bytes / ours", theirs / ours, _FEWER_BYTES, False)
-        if one.rows == most_rows:
-            ratio = Contest("", one.runs).ratio("megatron")
-            yield Bound(f"{one}: times faster", ratio, _TIMES_FASTER[one.way], False)
+    judged = [p for p in passages if p.case.sp and p.case.language_tp == _JUDGED_TP]
+    most_rows = max((passage.rows for passage in judged), default=0)
+    for passage in judged:
+        if passage.way == "forward":
+            ours, theirs = (sum(passage.received[name]) for name in ("ours", "megatron"))
+            over = ours / sum(passage.bound)
+            yield Bound(f"{passage}: bytes / lower bound", over, _BYTES_OVER_BOUND, True)
+            yield Bound(f"{passage}: Megatron's bytes / ours", theirs / ours, _FEWER_BYTES, False)
+        if passage.rows == most_rows:
+            ratio = Contest("", passage.runs).ratio("megatron")
+            yield Bound(f"{passage}: times faster", ratio, _TIMES_FASTER[passage.way], False)
     for plan in plans:
         if plan.num_ranks == PLAN_RANKS[0] and not plan.packed:
             yield Bound(f"a step's plan for {plan.num_ranks} ranks, ms", plan.ms, _PLAN_MS, True)
@@ -276,16 +276,16 @@ def main(
         return 1
     # After the ranks have ended, so that nothing else runs.
     plans = [time_step(ranks, packed) for ranks in PLAN_RANKS for packed in (False, True)]
-    traffic = {str(one): one for one in passages}
+    traffic = {str(passage): passage for passage in passages}
 
     def received(contest: Contest, contestant: str) -> str:
-        one = traffic[contest.name]
-        return f"{sum(one.received[contestant]) / sum(one.bound):.3f}"
+        passage = traffic[contest.name]
+        return f"{sum(passage.received[contestant]) / sum(passage.bound):.3f}"
 
     report = Report(
         title=f"Bridges, rows of {hidden} fp32, {rounds} rounds",
         notes=(baseline, *_NOTES),
-        contests=[Contest(name, one.runs) for name, one in traffic.items()],
+        contests=[Contest(name, passage.runs) for name, passage in traffic.items()],
         columns={
             "ms": lambda contest, contestant: f"{1e3 * contest.median(contestant):.1f}",
             "bytes / bound": received,
@@ -298,8 +298,8 @@ def main(
         },
         others={
             "traffic": {
-                name: {"received": one.received, "bound": one.bound}
-                for name, one in traffic.items()
+                name: {"received": passage.received, "bound": passage.bound}
+                for name, passage in traffic.items()
             }
         },
     )

@@ -293,10 +293,10 @@ def main(
         ],
         contests=contests,
         columns={
-            "blocked, s": lambda one, name: f"{one.median(name):.2f}",
-            "step, s": lambda one, name: f"{one.median(name, 'longer'):+.2f}",
-            "total, s": lambda one, name: f"{one.median(name, 'total'):.2f}",
-            "memory, MiB": lambda one, name: f"{memory[one.name, name] / 2**20:.0f}",
+            "blocked, s": lambda contest, name: f"{contest.median(name):.2f}",
+            "step, s": lambda contest, name: f"{contest.median(name, 'longer'):+.2f}",
+            "total, s": lambda contest, name: f"{contest.median(name, 'total'):.2f}",
+            "memory, MiB": lambda contest, name: f"{memory[contest.name, name] / 2**20:.0f}",
         },
         bounds=bounds,
     )

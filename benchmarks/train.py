@@ -234,13 +234,15 @@ def same_work(who: str, runs: Sequence[Run], others: Sequence[Run]) -> list[Boun
 
 
 COLUMNS: dict[str, Callable[[Contest, str], str]] = {
-    "tokens/s": lambda one, name: f"{one.median(name, 'tokens') / one.median(name):.0f}",
-    "s / step": lambda one, name: f"{one.median(name):.2f}",
-    "real tokens": lambda one, name: f"{one.median(name, 'tokens'):.0f}",
-    "computed": lambda one, name: f"{one.median(name, 'computed'):.0f}",
-    "batches": lambda one, name: f"{one.median(name, 'batches'):.0f}",
-    "data wait, ms": lambda one, name: (
-        f"{1e3 * one.median(name, 'data_wait_seconds'):.1f}" if name == one.ours else ""
+    "tokens/s": lambda contest, name: (
+        f"{contest.median(name, 'tokens') / contest.median(name):.0f}"
+    ),
+    "s / step": lambda contest, name: f"{contest.median(name):.2f}",
+    "real tokens": lambda contest, name: f"{contest.median(name, 'tokens'):.0f}",
+    "computed": lambda contest, name: f"{contest.median(name, 'computed'):.0f}",
+    "batches": lambda contest, name: f"{contest.median(name, 'batches'):.0f}",
+    "data wait, ms": lambda contest, name: (
+        f"{1e3 * contest.median(name, 'data_wait_seconds'):.1f}" if name == contest.ours else ""
     ),
 }
 

@@ -47,13 +47,13 @@ def mrope_position_ids(
     length, offset = np.asarray(lengths, np.int64), np.asarray(item_offsets, np.int64)
     t, h, w = np.asarray(grids, np.int64).reshape(-1, 3).T
     stop, rows = np.cumsum(length), t * h * w
-    own = np.minimum(np.searchsorted(stop, offset, side="right"), len(stop) - 1)  # its sequence
-    _check(offset, np.stack((t, h, w), 1), (stop - length)[own], stop[own])
+    sequence = np.minimum(np.searchsorted(stop, offset, side="right"), len(stop) - 1)
+    _check(offset, np.stack((t, h, w), 1), (stop - length)[sequence], stop[sequence])
     # By so much the text after an item has lower positions than without it.
     gap = rows - np.maximum(h, w)
     lower = np.zeros(stop[-1] + 1, np.int64)
     np.add.at(lower, offset + rows, gap)
-    np.add.at(lower, stop, length - np.bincount(own, gap, len(stop)).astype(np.int64))
+    np.add.at(lower, stop, length - np.bincount(sequence, gap, len(stop)).astype(np.int64))
     position_ids = np.tile(np.arange(stop[-1]) - np.cumsum(lower)[:-1], (3, 1))
     # Items, line by line of their grids.
     lines = t * h

@@ -144,14 +144,15 @@ class SampleOrder:
                 f"sample order: {len(num_samples)} sources but {len(weights)} weights: need one "
                 "weight per source"
             )
-        given = zip(names, map(int, num_samples), map(float, weights), strict=True)
-        blocks = [_BLOCK_OF_LARGE if size >= _LARGE_SOURCE else 1 for size in num_samples]
-        streams = tuple(
-            Stream(name, size, weight, blocks[number] if block is None else block, number)
-            for number, (name, size, weight) in enumerate(given)
-        )
+        streams = []
+        for number, (name, size, weight) in enumerate(
+            zip(names, num_samples, weights, strict=True)
+        ):
+            default = _BLOCK_OF_LARGE if size >= _LARGE_SOURCE else 1
+            together = default if block is None else block
+            streams.append(Stream(name, int(size), float(weight), together, number))
         turn = 1 if block is None else block
-        self._follow((Mixture(int(seed), turn, streams),))
+        self._follow((Mixture(int(seed), turn, tuple(streams)),))
 
     def _follow(self, mixtures: tuple[Mixture, ...]) -> None:
         self.mixtures = mixtures
@@ -175,9 +176,9 @@ class SampleOrder:
         mixture = np.searchsorted(self._firsts, positions, side="right") - 1
         source, sample = np.empty_like(positions), np.empty_like(positions)
         for number in np.unique(mixture).tolist():
-            own = mixture == number
-            stream, sample[own] = self.mixtures[number].at(positions[own])
-            source[own] = self._numbers[number][stream]
+            chosen = mixture == number
+            stream, sample[chosen] = self.mixtures[number].at(positions[chosen])
+            source[chosen] = self._numbers[number][stream]
         return source, sample
 
     def epochs(self, position: int) -> list[float]:
@@ -195,7 +196,7 @@ class SampleOrder:
         before, now = earlier[-1], self.mixtures[-1]
         kept = _same_sources(before.streams, now.streams)
         places = before.places(end)
-        streams, unused = [], max(stream.salt for one in earlier for stream in one.streams) + 1
+        streams, unused = [], max(s.salt for mixture in earlier for s in mixture.streams) + 1
         for number, stream in enumerate(now.streams):
             if (old_number := kept.get(number)) is None:
                 streams.append(replace(stream, salt=unused))
@@ -213,7 +214,7 @@ class SampleOrder:
             named = tuple(replace(old, name=new.name) for old, new in pairs)
             order._follow((*earlier[:-1], replace(before, streams=named)))
         else:
-            order._follow((*(one for one in earlier if one.first < end), mixture))
+            order._follow((*(other for other in earlier if other.first < end), mixture))
         return order
 
 

@@ -27,6 +27,7 @@ from data.modalities.image_files import image_size
 from data.text.forms import Embedded, parse_messages, read_chat, unique_keys
 from data.text.messages import ROLES, mentions, short_text
 
+_SPACE = re.compile(r"\s*")
 _MAX_LINE = 64 * 2**20  # bytes
 _MAX_ARRAY = 2**30  # bytes
 _BATCH = 16  # rows of Parquet that are in memory, beside the row group they come from
@@ -123,16 +124,16 @@ def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
     decoder = json.JSONDecoder(object_pairs_hook=read_object)
     try:
         text = opened.read().decode("utf-8-sig")
-        place, mark = _behind_space(text, 0), "["
+        place, mark = _after_space(text, 0), "["
         while text[place : place + 1] == mark:
-            place = _behind_space(text, place + 1)
+            place = _after_space(text, place + 1)
             if mark == "[" and text[place : place + 1] == "]":
                 return
             problems.clear()
             document, place = decoder.raw_decode(text, place)
             number += 1
             yield Row(file, number, document, place / len(text), "; ".join(problems[:1]))
-            place, mark = _behind_space(text, place), ","
+            place, mark = _after_space(text, place), ","
         if text[place : place + 1] != "]":
             raise ValueError("no comma or end of the array")
     except (ValueError, RecursionError) as error:
@@ -141,10 +142,9 @@ def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
         ) from error
 
 
-def _behind_space(text: str, place: int) -> int:
-    while text[place : place + 1].isspace():
-        place += 1
-    return place
+def _after_space(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    return place if match is None else match.end()
 
 
 def _of_parquet(file: str) -> Iterator[Row]:
@@ -328,13 +328,13 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
         raise ValueError(f"the role {short_text(unknown[0])} is unknown; use {', '.join(ROLES)}")
     if chat.left:
         raise ValueError(f"it has files that no message mentions ({', '.join(chat.left)})")
-    kinds = [one.media for one in mentioned for _ in range(one.frames)]
+    kinds = [mention.media for mention in mentioned for _ in range(mention.frames)]
     tools = chat.messages[0].pop("tools", None)
     document = {"messages": chat.messages} | ({"tools": tools} if tools else {})
     sample: dict[str, str | bytes] = {"__key__": key}
-    for number, (kind, given) in enumerate(zip(kinds, chat.files, strict=True)):
+    for number, (kind, file) in enumerate(zip(kinds, chat.files, strict=True)):
         try:
-            suffix, data = media.read(kind, given)
+            suffix, data = media.read(kind, file)
         except ValueError as error:
             raise ValueError(f"file {number}: {error}") from error
         sample[f"{number}.{suffix}"] = data

@@ -311,13 +311,12 @@ class _Window:
 
     def _fill(self) -> None:
         keys, by_length, beside = self._key, self._by_length, self._rows_by_length
-        for one in range(self._entered, self._entered + self.budget.window - self._waiting):
-            if one == len(keys):
-                self._look_up(np.arange(self._end, self._end + max(self.budget.window, one)))
-            key = keys[one]
-            i = bisect_left(by_length, key)
-            by_length.insert(i, key)
-            beside.insert(i, self._rows[one])
+        for n in range(self._entered, self._entered + self.budget.window - self._waiting):
+            if n == len(keys):
+                self._look_up(np.arange(self._end, self._end + max(self.budget.window, n)))
+            i = bisect_left(by_length, keys[n])
+            by_length.insert(i, keys[n])
+            beside.insert(i, self._rows[n])
         self._entered += self.budget.window - self._waiting
         self._waiting = self.budget.window
 

@@ -84,28 +84,33 @@ class SampleReader:
         Raises UnreadableSample when it cannot be encoded or differs from the index.
         """
         index = self.index
-        own = index.items_of_sample(sample)
-        items = slice(own.start, own.stop)
+        numbers = index.items_of_sample(sample)
+        items = slice(numbers.start, numbers.stop)
         messages, key = self.messages(sample), index.key(sample)
         parts, rows = index.parts_of_sample(sample), index.column("item_rows", items).tolist()
         texts = [self.plan(item).text for item in parts]
         try:
             encoded = self.chat.encode(messages, rows, key, texts)
-            media = [one.media for one in self.chat.mentions(messages, key)]
+            media = [mention.media for mention in self.chat.mentions(messages, key)]
         except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
-        found = (len(encoded.input_ids), count_loss_tokens(encoded), encoded.item_offsets.tolist())
+        actual = (
+            len(encoded.input_ids),
+            count_loss_tokens(encoded),
+            encoded.item_offsets.tolist(),
+            media,
+        )
         expected = (
             int(index.column("token_length", sample)),
             int(index.column("loss_tokens", sample)),
             index.column("item_placeholder", items).tolist(),
             [index.media[number] for number in index.column("item_media", np.array(parts, int))],
         )
-        if (*found, media) != expected:
+        if actual != expected:
             raise self._unreadable(
                 sample,
                 None,
-                f"tokens, loss tokens, item offsets and modalities are {(*found, media)}, the "
+                f"tokens, loss tokens, item offsets and modalities are {actual}, the "
                 f"index says {expected}: the shard or the tokenizer changed since it was built; "
                 "run `mimo data index`",
             )
@@ -145,9 +150,9 @@ class SampleReader:
         """Return the patches (P, W) of an item. Raises UnreadableSample."""
         part, media = self.index.part(item), self.media(item)
         number, files = int(self.index.column("item_number", item)), self.index.files_of_part(item)
-        own = [self.decoded(item, files[file]) for file in media.item_files(part, number)]
+        decoded = [self.decoded(item, files[file]) for file in media.item_files(part, number)]
         try:
-            return media.item_patches(own, part, number)
+            return media.item_patches(decoded, part, number)
         except ValueError as error:
             sample = self.index.sample_of_item(item)
             raise self._unreadable(sample, files[0], str(error)) from error

@@ -223,15 +223,15 @@ class Index:
         """
         samples, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for shard in np.flatnonzero(self._entries[f"most_{what}"] > limit).tolist():
-            own = self.samples_of_shard(shard)
+            inside = self.samples_of_shard(shard)
             if what == "tokens":
-                size = self.column("token_length", slice(own.start, own.stop))
+                size = self.column("token_length", slice(inside.start, inside.stop))
             else:
-                start = self.column("item_start", np.arange(own.start, own.stop + 1))
+                start = self.column("item_start", np.arange(inside.start, inside.stop + 1))
                 rows = self.column("item_rows", slice(int(start[0]), int(start[-1])))
                 size = np.diff(np.concatenate(([0], np.cumsum(rows)))[start - start[0]])
             over = np.flatnonzero(size > limit)
-            samples.append(own.start + over)
+            samples.append(inside.start + over)
             sizes.append(size[over])
         return np.concatenate(samples), np.concatenate(sizes)
 

@@ -129,8 +129,8 @@ class StillImages(ABC):
 
     def fingerprint(self) -> str:
         """Hex digest that changes whenever sizes or row counts may change."""
-        own: Any = self
-        pairs = zip(fields(own), astuple(own), strict=True)
+        processor: Any = self
+        pairs = zip(fields(processor), astuple(processor), strict=True)
         settings = tuple(value for field, value in pairs if field.name != "jpeg_draft")
         return hashlib.sha256(repr((self.KIND, settings)).encode()).hexdigest()[:16]
 

@@ -131,7 +131,7 @@ class ChatTokenizer:
         added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self._around_items = sorted(special - self.stop_token_ids)
-        written = {one.written for one in media_text.values()}
+        written = {text.written for text in media_text.values()}
         needed = {eos, *self.placeholders.values()} | written
         self._special_tokens = SpecialTokens(backend, needed)
         self._template = Template(self.template, tokenizer, self._special_tokens)
@@ -249,7 +249,7 @@ class ChatTokenizer:
         key: str,
         part_texts: Sequence[str] | None,
     ) -> _Chat:
-        media = [one.media for one in self.mentions(messages, key)]
+        media = [mention.media for mention in self.mentions(messages, key)]
         texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
         items = sum(text.count(ITEM_SLOT) for text in texts)
         for count, needed in ((len(media), len(texts)), (items, len(rows))):

@@ -109,8 +109,8 @@ def spaced(digits: Sequence[int]) -> str:
 def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[str, Any]]:
     """Return chat messages: items of these modalities with a question, and its answer."""
     content = [{"type": media} for media in items] + [{"type": "text", "text": question}]
-    told = [{"type": "text", "text": answer}]
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": told}]
+    reply = [{"type": "text", "text": answer}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": reply}]
 
 
 def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS) -> None:
@@ -140,8 +140,8 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
 def words() -> list[str]:
     """All words of the questions and of the roles, punctuation included, sorted."""
     questions = (*_ASK_ONE, *_ASK_MANY, *_ASK_COUNTED, *_ASK_NEXT, *_ASK_PREVIOUS, *_ASK_COPY)
-    found = {word for text in (*questions, "system user assistant then") for word in text.split()}
-    return sorted(word for word in found if not word.startswith("{"))
+    texts = " ".join((*questions, "system user assistant then"))
+    return sorted({word for word in texts.split() if not word.startswith("{")})
 
 
 def word_tokenizer(vocabulary: Sequence[str], unknown: str) -> Tokenizer:

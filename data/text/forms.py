@@ -104,23 +104,23 @@ def read_chat(document: object) -> Chat:
     tools = _parsed(document.get("tools"), "tools")
     if tools and messages and isinstance(messages[0], dict):
         messages[0]["tools"] = tools
-    return Chat(messages, reader.files, [kind for kind, files in reader.given.items() if files])
+    return Chat(messages, reader.files, [kind for kind, files in reader.files_of.items() if files])
 
 
 class _Reader:
     def __init__(self, document: Mapping[str, Any], turns: Sequence[Any]) -> None:
         self.files: list[Any] = []
-        self.given = {modality: _files(document, modality) for modality in _KEYS}
+        self.files_of = {modality: _files(document, modality) for modality in _KEYS}
         self._fps = document.get("fps")
         turns = [turn for turn in turns if isinstance(turn, Mapping)]
         in_parts = any(_is_list(turn.get("content")) for turn in turns)
         is_llava = any("from" in turn for turn in turns)
         # Elsewhere `<image>` is a text like any other.
-        self._tokens = is_llava or (any(self.given.values()) and not in_parts)
+        self._tokens = is_llava or (any(self.files_of.values()) and not in_parts)
         texts = (turn.get("value" if "from" in turn else "content") for turn in turns)
         tokens = [m for text in texts if isinstance(text, str) for m in _TOKEN.findall(text)]
         self._first: list[str] = []
-        for modality, files in self.given.items() if self._tokens else ():
+        for modality, files in self.files_of.items() if self._tokens else ():
             count = tokens.count(modality)
             if files and not count:
                 self._first += [modality] * len(files)  # before the first question
@@ -163,7 +163,7 @@ class _Reader:
         part = part or {}
         value = next((part[n] for n in (modality, "bytes", "path", "url") if n in part), None)
         if value is None:
-            value = self.given[modality].pop(0) if self.given.get(modality) else None
+            value = self.files_of[modality].pop(0) if self.files_of.get(modality) else None
         keys = {name: part[name] for name in ("frames", "fps") if name in part}
         if value is not None and _is_list(value) != (modality == "video"):
             raise ValueError(

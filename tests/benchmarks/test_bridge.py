@@ -8,14 +8,13 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
 from benchmarks import bridge as bench
-from benchmarks.bridge import CASES, Case, Passage, Way, Workload, bounds
+from benchmarks.bridge import CASES, Case, Passage, Way, bounds
 from benchmarks.bridge_planning import StepTime, time_step
 from benchmarks.bridge_sides import ReceivedBytes, compete
 from benchmarks.harness import Bound, Run, command
@@ -102,18 +101,6 @@ def test_every_layout_is_checked_by_content_and_reaches_its_lower_bound(
     if case.sp:
         for one in (rows, gradients):
             assert one.received["bare messages"] == one.received["ours"] == one.bound
-
-
-@pytest.mark.parametrize("case", bench.CASES, ids=str)
-def test_a_workload_gives_every_lane_equal_rows_and_leaves_no_row_out(case: Case) -> None:
-    workload = Workload(case, 256, HIDDEN)
-    for lane in range(case.encoder_lanes):
-        assert sum(workload.runs.split_sizes(lane)) == 256 // case.encoder_lanes
-    placed = np.bincount(
-        workload.runs.destination_lane, weights=workload.runs.rows, minlength=case.language_lanes
-    )
-    assert set(placed.tolist()) == {256 / case.language_lanes}
-    assert all(tokens % case.language_tp == 0 for tokens in workload.tokens)
 
 
 @pytest.mark.parametrize("packed", [False, True])

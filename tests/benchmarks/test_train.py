@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import train as bench
 from benchmarks.harness import Run
-from benchmarks.train import OURS, THEIRS, Sizes, Workload, batches_of
+from benchmarks.train import OURS, THEIRS, batches_of
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -47,13 +47,6 @@ def test_batches_of_transformers_hold_every_sample_once() -> None:
     assert by_length == [[1, 4, 6, 7, 3], [0, 5], [8], [2]]
     assert all(len(own) * max(LENGTHS[n] for n in own) <= 100 for own in by_length)
     assert batches_of("batched equal", LENGTHS, 100) == [[*range(9)]]
-
-
-def test_microbatches_have_about_the_wanted_tokens(tmp_path: Path) -> None:
-    workload = Workload(tmp_path, Sizes(samples=32, tokens=4096))
-    assert workload._samples_together("long-tailed", 256.0) == 16
-    assert workload._samples_together("long-tailed", 5000.0) == 1
-    assert workload._samples_together("equal", 10.0) == 16
 
 
 def steps_of(seconds: tuple, losses: tuple = (2.0, 1.0, 1.0, 1.0), tokens: int = 100) -> list[Run]:

@@ -15,17 +15,15 @@ from PIL import Image
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Processors, check_skipped
 from data.index.tar_shards import scan_shard
-from data.modalities.audio import AudioClips
 from data.modalities.images import ImageProcessor
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
-from data.text.messages import MediaText
 from tests.data.conftest import build_index
-from tests.data.damaged import BAD, END, ODD, SHARDS, about, chat, member, saved
+from tests.data.damaged import BAD, END, ODD, SHARDS, about, member, saved
+from tests.data.damaged import chat as chat_json
 
-IMAGE, AUDIO = ImageProcessor(min_pixels=28 * 28), AudioClips()
-PROCESSORS: Processors = {"image": IMAGE, "audio": AUDIO}
-TOKENS = {"image": MediaText("<|image_pad|>"), "audio": MediaText("<|video_pad|>")}
+IMAGE = ImageProcessor(min_pixels=28 * 28)
+PROCESSORS: Processors = {"image": IMAGE}
 MAX_GROWTH = 250 * 2**20  # bytes of memory, over all kinds of bad samples
 
 
@@ -35,15 +33,10 @@ def good(number: int) -> bytes:
     return member(f"good{number}.json", about("image")) + member(f"good{number}.0.png", data)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(digits: Path) -> ChatTokenizer:
-    return ChatTokenizer(digits / "tokenizer", TOKENS)
-
-
-def read(path: Path, tokenizer: ChatTokenizer) -> tuple[set[str], dict[str, str]]:
+def read(path: Path, chat: ChatTokenizer) -> tuple[set[str], dict[str, str]]:
     """The keys of samples whose tokens and pixels are right, and the reasons of the bad ones."""
-    index = build_index(str(path), tokenizer, PROCESSORS)
-    reader = SampleReader(index, tokenizer, PROCESSORS)
+    index = build_index(str(path), chat, PROCESSORS)
+    reader = SampleReader(index, chat, PROCESSORS)
     arrived, bad = set(), {one.key: one.reason for one in index.skipped_samples()}
     for number in range(len(index)):
         key = index.key(number)
@@ -61,7 +54,7 @@ def read(path: Path, tokenizer: ChatTokenizer) -> tuple[set[str], dict[str, str]
             messages = json.loads(about("image"))["messages"]
             rows = [IMAGE.plan(Part(size)).num_rows]
             np.testing.assert_array_equal(
-                sample.input_ids, tokenizer.encode(messages, rows, key).input_ids
+                sample.input_ids, chat.encode(messages, rows, key).input_ids
             )
         arrived.add(key)
     return arrived, bad
@@ -69,25 +62,25 @@ def read(path: Path, tokenizer: ChatTokenizer) -> tuple[set[str], dict[str, str]
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_sample_is_named_and_the_good_ones_around_it_arrive(
-    tmp_path: Path, tokenizer: ChatTokenizer, kind: str
+    tmp_path: Path, chat: ChatTokenizer, kind: str
 ):
     one, path = BAD[kind], tmp_path / "a.tar"
     path.write_bytes(good(0) + one.members() + good(1) + END)
-    arrived, bad = read(path, tokenizer)
+    arrived, bad = read(path, chat)
     assert arrived == {"good0", "good1"}
     assert list(bad) == [one.key]
     assert one.reason in bad[one.key]
     assert len(bad[one.key]) <= 1000
     assert bad[one.key].isprintable()
-    in_index = [*build_index(str(path), tokenizer, PROCESSORS).skipped_samples()]
+    in_index = [*build_index(str(path), chat, PROCESSORS).skipped_samples()]
     assert len(in_index) == (0 if one.decoded else 1)
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_an_odd_but_good_sample_arrives(tmp_path: Path, tokenizer: ChatTokenizer, kind: str):
+def test_an_odd_but_good_sample_arrives(tmp_path: Path, chat: ChatTokenizer, kind: str):
     path = tmp_path / "a.tar"
     path.write_bytes(good(0) + ODD[kind]() + good(1) + END)
-    arrived, bad = read(path, tokenizer)
+    arrived, bad = read(path, chat)
     assert not bad
     (odd,) = arrived - {"good0", "good1"}
     assert odd.endswith("odd")
@@ -98,11 +91,11 @@ def test_an_odd_but_good_sample_arrives(tmp_path: Path, tokenizer: ChatTokenizer
 
 
 @pytest.mark.parametrize("kind", SHARDS)
-def test_a_damaged_shard_is_refused_by_name(tmp_path: Path, tokenizer: ChatTokenizer, kind: str):
+def test_a_damaged_shard_is_refused_by_name(tmp_path: Path, chat: ChatTokenizer, kind: str):
     path = tmp_path / "a.tar"
     path.write_bytes(SHARDS[kind](good(0)))
     with pytest.raises(ValueError, match=r"shard .*a\.tar is not a whole uncompressed tar"):
-        build_index(str(path), tokenizer, PROCESSORS)
+        build_index(str(path), chat, PROCESSORS)
 
 
 @pytest.mark.slow
@@ -128,29 +121,29 @@ def _peak() -> int:
 
 def _grow(folder: str, shards: str) -> None:
     """Print how much memory it takes to read all shards, and how many samples are bad."""
-    tokenizer = ChatTokenizer(folder, TOKENS)
+    tokenizer = ChatTokenizer(folder)
     paths = sorted(Path(shards).glob("*.tar"))
     (Path(shards) / "good").write_bytes(good(0) + END)
     read(Path(shards) / "good", tokenizer)
     before = _peak()
-    found = [read(path, tokenizer)[1] for path in paths]
-    print(_peak() - before, sum(map(len, found)))
+    bad = [read(path, tokenizer)[1] for path in paths]
+    print(_peak() - before, sum(map(len, bad)))
 
 
 def test_too_large_a_share_of_unusable_samples_names_limit_and_worst_shards(
-    tmp_path: Path, tokenizer: ChatTokenizer
+    tmp_path: Path, chat: ChatTokenizer
 ):
     for name, num_bad in (("a", 3), ("b", 9)):
-        members = [member(f"s{n}.json", b"{" if n < num_bad else chat()) for n in range(100)]
+        members = [member(f"s{n}.json", b"{" if n < num_bad else chat_json()) for n in range(100)]
         (tmp_path / f"{name}.tar").write_bytes(b"".join(members) + END)
-    index = build_index(str(tmp_path / "*.tar"), tokenizer, PROCESSORS)
+    index = build_index(str(tmp_path / "*.tar"), chat, PROCESSORS)
     check_skipped(index, 12 / 200)
     with pytest.raises(ValueError, match=r"12 of 200 samples are unusable, 6\.00%") as e:
         check_skipped(index, 11 / 200)
     assert "above max_skipped_fraction 0.055" in str(e.value)
     assert f"the worst shards: {tmp_path}/b.tar (9), {tmp_path}/a.tar (3)" in str(e.value)
     assert "malformed JSON" in str(e.value)
-    few = build_index(str(tmp_path / "a.tar"), tokenizer, PROCESSORS)
+    few = build_index(str(tmp_path / "a.tar"), chat, PROCESSORS)
     check_skipped(few, 0.0)  # too few samples for a share to say something
 
 

@@ -126,28 +126,21 @@ def test_sequences_have_the_positions_that_each_has_alone(sequences: list) -> No
     np.testing.assert_array_equal(together, np.concatenate(alone, axis=1))
 
 
-def test_an_item_that_reaches_into_the_next_sequence_is_refused():
-    with pytest.raises(
-        ValueError, match=r"item 0 covers the tokens 4\.\.7: need them between 0 .* 5"
-    ):
-        mrope_position_ids([6, 10], [4], [(1, 2, 2)])
-    with pytest.raises(ValueError, match=r"item 1 covers the tokens 2\.\.3: need them between 8"):
-        mrope_position_ids([6, 10], [6, 2], [(1, 1, 2), (1, 1, 2)])
-
-
-def test_items_that_overlap_or_stick_out_are_refused():
-    with pytest.raises(ValueError, match=r"item 1 covers the tokens 3\.\.6: need them between 4"):
-        mrope_position_ids([20], [0, 3], [(1, 2, 2), (1, 2, 2)])
-    with pytest.raises(ValueError, match=r"item 0 covers the tokens 2\.\.5"):
-        mrope_position_ids([5], [2], [(1, 2, 2)])
-
-
-@pytest.mark.parametrize("grid", [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
-def test_a_grid_without_rows_is_refused(grid: tuple[int, int, int]):
-    with pytest.raises(ValueError, match="need t, h and w of at least 1"):
-        mrope_position_ids([20], [0], [grid])
-
-
-def test_an_item_without_a_grid_is_refused():
-    with pytest.raises(ValueError, match="1 item offsets but 0 grids"):
-        mrope_position_ids([20], [0], [])
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "grids", "reason"),
+    [
+        ([6, 10], [4], [(1, 2, 2)], r"item 0 covers the tokens 4\.\.7: need them between 0 .* 5"),
+        ([6, 10], [6, 2], [(1, 1, 2)] * 2, r"item 1 covers the tokens 2\.\.3: need .* between 8"),
+        ([20], [0, 3], [(1, 2, 2)] * 2, r"item 1 covers the tokens 3\.\.6: need them between 4"),
+        ([5], [2], [(1, 2, 2)], r"item 0 covers the tokens 2\.\.5"),
+        ([20], [0], [(0, 4, 4)], "need t, h and w of at least 1"),
+        ([20], [0], [(1, 0, 4)], "need t, h and w of at least 1"),
+        ([20], [0], [(1, 4, 0)], "need t, h and w of at least 1"),
+        ([20], [0], [], "1 item offsets but 0 grids"),
+    ],
+)
+def test_items_that_overlap_stick_out_or_have_no_rows_are_refused(
+    lengths: list[int], offsets: list[int], grids: list[tuple[int, int, int]], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        mrope_position_ids(lengths, offsets, grids)

@@ -23,7 +23,7 @@ from data.index.shard_index import (
     read_entry,
     write_columns,
 )
-from data.index.shards import describe_shard
+from data.index.shards import ShardFile
 from data.index.store import load_or_build_index
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
@@ -231,7 +231,7 @@ def test_no_change_of_a_byte_makes_an_index_file_lie(open_index: Opener):
     index = open_index()
     path, catalog = _files(open_index)
     settings = settings_fingerprint(open_index.chat, open_index.processors)
-    shard = describe_shard(index.shards[1])
+    shard = ShardFile(index.shards[1]).shard
     whole, entry = path.read_bytes(), read_entry(path, settings, shard)
     file = ColumnFile(path)
     columns = {name: np.array(file.values(name)) for name in COLUMNS}

@@ -76,9 +76,7 @@ def test_missing_members_of_braces_are_named(
         find_shards(f"{root}/t-{{1..6}}.tar")
 
 
-@pytest.mark.parametrize(
-    "pattern", ["{0..9999999999}.tar", "{0..999}{0..999}{0..999}.tar", "{a,b}" * 100]
-)
+@pytest.mark.parametrize("pattern", ["{0..999}{0..999}{0..999}.tar", "{a,b}" * 100])
 def test_braces_that_stand_for_too_many_shards_are_refused(pattern: str):
     with pytest.raises(ValueError, match=r"stands for more than 1048576 shards"):
         find_shards(pattern)

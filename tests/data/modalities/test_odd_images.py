@@ -177,30 +177,6 @@ def test_odd_files_go_through_index_and_reader(
         assert len(patches) == np.prod(reader.plan(item).grid)
 
 
-@pytest.mark.parametrize(
-    ("size", "reason"),
-    [((1, 201), "aspect ratio of 201, at most 200"), ((9000, 9000), "scale it down")],
-)
-def test_an_image_of_an_impossible_size_is_left_out_by_the_name_of_its_sample(
-    tmp_path: Path,
-    chat: ChatTokenizer,
-    write_shard: WriteShard,
-    ask: Ask,
-    size: tuple[int, int],
-    reason: str,
-):
-    members = {"tall.json": ask(1), "tall.0.png": saved(Image.new("L", size))}
-    members |= {"fine.json": ask(1), "fine.0.png": saved(noise(28, 28))}
-    write_shard(tmp_path / "a.tar", members)
-    index = build_index(str(tmp_path / "a.tar"), chat, {"image": QWEN})
-    assert [*map(index.key, range(len(index)))] == ["fine"]
-    (skipped,) = index.skipped_samples()
-    assert skipped.key == "tall"
-    assert skipped.shard.endswith("a.tar")
-    assert "item 0: " in skipped.reason
-    assert reason in skipped.reason
-
-
 def test_transformers_refuses_the_same_aspect_ratio():
     with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
         qwen(Image.new("RGB", (1, 201)))
