@@ -256,13 +256,16 @@ def read_arrays(path: Path) -> list[np.ndarray]:
 class DecodeExecutor:
     """Decodes the tasks of one loader in threads: one for each worker, or one that decodes itself.
 
-    on_done: called in these threads with a task and its arrays, or the error that it met.
+    on_done, on_error: called in these threads, with a task and its arrays, or with an error.
     """
 
     def __init__(
-        self, decoding: Decoding, on_done: Callable[[Task, list[np.ndarray] | Exception], None]
+        self,
+        decoding: Decoding,
+        on_done: Callable[[Task, list[np.ndarray] | UnreadableSample], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
-        self._decoding, self._on_done = decoding, on_done
+        self._decoding, self._on_done, self._on_error = decoding, on_done, on_error
         pool = decoding.pool
         self._threads = ThreadPoolExecutor(1 if pool is None else pool.size, "decode")
         self._lock = threading.Lock()  # of the next two
@@ -283,11 +286,10 @@ class DecodeExecutor:
 
     def _run(self, task: Task) -> None:
         try:
-            outcome = self._decode(task)
+            self._on_done(task, self._decode(task))
         except Exception as error:
-            outcome = error
-        if not self._closed:
-            self._on_done(task, outcome)
+            if not self._closed:
+                self._on_error(error)
 
     def _decode(self, task: Task) -> list[np.ndarray] | UnreadableSample:
         try:

@@ -126,7 +126,7 @@ class StepLoader:
         self._error: BaseException | None = None
         self._asked: float | None = None  # when the waiting `next` began
         self._closing = False
-        self._executor = DecodeExecutor(decoding, self._keep)
+        self._executor = DecodeExecutor(decoding, self._keep, self._fail)
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
@@ -241,7 +241,7 @@ class StepLoader:
                     return
                 self._have(step, step.awaited.popleft(), read_arrays(task.path))
 
-    def _keep(self, task: Task, outcome: list[np.ndarray] | Exception) -> None:
+    def _keep(self, task: Task, outcome: list[np.ndarray] | UnreadableSample) -> None:
         """Keep what this rank has decoded, or the reason why it cannot."""
         step = next(step for step in list(self._steps) if step.loaded.step == task.step)
         loaded, arrays = step.loaded, outcome
@@ -251,9 +251,6 @@ class StepLoader:
             )
             loaded.unusable[sample] = arrays.sample
             arrays = []
-        elif isinstance(arrays, Exception):
-            self._fail(arrays)
-            return
         if task.shared:
             loaded.handed_over.append(task.path)
         self._count_bytes(step, -task.num_bytes)

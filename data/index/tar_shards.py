@@ -130,7 +130,7 @@ def tar_members(file: Any) -> Iterator[TarMember]:
     try:
         with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8") as tar:
             while (member := tar.next()) is not None:
-                tar.members.clear()  # which would hold all of them
+                tar.members.clear()  # else all stay in memory  # pyright: ignore
                 if tar.offset < member.offset_data:
                     raise TarError(f"a negative size at byte {member.offset}")
                 yield TarMember(member.name, member.offset_data, member.size, _problem(member))

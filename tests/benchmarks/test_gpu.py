@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import gpu
 
-SIZES = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
-SMALL = gpu.Stack(**SIZES, num_query_groups=2, head_size=8, words=20, sequences=2, steps=5)
+SMALL = gpu.Stack(1, 32, 48, 4, num_query_groups=2, head_size=8, words=20, sequences=2, steps=5)
 
 
 @pytest.mark.slow
