@@ -65,7 +65,11 @@ def main(
     experiment = read_experiment(path, overrides)
     recipe = load_recipe(experiment.recipe, experiment.shared)
     folder = Path(recipe.train.run_dir) / experiment.name
-    runs = [Run(folder, *round_, experiment.recipe) for round_ in experiment.rounds]
+    runs = [
+        Run(folder, layout, repeat, experiment.recipe, layout_overrides)
+        for repeat in range(1, experiment.repeats + 1)  # in alternation: A B C A B C
+        for layout, layout_overrides in experiment.layouts.items()
+    ]
     with run_lock(folder):
         if submitting:
             refused = submit(runs, cluster)

@@ -72,33 +72,18 @@ class ExperimentFile(Section):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One way to run the recipe. overrides: as on the command line."""
-
-    name: str
-    overrides: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """A validated experiment. shared: overrides that all layouts have; each layout contains them.
+    """A validated experiment. shared: overrides that all layouts have.
 
-    layouts: by name, including the reference.
+    layouts: all overrides of each layout by its name, including the reference.
     """
 
     name: str
     recipe: Path
     shared: tuple[str, ...]
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, tuple[str, ...]]
     reference: str
     repeats: int
-
-    @property
-    def rounds(self) -> Iterator[tuple[Layout, int]]:
-        """Yield each layout with the number of its run, from 1, in alternation: A B C A B C."""
-        for repeat in range(1, self.repeats + 1):
-            for layout in self.layouts.values():
-                yield layout, repeat
 
 
 def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -141,7 +126,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         raise error("repeats", message)
     common = {"train.save_every": None, **file.set, "train.steps": file.steps}
     shared = (*_texts(common), *overrides)
-    layouts = {name: Layout(name, (*shared, *_texts(keys))) for name, keys in named.items()}
+    layouts = {name: (*shared, *_texts(keys)) for name, keys in named.items()}
     return Experiment(file.name, recipe, shared, layouts, reference, file.repeats)
 
 

@@ -144,9 +144,7 @@ class Result:
 
 def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: str) -> list[Result]:
     """Return the results of each layout, in the order of the file."""
-    of_layout = {
-        name: [o for o in outcomes if o.run.layout.name == name] for name in experiment.layouts
-    }
+    of_layout = {name: [o for o in outcomes if o.run.layout == name] for name in experiment.layouts}
     done = {name: [o.records for o in runs if o.is_done] for name, runs in of_layout.items()}
     reference, results = done[experiment.reference][:1], []
     for name, runs in done.items():

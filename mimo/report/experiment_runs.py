@@ -19,7 +19,6 @@ from typing import Any
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
-from mimo.report.experiment_file import Layout
 from mimo.report.status import one_line, read_view
 from mimo.runtime.progress import progress_of
 from mimo.runtime.run_files import LAUNCH, METRICS, json_lines
@@ -40,18 +39,19 @@ _MAX_ERROR = 300  # characters of its first line
 class Run:
     """One run of a layout of the recipe at ``path``.
 
-    folder: the experiment's. repeat: its number, from 1.
+    folder: the experiment's. repeat: its number, from 1. layout_overrides: of the recipe.
     """
 
     folder: Path
-    layout: Layout
+    layout: str
     repeat: int
     path: Path = Path()
+    layout_overrides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The name of the run and of its folder."""
-        return f"{self.layout.name}.{self.repeat}"
+        return f"{self.layout}.{self.repeat}"
 
     @property
     def run_dir(self) -> Path:
@@ -77,7 +77,7 @@ class Run:
     def overrides(self) -> tuple[str, ...]:
         """The overrides of the layout, and the name and folder of the run."""
         place = (f"name={self.name}", f"train.run_dir={json.dumps(str(self.folder))}")
-        return (*self.layout.overrides, *place)
+        return (*self.layout_overrides, *place)
 
     def recipe(self) -> Recipe:
         """Return the recipe with the run's overrides. Raises RecipeError."""
@@ -127,7 +127,7 @@ def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
     """
     refused, to_do = dict[str, list[str]](), set[str]()
     for run in runs:
-        if (name := run.layout.name) in to_do:
+        if (name := run.layout) in to_do:
             continue
         try:
             recipe = run.recipe()

@@ -17,7 +17,6 @@ from mimo.report.tables import Table, number, percent, show, write
 from mimo.runtime.run_files import LAUNCH
 
 _MAX_ROWS = 200  # of incidents, and of a job's output: the newest
-_MAX_PICTURE_BYTES = 32 * 2**20
 
 # Families of metrics: section, title of the picture, unit, pattern of the names. A metric belongs
 # to the first family that matches; other metrics have separate pictures.
@@ -105,34 +104,21 @@ def _times(run: RunData) -> Section:
     return Section("", [*pictures, *over_time], [Table(columns, rows)])
 
 
-def _entries(run: RunData, key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings in a list of the recipe, which may come from anywhere."""
-    entries = run.value_of(key)
-    return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
-
-
 def _sources(run: RunData) -> Table:
     """Return the weight and the epochs of each source."""
-    sources = _entries(run, "data.sources")
+    sources, rows = run.value_of("data.sources") or [], []
     weights = [source.get("weight", 1.0) for source in sources]
-    weights = [weight if isinstance(weight, int | float) else 0.0 for weight in weights]
-    rows = [
-        (
-            str(place),
-            str(source.get("path")),
-            percent(weight / (sum(weights) or 1.0)),
-            number(run.last(f"epochs_{place}")),
-        )
-        for place, (source, weight) in enumerate(zip(sources, weights, strict=True))
-    ]
+    for place, source in enumerate(sources):
+        share, epochs = weights[place] / sum(weights), run.last(f"epochs_{place}")
+        rows.append((str(place), str(source["path"]), percent(share), number(epochs)))
     return Table(("source", "path", "weight", "epochs"), rows)
 
 
 def _validations(run: RunData) -> Table:
     """Return path and last loss of each validation source; empty if there is only one."""
     rows = [
-        (str(place), str(source.get("path")), number(run.last(name)))
-        for place, source in enumerate(_entries(run, "data.validation"))
+        (str(place), str(source["path"]), number(run.last(name)))
+        for place, source in enumerate(run.value_of("data.validation") or ())
         if (name := f"validation_loss_{place}") in run.curves
     ]
     return Table(("source", "path", "validation loss"), rows)
@@ -140,10 +126,8 @@ def _validations(run: RunData) -> Table:
 
 def _predictions(folder: Path) -> Section:
     """Show pictures, scores and answers that `mimo evaluate` wrote into the folder."""
-    pictures, tables = list[Picture](), list[Table]()
-    for path in sorted(folder.glob("held_out*.png")):
-        if path.stat().st_size <= _MAX_PICTURE_BYTES:
-            pictures.append(Picture(path.stem, data_url(path.read_bytes(), "png")))
+    files, tables = sorted(folder.glob("held_out*.png")), list[Table]()
+    pictures = [Picture(file.stem, data_url(file.read_bytes(), "png")) for file in files]
     for path in sorted(folder.glob("held_out*.json")):
         try:
             scored = json.loads(path.read_text(encoding="utf-8"))
@@ -162,7 +146,7 @@ def _predictions(folder: Path) -> Section:
 
 
 def _incidents(run: RunData) -> Section:
-    counts = Counter(sorted(str(incident.get("kind")) for incident in run.incidents))
+    counts = Counter(sorted(incident["kind"] for incident in run.incidents))
     note = ", ".join(f"{count} × {kind}" for kind, count in counts.items()) or "none"
     newest = run.incidents[-_MAX_ROWS:]
     if len(newest) < len(run.incidents):
@@ -182,8 +166,8 @@ def _environment(run: RunData) -> Section:
     last = dict(run.starts[-1]) if run.starts else {}
     packages = last.pop("packages", {})
     last.pop("summary", None)  # it is the page's header
-    facts = {**last, **(packages if isinstance(packages, dict) else {})}
-    rows = [(str(name), str(value)) for name, value in facts.items() if name not in columns]
+    facts = {**last, **packages}
+    rows = [(name, str(value)) for name, value in facts.items() if name not in columns]
     note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
     tables = [Table(columns, starts, words=True), Table(("", "at the last start"), rows, True)]
     return Section("Environment", tables=tables, note=note)

@@ -76,9 +76,7 @@ class RunData:
     @property
     def summary(self) -> dict[str, str]:
         """Facts about the last start, from `mimo.train.run_summary`; empty if there are none."""
-        summary = self.starts[-1].get("summary") if self.starts else None
-        items = summary.items() if isinstance(summary, dict) else ()
-        return {str(name): str(text) for name, text in items}
+        return self.starts[-1].get("summary", {}) if self.starts else {}
 
     @property
     def steps_done(self) -> int:
@@ -88,8 +86,7 @@ class RunData:
     @property
     def steps_planned(self) -> int | None:
         """The steps of the recipe; None if it cannot be read."""
-        steps = self.value_of("train.steps")
-        return steps if isinstance(steps, int) else None
+        return self.value_of("train.steps")
 
     @property
     def state(self) -> str:
@@ -246,11 +243,10 @@ def job_folders(folder: Path) -> list[Path]:
     """Return the folders of jobs' output: in the run folder, and in `cluster.log_dir`."""
     launch = folder / LAUNCH
     try:
-        section = read_yaml(launch / "recipe.yaml").data.get("cluster")
-    except (RecipeError, InputError):  # no job was launched, or the file is being written
-        return [launch]
-    log_dir = section.get("log_dir") if isinstance(section, dict) else None
-    if not isinstance(log_dir, str):
+        log_dir = (read_yaml(launch / "recipe.yaml").data.get("cluster") or {}).get("log_dir")
+    except InputError:  # no job was launched, or the file is being written
+        log_dir = None
+    if log_dir is None:
         return [launch]
     # A relative log_dir begins in the folder where the path of the run begins, one of its parents.
     places = (parent / log_dir / folder.name for parent in folder.resolve().parents)

@@ -35,7 +35,7 @@ def test_axes_become_all_combinations_with_readable_names(tmp_path: Path) -> Non
         *("colocated-tp2", "colocated-pp2-dp3"),
     ]
     assert experiment.reference == "disjoint-tp2"
-    assert experiment.layouts["colocated-tp2"].overrides[-2:] == (
+    assert experiment.layouts["colocated-tp2"][-2:] == (
         'encoders.vision.placement="colocated"',
         'language.grid={"tp": 2}',
     )
@@ -66,18 +66,12 @@ def test_overrides_come_from_all_layouts_then_the_command_line_then_the_layout(
     experiment = read(tmp_path, f"{HEAD}set: {{train.seed: 3}}\n{TWO}", "train.seed=4")
     shared = ("train.save_every=null", "train.seed=3", "train.steps=5", "train.seed=4")
     assert experiment.shared == shared
-    assert experiment.layouts["b"].overrides == (*shared, "language.grid.tp=2")
+    assert experiment.layouts["b"] == (*shared, "language.grid.tp=2")
 
 
 def test_the_reference_is_the_layout_that_is_named_or_else_the_first(tmp_path: Path) -> None:
     assert read(tmp_path, f"{HEAD}reference: b\n{TWO}").reference == "b"
     assert read(tmp_path, HEAD + TWO).reference == "a"
-
-
-def test_repeats_are_in_alternation(tmp_path: Path) -> None:
-    experiment = read(tmp_path, f"{HEAD}repeats: 2\n{TWO}")
-    rounds = [(layout.name, repeat) for layout, repeat in experiment.rounds]
-    assert rounds == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
 def test_the_recipe_is_looked_for_beside_the_file_then_in_the_working_folder(

@@ -10,7 +10,6 @@ import pytest
 from mimo.errors import EXIT_CONTINUE, RecipeError
 from mimo.report import experiment_runs as runs
 from mimo.report.experiment import main
-from mimo.report.experiment_file import Layout
 from mimo.report.experiment_runs import Run
 from tests.mimo.report.test_experiment_runs import FILE, trains
 from tests.mimo.tiny import write_recipe
@@ -54,7 +53,7 @@ def submit(file: Path) -> int:
 
 def trained(file: Path, name: str) -> None:
     """Write the files that the job of a layout leaves behind."""
-    trains(Run(file.parent / "runs" / "made", Layout(name, ()), 1))
+    trains(Run(file.parent / "runs" / "made", name, 1))
 
 
 def test_runs_are_submitted_as_one_array_and_their_results_collected_later(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import EXIT_CONTINUE
-from mimo.report.experiment_file import Layout
 from mimo.report.experiment_results import follow
 from mimo.report.experiment_runs import Run
 from tests.conftest import RunRanks
@@ -42,7 +41,7 @@ def test_layouts_follow_each_other_and_one_that_was_interrupted_goes_on(tmp_path
     file = tmp_path / "real.yaml"
     file.write_text(FILE)
     folder = tmp_path / "runs" / "real"
-    first = Run(folder, Layout("split", ()), 1)
+    first = Run(folder, "split", 1)
     job = subprocess.Popen(command("experiment", file), stdout=subprocess.PIPE)
     while len(first.records()) < 5 and job.poll() is None:
         time.sleep(0.05)

@@ -51,7 +51,7 @@ def trains(run: Run, last: int = STEPS) -> None:
     assert Path(recipe["train"]["run_dir"]) / recipe["name"] == run.run_dir
     run.run_dir.mkdir(exist_ok=True)
     (run.run_dir / "recipe.yaml").write_text(run.recipe_file.read_text())
-    lines = [json.dumps(line(step, run.layout.name)) for step in range(last)]
+    lines = [json.dumps(line(step, run.layout)) for step in range(last)]
     lines.insert(5, json.dumps({"step": 5, "validation_loss": 7.0}))
     (run.run_dir / "metrics.jsonl").write_text("\n".join(lines))
 
@@ -154,7 +154,7 @@ def test_a_layout_that_fails_is_a_row_on_the_page_with_its_log_and_the_others_go
     file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(run: Run) -> int:
-        if run.layout.name == "one":
+        if run.layout == "one":
             trains(run)
             return 0
         run.errors.write_text("Traceback ...\n  line 1\nrank 2 died of <exit code> 9\n")
@@ -212,7 +212,7 @@ def test_a_run_that_ends_early_is_a_row_with_its_steps_and_continues_later(
 def test_without_a_reference_layouts_cannot_be_compared(
     file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(monkeypatch, started, lambda run: 1 if run.layout.name == "one" else trains(run) or 0)
+    use(monkeypatch, started, lambda run: 1 if run.layout == "one" else trains(run) or 0)
     assert main(file, []) == 1
     assert [row["state"] for row in rows(file)] == ["failed", "cannot be compared"]
 
@@ -258,7 +258,7 @@ def test_a_layout_whose_files_do_not_answer_is_a_row_with_its_error(
     recipe = Run.recipe
 
     def fail_for_one(run: Run) -> Recipe:
-        if run.layout.name == "two" and started:
+        if run.layout == "two" and started:
             raise StartError("config.json: cannot be read: Stale file handle\nmore")
         return recipe(run)
 

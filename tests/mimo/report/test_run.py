@@ -153,7 +153,7 @@ def test_hostile_texts_are_shown_escaped(tmp_path: Path) -> None:
     recipe = RECIPE.replace("a.tar", quoted)
     folder = make_run(tmp_path / "made", recipe, metrics={HOSTILE: 1.0, "grad_norm_$\\x$": 2.0})
     record(folder, "crash", HOSTILE, 3, fact=HOSTILE)
-    start = {"host": HOSTILE, "packages": HOSTILE, "summary": {HOSTILE: HOSTILE}}
+    start = {"host": HOSTILE, "packages": {HOSTILE: HOSTILE}, "summary": {HOSTILE: HOSTILE}}
     (folder / "environment.json").write_text(json.dumps([start]))
     answer = Answered([np.zeros((4, 4, 3), np.uint8)], HOSTILE, HOSTILE, "b")
     draw([answer], folder / "held_out_test.png")
