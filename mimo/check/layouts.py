@@ -153,8 +153,9 @@ pp2 → fsdp dp2 · distributed optimizer
 
 def _parse(name: str) -> SweepCell:
     grids, *options = name.split(" · ")
-    *encoders, language = grids.replace("1 rank", "").replace(" → ", " + ").split(" + ")
-    return SweepCell(language, *encoders[:1], tuple(options), *encoders[1:])
+    encoders, language = grids.replace("1 rank", "").split(" → ")
+    first, *second = encoders.split(" + ")
+    return SweepCell(language, first, tuple(options), second[0] if second else None)
 
 
 _LINES = (line for line in _SWEEP.splitlines() if line and not line.startswith("#"))

@@ -299,7 +299,7 @@ def main(
             "compared_parameters": parity.compared,
             "parameters": parity.total,
             "first_diverging": parity.first,
-            "points": parity.points,
+            "points": [vars(point) | {"measure": point.measure} for point in parity.points],
             **{what.replace("steps", "step"): e for what, e in parity.step.errors.items()},
             "first_difference_of_step": parity.step.first,
         }
