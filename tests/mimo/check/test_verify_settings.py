@@ -49,18 +49,15 @@ def ignore_warm_up_of_encoder() -> None:
 
 def ignore_rate_of_encoder() -> None:
     """An encoder learns at the rate of the language model."""
-    from mimo.model import build
+    from mimo.train import step as training
 
-    build.MegatronModule = without_rate(build.MegatronModule)
+    rates = training.learning_rates
 
+    def equal_rates(recipe: Any, step: int) -> dict[str, float]:
+        of_modules = rates(recipe, step)
+        return dict.fromkeys(of_modules, of_modules["language"])
 
-def without_rate(make: Any) -> Any:
-    """A module of either engine, all of which learn at the language model's rate."""
-
-    def build_module(*args: Any, **named: Any) -> Any:
-        return make(*args[:5], 0.1, *args[6:], **named)
-
-    return build_module
+    training.learning_rates = equal_rates
 
 
 def step_first_parameter_group_only() -> None:
