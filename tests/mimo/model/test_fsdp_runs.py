@@ -286,28 +286,6 @@ def test_parts_that_are_frozen_and_rows_that_arrive_whole_give_what_megatron_giv
     assert all(line[1] == pytest.approx(measured(theirs)[0][1], rel=0.2) for line in measured(run))
 
 
-TEXT = """
-name: text
-init_from: {directory}/base
-language: {{engine: fsdp, grid: {{dp: 2}}}}
-encoders: {{}}
-data:
-  sources: [{{path: "{directory}/train-*.tar"}}]
-  test: [{{path: "{directory}/train-*.tar"}}]
-  sequence_length: 64
-  workers: 0
-train:
-  steps: 3
-  global_batch_size: 4
-  micro_batch_size: 2
-  optimizer: adam
-  adam_eps: 1.0e-4
-  learning_rate: 0.003
-  run_dir: {directory}/runs
-  threads_per_rank: 1
-"""
-
-
 @pytest.mark.slow
 def test_a_language_model_without_an_architecture_of_ours_trains_and_is_exported(
     run_ranks: RunRanks, tmp_path: Path
@@ -316,9 +294,10 @@ def test_a_language_model_without_an_architecture_of_ours_trains_and_is_exported
     samples = [Sample((), f"what comes after {n} ?", str(n + 1)) for n in range(9)]
     write_shard(tmp_path / "train-00000.tar", samples)
     path = tmp_path / "recipe.yaml"
-    path.write_text(TEXT.format(directory=tmp_path))
-    whole = trained(run_ranks, path, "dp2")
-    assert_alike(trained(run_ranks, path, "tp2", *TP, "train.micro_batch_size=4"), whole)
+    path.write_text(RECIPE.format(directory=tmp_path))
+    text = ["encoders={}", "language.engine=fsdp", f"data.test=[{{path: {tmp_path}/train-*.tar}}]"]
+    whole = trained(run_ranks, path, "dp2", *text, "train.micro_batch_size=2")
+    assert_alike(trained(run_ranks, path, "tp2", *text, *TP, "train.micro_batch_size=4"), whole)
     convert_to_hf(whole, tmp_path / "exported", 10**6)
     before, after = folders.tensors(tmp_path / "base"), folders.tensors(tmp_path / "exported")
     assert before.keys() == after.keys()
