@@ -24,10 +24,6 @@ Index = Mapping[str, StoredTensor]
 """The tensors of a checkpoint, by key."""
 
 
-def _ignore_progress() -> None:
-    pass
-
-
 def read_start_index(start: Start) -> Index:
     """Return the tensors that a run starts with, which rank 0 reads; every rank calls this.
 
@@ -43,7 +39,7 @@ def load_start(
     modules: Modules,
     start: Start,
     stored: Index,
-    on_progress: Callable[[], None] = _ignore_progress,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Load the state in which the run starts; every rank of the world calls it.
 
@@ -66,7 +62,7 @@ def load_checkpoint(
     stored: Index,
     with_optimizer: bool = True,
     average: bool = False,
-    on_progress: Callable[[], None] = _ignore_progress,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Load weights (and optimizers) in this run's layout; every rank of the world calls it.
 
@@ -98,7 +94,7 @@ def _load_weights(
     checkpoint: Path,
     stored: Index,
     average: bool = False,
-    on_progress: Callable[[], None] = _ignore_progress,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Load all weights, or their moving average; new adapters keep their initial values."""
     _check_no_adapter_is_lost(modules, checkpoint, stored)

@@ -139,11 +139,9 @@ def split_by_bytes(files: Sequence[Listed], count: int) -> list[list[Listed]]:
     return shares
 
 
-def _no_progress(done: int, total: int) -> None:
-    pass
-
-
-def problems_of(checkpoint: Path, progress: Callable[[int, int], None] = _no_progress) -> list[str]:
+def problems_of(
+    checkpoint: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[str]:
     """Read a checkpoint with all cores and return its problems. progress: bytes done and total."""
     return wrong_sizes(checkpoint) or _compare(checkpoint, listed_files(checkpoint) or [], progress)
 
@@ -166,7 +164,7 @@ def _compare(
 
 
 def open_checkpoint(
-    checkpoint: Path, progress: Callable[[int, int], None] = _no_progress
+    checkpoint: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, StoredTensor]:
     """Return the index of a checkpoint to read, after comparing sizes and some checksums.
 

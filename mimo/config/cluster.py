@@ -42,7 +42,7 @@ def _variable(name: str) -> str:
 
 
 def _mount(text: str) -> str:
-    if not re.fullmatch(r"/[^:]*:/[^:]*(:(ro|rw))?", text):
+    if not re.fullmatch(r"/[^:,]*:/[^:,]*(:(ro|rw))?", text):
         raise ValueError("needs the form /on/the/host:/in/the/container, with :ro for read-only")
     return text
 
@@ -63,7 +63,7 @@ class Container(Section):
 
     runtime: Literal["pyxis", "apptainer"]
     """enroot by srun's pyxis plugin, or apptainer."""
-    image: Line
+    image: Annotated[Line, Field(pattern="^[^-]")]
     """The image: a `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False, max_length=100)] = ()
     """Folders of the node inside the container, such as `/data:/data:ro`. Folders that the recipe

@@ -47,8 +47,8 @@ class Placement:
 def place(phased: PhasedRecipe, layouts: Sequence[Layout], hetjob: bool = False) -> Placement:
     """Place the ranks of a job in order, with whole tensor-parallel groups where a node has room.
 
-    layouts: those of the phases. Raises RecipeError if phases have different numbers of ranks, or
-    if a heterogeneous job has no disjoint encoders whose ranks come first.
+    Raises RecipeError if phases have different numbers of ranks, or if a heterogeneous job has no
+    disjoint encoders whose ranks come first.
     """
     cluster, size = phased.phases[0].recipe.cluster, layouts[0].world_size
     for phase, layout in zip(phased.phases, layouts, strict=True):
@@ -109,9 +109,8 @@ def _component(name: str, ranks: range, places: int, layouts: Sequence[Layout]) 
 def _units(layouts: Sequence[Layout], ranks: range, places: int) -> Iterator[range]:
     """Yield the ranks of a component as units that stay on one node, in order.
 
-    Where two modules on the same ranks have tensor-parallel groups of different sizes, a unit holds
-    whole groups of both if a node has room for it; else the language model's groups count. A group
-    that no node holds is cut into pieces of ``places`` ranks.
+    A unit holds whole groups of all modules if a node has room for it, else the language model's. A
+    group that no node holds is cut into pieces of ``places`` ranks.
     """
     grids = [layout.language for layout in layouts]
     grids += [grid for layout in layouts for grid in layout.encoders.values()]
@@ -148,10 +147,7 @@ def split_groups(layouts: Sequence[Layout], placement: Placement) -> list[str]:
 
 
 def explain(phased: PhasedRecipe, layouts: Sequence[Layout], placement: Placement) -> str:
-    """Return tables of rank, node, module, lane, tp, cp and pp, one for each phase.
-
-    Each line has the ranks of a tensor-parallel group on one node. layouts: those of the phases.
-    """
+    """Return tables of rank, node, module, lane, tp, cp and pp, one for each phase."""
     lines, first = list[str](), 0
     for component in placement.components:
         last, num_ranks = first + len(component.nodes) - 1, sum(map(len, component.nodes))

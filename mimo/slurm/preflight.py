@@ -288,16 +288,15 @@ def _check_node(
         gpu = device.gpu_of(environment.local_rank)
     except Exception as error:  # a broken driver may raise anything
         problems.append(f"its GPU does not work: {error}".splitlines()[0])
-    needs_gpus = recipe.cluster.gpus_per_node > 0 and (
-        "gpus_per_node" in recipe.cluster.model_fields_set or "SLURM_STEP_ID" in os.environ
-    )
+    cluster = recipe.cluster
+    is_explicit = "gpus_per_node" in cluster.model_fields_set or "SLURM_STEP_ID" in os.environ
     if gpu is not None:
         states = kernel_states()
         facts.gpu, facts.free["GPU"] = gpu.identity, gpu.free
         facts.same[f"GPU of {' and '.join(layout.modules_of(facts.rank))}"] = gpu.name
         facts.kernels = ", ".join(f"{name} {state}" for name, state in states.items())
         problems += {*states.values()} - {LOADS, NOT_INSTALLED}
-    elif needs_gpus and not problems:
+    elif is_explicit and cluster.gpus_per_node > 0 and not problems:
         problems.append("it sees no GPU, but cluster.gpus_per_node asks for them")
     facts.same["device"] = "CPU" if gpu is None else "GPU"
     if environment.local_rank == 0:
@@ -359,25 +358,24 @@ def _measure_in_time(
     """Measure clock and bandwidths; add a problem if that fails or takes too long."""
     rank, size, local_rank = environment.rank, environment.world_size, environment.local_rank
     device.initialize_distributed(rank, size, meeting.store, 2 * _MEASURE_SECONDS, local_rank)
-    errors = list[str]()
 
     def measure() -> None:
         try:
             _measure(facts, links, local_rank)
         except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            facts.problems.append(f"rank {rank} cannot talk: {error}".splitlines()[0])
 
     thread = threading.Thread(target=measure, daemon=True)
     thread.start()
     thread.join(_MEASURE_SECONDS)
     if thread.is_alive():
-        errors.append(f"no answer within {_MEASURE_SECONDS:g} s")
-    facts.problems += [f"rank {rank} cannot talk: {error}" for error in errors]
+        facts.problems.append(f"rank {rank} cannot talk within {_MEASURE_SECONDS:g} s")
 
 
 def _measure(facts: Facts, links: Sequence[Link], local_rank: int) -> None:
     """Measure links, those of one name at a time. Every rank of the world calls it."""
     place = device.local_device(local_rank)  # a thread has its own current device
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=place)
     device.barrier()
     facts.clock = time.time()
     for name in dict.fromkeys(link.name for link in links):
@@ -386,11 +384,9 @@ def _measure(facts: Facts, links: Sequence[Link], local_rank: int) -> None:
         receives = [(dist.irecv, a) for a, b in pairs if b == facts.rank]
         num_bytes, best = max(len(sends), len(receives)) * _MESSAGE_BYTES, math.inf
         for _ in range(_NUM_TRIES):
-            buffers = torch.zeros(
-                len(sends) + len(receives), _MESSAGE_BYTES, dtype=torch.uint8, device=place
-            )
-            calls = zip(sends + receives, buffers, strict=True)
-            operations = [dist.P2POp(call, buffer, peer) for (call, peer), buffer in calls]
+            operations = [
+                dist.P2POp(call, message.clone(), peer) for call, peer in sends + receives
+            ]
             device.barrier()
             start = time.perf_counter()
             for work in dist.batch_isend_irecv(operations) if operations else ():

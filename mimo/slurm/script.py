@@ -27,7 +27,7 @@ from mimo.config.source import Location
 from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
-from mimo.slurm.placement import Component, Placement, explain, place, split_groups
+from mimo.slurm.placement import Placement, explain, place, split_groups
 
 _ENTRIES_PER_LINE = 12
 # Options of sbatch that the layout or the script decide.
@@ -167,8 +167,7 @@ class Job:
         for number, component in enumerate(placement.components):
             directives = [*self.directives(number)]
             if number == 0:
-                output = self.output("job_%j.out")
-                directives = [f"--job-name={self.name}", *output, *directives]
+                directives[:0] = [f"--job-name={self.name}", *self.output("job_%j.out")]
             hosts = f"hosts_{component.name}"
             options = [f"--het-group={number}"] if several else []
             sizes, table = [*map(len, component.nodes)], list[str]()
@@ -176,7 +175,7 @@ class Job:
             if len(set(sizes)) == 1:
                 options[-1] += f" --ntasks-per-node={sizes[0]} --distribution=block"
             else:
-                table = [*_table(component)]
+                table = [f"{len(ranks)}x{node}" for node, ranks in enumerate(component.nodes)]
                 options.append(f'--distribution=arbitrary --nodelist="$launch/{hosts}"')
             if cluster.cpus_per_rank is not None:
                 options.append(f"--cpus-per-task={cluster.cpus_per_rank}")
@@ -194,11 +193,6 @@ class Job:
                 "hosts": hosts,
                 "node_list": f"SLURM_JOB_NODELIST{group}",
             }
-
-
-def _table(component: Component) -> Iterator[str]:
-    """Yield RANKSxNODE for each run of neighbouring nodes' ranks, in the order of ranks."""
-    return (f"{len(ranks)}x{node}" for node, ranks in enumerate(component.nodes))
 
 
 def prepare(
@@ -254,9 +248,8 @@ class Container:
     """The words of a script that run commands in the recipe's container, or without one.
 
     words: the array `container` of a script: options of pyxis, or the whole call of apptainer.
-    prefix: what precedes a command on the first node. step_prefix: what precedes the command of a
-    rank, after the options of srun.
-    Raises RecipeError for a path that no mount can have.
+    prefix: precedes a command on the first node. step_prefix: precedes the command of a rank, after
+    the options of srun.
     """
 
     def __init__(self, phased: PhasedRecipe, folder: Path) -> None:
@@ -267,9 +260,7 @@ class Container:
         if cluster.container is None:
             return
         image = cluster.container.image
-        mounts = [*self._folder_mounts(phased, folder), *self._listed_mounts(cluster)]
-        if image.startswith("-"):
-            raise self._refusal(("cluster", "container", "image"), image, "begins with '-'")
+        mounts = [*self._folder_mounts(phased, folder), *cluster.container.mounts]
         self.prefix = self.step_prefix = '"${container[@]}" '
         if cluster.container.runtime == "pyxis":
             options = {"image": image, "mounts": ",".join(mounts), "workdir": str(folder)}
@@ -288,20 +279,10 @@ class Container:
             if any(path == parent or path.startswith(f"{parent}/") for parent in mounted):
                 continue
             if re.search(r"[:,]", path):
-                raise self._refusal(key, path, "has ':' or ','")
+                message = f"got {path!r}, but no mount can have ':' or ','; rename it"
+                raise RecipeError(self._recipe.problem(key, message))
             mounted.append(path)
             yield f"{path}:{path}"
-
-    def _listed_mounts(self, cluster: Cluster) -> Iterator[str]:
-        """Yield the mounts of `cluster.container.mounts`."""
-        for index, mount in enumerate(cluster.container.mounts if cluster.container else ()):
-            if "," in mount:
-                raise self._refusal(("cluster", "container", "mounts", index), mount, "has ','")
-            yield mount
-
-    def _refusal(self, key: Location, value: str, why: str) -> RecipeError:
-        message = f"got {value!r}, which {why}; container options cannot express it; rename it"
-        return RecipeError(self._recipe.problem(key, message))
 
 
 def _folders(phased: PhasedRecipe, folder: Path) -> Iterator[tuple[Location, str]]:

@@ -29,7 +29,7 @@ def submit(job: Job) -> str:
 def submit_chain(job: Job, num_jobs: int) -> list[str]:
     """Submit jobs, each of which begins when the previous one has ended; return their numbers.
 
-    A job that is done, or whose input is wrong, cancels the later ones. Raises InputError.
+    A job that is done, or whose input is wrong, cancels the later ones.
     """
     script, chain = write(job), job.launch / time.strftime("chain_%Y%m%dT%H%M%S")
     numbers: list[str] = []
@@ -42,10 +42,7 @@ def submit_chain(job: Job, num_jobs: int) -> list[str]:
 
 
 def submit_array(jobs: Sequence[Job]) -> list[str]:
-    """Submit several runs as arrays, one for each kind of nodes; return a number for each run.
-
-    Raises InputError.
-    """
+    """Submit runs as arrays, one for each kind of nodes; return a number for each run."""
     numbers: dict[str, str] = {}
     for group, text in array_scripts(jobs):
         scripts = [write(job) for job in group]
@@ -58,10 +55,7 @@ def submit_array(jobs: Sequence[Job]) -> list[str]:
 
 
 def array_scripts(jobs: Sequence[Job]) -> list[tuple[list[Job], str]]:
-    """Return the jobs and the script of each array, one for each kind of nodes; write nothing.
-
-    Raises InputError for jobs that cannot be in an array.
-    """
+    """Return the jobs and the script of each array. Raises InputError if one fits in none."""
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         if job.name in {other.name for group in groups.values() for other in group}:
@@ -128,8 +122,8 @@ def torchrun_lines(
 ) -> Iterator[str]:
     """Yield the command line of each host; rank 0 runs on the first one.
 
-    site: a file whose keys are merged over `cluster:`. Raises InputError for another number of
-    hosts than the placement has nodes, and RecipeError for a container that only srun can start.
+    Raises InputError for another number of hosts than the placement has nodes, and RecipeError for
+    a container that only srun can start.
     """
     sizes = [*map(len, job.placement.nodes)]
     if len(hosts) != len(sizes) or len(set(hosts)) != len(hosts):

@@ -1,6 +1,6 @@
-"""A SLURM of four nodes on this machine: daemons, configuration and folders of its own.
+"""A SLURM of four nodes on this machine, with separate daemons, configuration and folders.
 
-Every node is a `slurmd` on a port of its own. Nothing is shared with another SLURM, so several may
+Every node is a `slurmd` on its own port. Nothing is shared with another SLURM, so several may
 run at once; at the end no process is left.
 """
 
@@ -135,20 +135,20 @@ class Slurm:
     # ------------------------------------------------------------------------------- nodes
 
     def start_node(self, node: str) -> None:
-        """Begin a node, or begin one again."""
+        """Start or restart a node."""
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """End its daemon and everything that jobs run on it at once, as a power cut does."""
+        """Kill a node's daemon and the processes of its jobs, as a power cut does."""
         for process in self._processes(node):
             with suppress(psutil.Error):
                 process.kill()
         self._daemons.pop(node).wait()
-        # SLURM finds out by itself, when the node has not answered for long enough.
+        # SLURM would notice by itself, once the node has not answered for long enough.
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def heal(self) -> None:
-        """End all jobs, begin nodes again that have been killed, until all are idle."""
+        """End all jobs, restart killed nodes, and wait until all are idle."""
         self.command("scancel", "--user=root")
         for node in NODES:
             if node not in self._daemons:
@@ -162,91 +162,88 @@ class Slurm:
         return self.states() == dict.fromkeys(NODES, "idle")
 
     def states(self) -> dict[str, str]:
-        """Of the nodes by name, as sinfo says them; those that do not answer have a `*`."""
-        told = self.command("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %T")
-        return dict(line.split() for line in told.splitlines())  # pyright: ignore
+        """Return the state of each node by name; with a `*` if it does not answer."""
+        text = self.command("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %T")
+        return dict(line.split() for line in text.splitlines())  # pyright: ignore
 
     def _processes(self, node: str | None = None) -> list[psutil.Process]:
-        """All that run for this SLURM, or of one node: daemons, and what jobs began.
+        """Return the daemons and processes of jobs, of all nodes or of one.
 
         Daemons are known by the folder they run in: they write over their environment.
         """
-        found = []
+        processes = []
         for process in psutil.process_iter():
-            try:
-                place, env = Path(process.cwd()), process.environ()
-                own = place.is_relative_to(self._folder)
+            with suppress(psutil.Error):  # it has just ended
+                folder, env = Path(process.cwd()), process.environ()
+                matches = folder.is_relative_to(self._folder)
                 if node is not None:
-                    own = place == self._folder / node
+                    matches = folder == self._folder / node
                 if env.get("SLURM_CONF") == str(self._configuration):
-                    own = own or node in (None, env.get("SLURMD_NODENAME"))
-                if own and running([process.pid]):
-                    found.append(process)
-            except psutil.Error:  # it has just ended
-                continue
-        return found
+                    matches = matches or node in (None, env.get("SLURMD_NODENAME"))
+                if matches and running([process.pid]):
+                    processes.append(process)
+        return processes
 
     # -------------------------------------------------------------------------------- jobs
 
     def command(self, *words: str | Path, cwd: Path | None = None) -> str:
-        """What a command of SLURM prints. Raises RuntimeError with its errors if it fails."""
-        told = subprocess.run(
+        """Return what a command of SLURM prints. Raises RuntimeError if it fails."""
+        done = subprocess.run(
             words, capture_output=True, text=True, env=self.environment, cwd=cwd, timeout=60
         )
-        if told.returncode != 0:
-            raise RuntimeError(f"{' '.join(map(str, words))}: {told.stderr}")
-        return told.stdout
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr}")
+        return done.stdout
 
     def job(self, number: str) -> Mapping[str, str]:
-        """What `scontrol show job` says of a job, by key."""
-        told = self.command("scontrol", "--oneliner", "show", "job", number).splitlines()[0]
-        return dict(word.split("=", 1) for word in told.split() if "=" in word)  # pyright: ignore
+        """Return what `scontrol show job` prints, by key."""
+        line = self.command("scontrol", "--oneliner", "show", "job", number).splitlines()[0]
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)  # pyright: ignore
 
     def nodes_of(self, number: str) -> list[str]:
-        """The nodes that a job has, the first one first."""
-        return self.command(
-            "scontrol", "show", "hostnames", self.job(number)["NodeList"]
-        ).splitlines()
+        """Return the nodes of a job, in order."""
+        nodes = self.job(number)["NodeList"]
+        return self.command("scontrol", "show", "hostnames", nodes).splitlines()
 
     def ranks_of(self, number: str) -> dict[int, str]:
-        """The nodes of a job's ranks that run now."""
-        found = self.rank_processes(number)
-        return {rank: found[rank].environ()["SLURMD_NODENAME"] for rank in sorted(found)}
+        """Return the nodes of a job's running ranks."""
+        processes = self.rank_processes(number)
+        return {rank: processes[rank].environ()["SLURMD_NODENAME"] for rank in sorted(processes)}
 
     def rank_processes(self, number: str) -> dict[int, psutil.Process]:
-        """A job's ranks that run now."""
-        found = {}
+        """Return a job's running ranks."""
+        ranks = {}
         for process in self._processes():
             with suppress(psutil.Error):
                 env = process.environ()
-                # srun has the variables of the batch script, which is no rank.
-                own = number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID"))
-                own = own and process.name().startswith(("mimo", "python"))  # not the shell's own
-                if own and "SLURM_SRUN_COMM_PORT" in env:
-                    found[int(env["SLURM_PROCID"])] = process
-        return found
+                # srun has the variables of the batch script, which is no rank; nor is a shell.
+                is_of_job = number in (env.get("SLURM_JOB_ID"), env.get("SLURM_HET_JOB_ID"))
+                is_python = process.name().startswith(("mimo", "python"))
+                if is_of_job and is_python and "SLURM_SRUN_COMM_PORT" in env:
+                    ranks[int(env["SLURM_PROCID"])] = process
+        return ranks
 
     def processes_of(self, number: str) -> list[str]:
-        """What still runs of a job on any node."""
-        found = []
+        """Return the command lines of a job's processes on all nodes."""
+        lines = []
         for process in self._processes():
             with suppress(psutil.Error):
                 if process.environ().get("SLURM_JOB_ID") == number:
-                    found.append(" ".join(process.cmdline()))
-        return found
+                    lines.append(" ".join(process.cmdline()))
+        return lines
 
-    def wait_for(self, holds: Callable[[], object], seconds: float) -> None:
-        """Until something holds. Raises RuntimeError, with the logs, if it does not."""
+    def wait_for(self, condition: Callable[[], object], seconds: float) -> None:
+        """Wait until a condition is true. Raises RuntimeError, with the logs, if it stays false."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with suppress(RuntimeError):  # a daemon that is busy or not yet there
-                if holds():
+                if condition():
                     return
             time.sleep(0.2)
         raise RuntimeError(f"not within {seconds:g} s\n{self.logs()}")
 
     def logs(self) -> str:
-        """The ends of the daemons' logs, and the queue."""
+        """Return the queue and the ends of the daemons' logs."""
         queue = subprocess.run(["squeue"], capture_output=True, text=True, env=self.environment)
         parts = [queue.stdout + queue.stderr]
         for path in sorted(self._folder.glob("*.log")):
@@ -265,6 +262,6 @@ class Slurm:
 def _free_ports(number: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return [opened.getsockname()[1] for opened in sockets]

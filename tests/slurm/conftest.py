@@ -1,4 +1,4 @@
-"""A real SLURM for the tests of this folder; it is installed if need be."""
+"""A real SLURM for the tests of this folder, installed where it is missing."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def _install(missing: list[str]) -> None:
         ["apt-get", "update", "-qq"],
         ["apt-get", "install", "-qq", "--no-install-recommends", *missing],
     ):
-        told = subprocess.run(
+        done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             timeout=280,
             env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
         )
-        if told.returncode != 0:
-            _give_up(f"{' '.join(command)}: {told.stderr[-500:]}")
+        if done.returncode != 0:
+            _give_up(f"{' '.join(command)}: {done.stderr[-500:]}")
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,7 @@ def started(installed: None) -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(started: Slurm) -> Iterator[Slurm]:
-    """The same, at the end without jobs and with all its nodes."""
+    """The same; after the test it has no jobs and all its nodes."""
     yield started
     started.heal()
 

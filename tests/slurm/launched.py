@@ -33,7 +33,7 @@ _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 @dataclass(frozen=True)
 class Launched:
-    """A run and its jobs. Times out, with all logs, where a job does not get on."""
+    """A run and its jobs. Methods that wait raise AssertionError, with all logs, after a while."""
 
     slurm: Slurm
     run: Path
@@ -41,7 +41,7 @@ class Launched:
 
     @property
     def job(self) -> str:
-        """The only one."""
+        """The only job."""
         (job,) = self.jobs
         return job
 
@@ -51,22 +51,22 @@ class Launched:
         return self.run / "launch"
 
     def steps(self) -> list[int]:
-        """Those in the metrics, in the order in which they were written."""
+        """Return the steps in the metrics, in the order in which they were written."""
         return [line["step"] for line in self._metrics()]
 
     def losses(self) -> dict[int, float]:
-        """By step; what was trained last counts."""
+        """Return the loss of each step; of a repeated step, the last."""
         return {line["step"]: line["loss"] for line in self._metrics()}
 
     def wait_for_step(self, step: int) -> None:
-        """Until it has been trained."""
+        """Wait until a step has been trained."""
         self._wait(lambda: max(self.steps(), default=-1) >= step)
 
     @contextmanager
     def held(self, step: int, job: str | None = None) -> Iterator[Callable[[], bool]]:
-        """After a step rank 0 stands still, and so the run: it does not end before what comes.
+        """Suspend rank 0 after a step, and so the run, until the end of the context.
 
-        Yields what says whether SLURM has sent the rank a signal since.
+        Yields a function that returns whether SLURM has sent the rank a signal since.
         """
         self.wait_for_step(step)
         number = self.slurm.job(job or self.job)["JobId"]  # that of an array's task
@@ -80,10 +80,10 @@ class Launched:
             try:
                 if rank.status() != psutil.STATUS_STOPPED:  # a preempted one is also told to go on
                     return True
-                told = Path(f"/proc/{rank.pid}/status").read_text()
+                text = Path(f"/proc/{rank.pid}/status").read_text()
             except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
                 raise AssertionError(f"rank 0 was killed unwarned\n{self.logs()}") from None
-            (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", told, re.MULTILINE)
+            (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", text, re.MULTILINE)
             return bool(int(pending, 16) & 1 << (SIGUSR1 - 1))
 
         try:
@@ -93,7 +93,7 @@ class Launched:
                 rank.resume()
 
     def wait_for_start(self, number: int, job: str) -> None:
-        """Until a job runs that was put into the queue again so often."""
+        """Wait until a job runs that was requeued this many times."""
         self._wait(lambda: int(self.slurm.job(job)["Restarts"]) >= number and self.runs(job))
 
     def minutes(self) -> int:
@@ -106,25 +106,25 @@ class Launched:
         self.slurm.command("scontrol", "update", f"jobid={self.job}", f"timelimit={minutes}")
 
     def runs(self, job: str) -> bool:
-        """Whether it has nodes now."""
+        """Return whether a job has nodes now."""
         return self.slurm.job(job)["JobState"] == "RUNNING"
 
     def end(self, job: str | None = None) -> str:
-        """How a job has ended, once it has: `COMPLETED 0:0`, with exit code and signal."""
+        """Wait for the end of a job; return state, exit code and signal: `COMPLETED 0:0`."""
         self._wait(lambda: self.slurm.job(job or self.job)["JobState"] in _ENDED)
-        told = self.slurm.job(job or self.job)
-        return f"{told['JobState']} {told['ExitCode']}"
+        state = self.slurm.job(job or self.job)
+        return f"{state['JobState']} {state['ExitCode']}"
 
     def mimo(self, *arguments: str | Path) -> str:
-        """What a command prints. Fails unless it succeeds."""
+        """Return what a command prints, which must succeed."""
         return command_in(self.slurm, *arguments)
 
     def check_what_is_shown(self) -> None:
-        """Status, logs and report of the run tell of its jobs and its last step."""
-        told, last = self.mimo("status", self.run), max(self.steps())
+        """Assert that status, logs and report of the run show its jobs and its last step."""
+        status, last = self.mimo("status", self.run), max(self.steps())
         for job in self.jobs:
-            assert job in told, told
-        assert f"{last + 1} of " in told, told
+            assert job in status, status
+        assert f"{last + 1} of " in status, status
         assert re.search(r"\[rank 0\] .*step", self.mimo("logs", self.run))
         page = self.run / "report.html"
         page.unlink(missing_ok=True)
@@ -132,13 +132,13 @@ class Launched:
         assert all(job in page.read_text() for job in self.jobs)
 
     def preflight(self) -> list[str]:
-        """The node of each rank by the look at the nodes before the last start; all were fit."""
+        """Return the node of each rank in the last preflight, which must have found no fault."""
         table = json.loads((self.launch / "preflight.json").read_text())
         assert table["ok"], table
         return table["nodes"]
 
     def logs(self) -> str:
-        """All that jobs and ranks have printed."""
+        """Return all that jobs and ranks have printed."""
         paths = sorted(path for path in self.launch.iterdir() if path.suffix in (".out", ".log"))
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in paths)
 
@@ -147,38 +147,38 @@ class Launched:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def _wait(self, holds: Callable[[], object]) -> None:
+    def _wait(self, condition: Callable[[], object]) -> None:
         try:
-            self.slurm.wait_for(holds, 60 * _MINUTES)
+            self.slurm.wait_for(condition, 60 * _MINUTES)
         except RuntimeError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
 
 def tiny(folder: Path) -> Path:
-    """A recipe with data in the folder."""
+    """Write a recipe with data into the folder."""
     write_samples(folder)
     return write_recipe(folder)
 
 
 def losses_without_slurm(run_ranks: RunRanks, folder: Path, *overrides: str) -> dict[int, float]:
-    """By step, of the same run on this machine."""
+    """Return the losses of the same run on this machine, by step."""
     recipe = tiny(folder)
     run(run_ranks, recipe, *LAYOUT, *overrides)
     return {line["step"]: line["loss"] for line in metrics(recipe)}
 
 
 def launch(slurm: Slurm, recipe: Path, *arguments: str | Path) -> Launched:
-    """What `mimo launch` makes of a recipe; nothing is submitted without its `--submit`."""
-    told = command_in(slurm, "launch", recipe, *LAYOUT, *NODES_OF_TWO, *arguments)
-    found = re.search(r"submitted (.*);", told)
-    jobs = found[1].split(", ") if found else []
+    """Call `mimo launch`, which submits nothing without `--submit`."""
+    text = command_in(slurm, "launch", recipe, *LAYOUT, *NODES_OF_TWO, *arguments)
+    submitted = re.search(r"submitted (.*);", text)
+    jobs = submitted[1].split(", ") if submitted else []
     return Launched(slurm, recipe.parent / "runs" / "tiny", jobs)
 
 
 def command_in(slurm: Slurm, *arguments: str | Path) -> str:
-    """What a command of mimo prints where jobs go to this SLURM. Fails unless it succeeds."""
-    told = subprocess.run(
+    """Return what a command of mimo prints, whose jobs go to this SLURM; it must succeed."""
+    done = subprocess.run(
         command(*arguments), capture_output=True, text=True, env=slurm.environment, timeout=120
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    return told.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -31,12 +31,12 @@ def test_layouts_run_as_an_array_and_a_later_call_compares_them(
     tiny(tmp_path)
     file = tmp_path / "placed.yaml"
     file.write_text(FILE)
-    told = command_in(slurm, "experiment", file, *NODES_OF_TWO, "--submit")
+    submitted = command_in(slurm, "experiment", file, *NODES_OF_TWO, "--submit")
     folder = tmp_path / "runs" / "placed"
     for run in ("lanes.1", "stages.1"):
         jobs = folder / run / "launch" / "jobs.jsonl"
-        job = Launched(slurm, folder / run, [one["job_id"] for one in jobs_of(folder / run)])
-        assert job.job in told
+        job = Launched(slurm, folder / run, [noted["job_id"] for noted in jobs_of(folder / run)])
+        assert job.job in submitted
         assert job.end() == "COMPLETED 0:0", job.logs()
         job.check_what_is_shown()
         jobs.write_text('{"job_id": "999999", "kind": "array"}\n')
@@ -47,8 +47,8 @@ def test_layouts_run_as_an_array_and_a_later_call_compares_them(
         assert re.search(rf"{job.job} \(array\): COMPLETED.*\n.*state +ended", shown), shown
         assert "[rank 0]" in job.mimo("logs", job.run)
         assert job.job in (job.run / "report.html").read_text()
-    told = command_in(slurm, "experiment", file, *NODES_OF_TWO)
-    assert "2 of 2 layouts follow the losses of lanes" in told
+    printed = command_in(slurm, "experiment", file, *NODES_OF_TWO)
+    assert "2 of 2 layouts follow the losses of lanes" in printed
     with (folder / "results.csv").open() as lines:
         assert [row["layout"] for row in csv.DictReader(lines)] == ["lanes", "stages"]
     assert (folder / "index.html").exists()

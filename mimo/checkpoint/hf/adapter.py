@@ -8,7 +8,6 @@ adapters; its modules are written whole, as peft's `modules_to_save`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,9 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
         )
     with new_folder(target) as folder:
         tensors, loras = _adapters(trained)
-        saved = _outermost(_changed_modules(trained))
+        changed = _changed_modules(trained)
+        parents = tuple(f"{module}." for module in changed)
+        saved = sorted(module for module in changed if not module.startswith(parents))
         tensors |= _tensors_of(trained, saved)
         config = folder / "adapter_config.json"
         # Absolute: a relative one would be looked up from wherever it is loaded.
@@ -120,14 +121,6 @@ def _number(alpha: float) -> int | float:
 def _module_of(key: str) -> str:
     """Return the module in transformers that a tensor belongs to."""
     return key.rpartition(".")[0]
-
-
-def _outermost(modules: Iterable[str]) -> list[str]:
-    outermost: list[str] = []
-    for module in sorted(modules):
-        if not any(module.startswith(f"{other}.") for other in outermost):
-            outermost.append(module)
-    return outermost
 
 
 def _changed_modules(trained: TrainedModel) -> set[str]:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mimo.checkpoint.folder import Progress, drop_old, publish, read_progress, write_progress
+from mimo.checkpoint.folder import (
+    Progress,
+    drop_old,
+    publish,
+    read_progress,
+    to_remove,
+    write_progress,
+)
 from mimo.cli.main import app
 from mimo.errors import InputError
 from mimo.runtime.run_lock import run_lock
@@ -18,15 +25,38 @@ from tests.mimo import tiny
 from tests.mimo.checkpoint.manifests import flip_bit, small_checkpoint
 
 
+def make_folders(checkpoints: Path, *steps: int) -> None:
+    """Make empty folders of checkpoints, the newest last."""
+    for age, step in enumerate(steps):
+        (checkpoints / f"step_{step}").mkdir(parents=True)
+        os.utime(checkpoints / f"step_{step}", (1000 + age, 1000 + age))
+
+
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_checkpoint_stays_whatever_its_step(tmp_path: Path, keep: int) -> None:
-    for age, step in enumerate([1500, 300, 600]):  # resumed from an earlier step: 600 is newest
-        folder = tmp_path / f"step_{step}"
-        folder.mkdir()
-        os.utime(folder, (1000 + age, 1000 + age))
+    make_folders(tmp_path, 1500, 300, 600)  # resumed from an earlier step
     drop_old(tmp_path, keep, newest=tmp_path / "step_600")
     remaining = {path.name for path in tmp_path.iterdir()}
     assert remaining == set(["step_600", "step_300", "step_1500"][:keep])
+
+
+def test_keep_every_keeps_checkpoints_beside_the_last_ones(tmp_path: Path) -> None:
+    make_folders(tmp_path, 100, 200, 250, 300, 350, 400)
+    (tmp_path / "step_300.old").mkdir()  # somebody's copy
+    newest = tmp_path / "step_400"
+    removed = [path.name for path in to_remove(tmp_path, 2, 200, newest)]
+    assert removed == ["step_100", "step_250", "step_300"]
+    assert [p.name for p in to_remove(tmp_path, 3, None)] == ["step_100", "step_200", "step_250"]
+    drop_old(tmp_path, 2, newest, 200)
+    remaining = {path.name for path in tmp_path.iterdir()}
+    assert remaining == {"step_200", "step_350", "step_400", "step_300.old"}
+
+
+def test_the_checkpoint_of_latest_stays_though_another_is_newer(tmp_path: Path) -> None:
+    make_folders(tmp_path, 100, 300, 200)
+    (tmp_path / "latest").write_text("step_100")
+    (tmp_path / "step_100" / "progress.json").write_text("{}")
+    assert [path.name for path in to_remove(tmp_path, 1, None)] == ["step_300", "step_200"]
 
 
 def test_a_checkpoint_is_on_disk_before_an_older_one_is_removed(
@@ -182,12 +212,12 @@ def test_prune_keeps_the_requested_checkpoints_and_the_latest(run: Path) -> None
 
 
 def test_prune_covers_all_phases(tmp_path: Path) -> None:
-    for phase in ("phase_1_a", "phase_2_b"):
+    phases = [tmp_path / "run" / name for name in ("phase_1_a", "phase_2_b")]
+    for phase in phases:
         for step in (1, 2):
-            small_checkpoint(tmp_path / "run" / phase / "checkpoints", step)
+            small_checkpoint(phase / "checkpoints", step)
     assert call("prune", tmp_path / "run", "--keep", 1)[0] == 0
-    for phase in ("phase_1_a", "phase_2_b"):
-        assert steps_in(tmp_path / "run" / phase) == ["step_2"]
+    assert [steps_in(phase) for phase in phases] == [["step_2"], ["step_2"]]
 
 
 @pytest.mark.parametrize("phase", ["", "phase_1_a"])

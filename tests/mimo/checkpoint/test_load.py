@@ -201,23 +201,26 @@ BF16 = [
     *("train.precision=bf16", "train.ema_decay=0.5", "train.steps=3"),
     *("train.save_every=null", "train.validate_every=null"),
 ]
-ENGINES = {
-    "megatron": [],
-    "shared": ["train.distributed_optimizer=true"],
-    "fsdp": FSDP,
-}
+ENGINES = {"megatron": [], "shared": [SHARED], "fsdp": FSDP}
 
 
 def save_and_begin(rank: int, path: Path) -> None:
     """Write three checkpoints for each engine: of a step, and of what the other runs have."""
+    from mimo.model.dataset import open_dataset
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
+    from mimo.train.step import StepObserver
+
+    class Observer(StepObserver): ...
 
     for name, settings in ENGINES.items():
         recipe = load_recipe(path, [*BF16, *settings, f"name={name}"])
         topology = build_topology(build_layout(recipe))
         trainer = trainer_of(recipe, topology, "step")
-        train_one_step(trainer)
+        dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+        steps = trainer.train(dataset, None, Observer())
+        next(steps)
+        steps.close()
         save(trainer.saver, trainer.progress)
         checkpoint = recipe.run_dir / "step" / "checkpoints" / "step_1"
 
@@ -244,19 +247,6 @@ def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | Non
     if start is not None:
         trainer.progress = load_start(trainer.model.modules, start, read_start_index(start))
     return trainer
-
-
-def train_one_step(trainer: Any) -> None:
-    from mimo.model.dataset import open_dataset
-    from mimo.train.step import StepObserver
-
-    class Observer(StepObserver):
-        pass
-
-    dataset = open_dataset(trainer.recipe, "sources", trainer.chat, trainer.processors)
-    steps = trainer.train(dataset, None, Observer())
-    next(steps)
-    steps.close()
 
 
 @pytest.fixture(scope="module")

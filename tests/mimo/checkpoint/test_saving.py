@@ -20,7 +20,7 @@ import torch
 
 from mimo.checkpoint import folder as folder_of_checkpoints
 from mimo.checkpoint import tensors
-from mimo.checkpoint.folder import Progress, drop_old, latest_checkpoint, publish, to_remove
+from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.reading import read_pieces
 from mimo.checkpoint.save import CheckpointFailed, Saver
@@ -330,31 +330,3 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before_it(
     assert latest is not None
     assert_intact(latest, int(latest.name.removeprefix("step_")))
     assert_intact(folder / "step_1", 1)
-
-
-# ---------------------------------------------------------------------- what is kept
-
-
-def folders(checkpoints: Path, *steps: int) -> None:
-    for age, step in enumerate(steps):
-        (checkpoints / f"step_{step}").mkdir(parents=True)
-        os.utime(checkpoints / f"step_{step}", (1000 + age, 1000 + age))
-
-
-def test_keep_every_keeps_checkpoints_beside_the_last_ones(tmp_path: Path) -> None:
-    folders(tmp_path, 100, 200, 250, 300, 350, 400)
-    (tmp_path / "step_300.old").mkdir()  # somebody's copy
-    newest = tmp_path / "step_400"
-    removed = [path.name for path in to_remove(tmp_path, 2, 200, newest)]
-    assert removed == ["step_100", "step_250", "step_300"]
-    assert [p.name for p in to_remove(tmp_path, 3, None)] == ["step_100", "step_200", "step_250"]
-    drop_old(tmp_path, 2, newest, 200)
-    remaining = {path.name for path in tmp_path.iterdir()}
-    assert remaining == {"step_200", "step_350", "step_400", "step_300.old"}
-
-
-def test_the_checkpoint_of_latest_stays_though_another_is_newer(tmp_path: Path) -> None:
-    folders(tmp_path, 100, 300, 200)
-    (tmp_path / "latest").write_text("step_100")
-    (tmp_path / "step_100" / "progress.json").write_text("{}")
-    assert [path.name for path in to_remove(tmp_path, 1, None)] == ["step_300", "step_200"]

@@ -196,6 +196,8 @@ INDEXES = {
     ),
     "a negative row": damaged(shape=[6, 10], pieces=[["tensors_0.safetensors", 104, -1, 0, 7, 10]]),
     "a file elsewhere": damaged(pieces=[["../tensors_0.safetensors", *FIRST[1:]]]),
+    "an absolute name": damaged(pieces=[["/etc/passwd", *FIRST[1:]]]),
+    "an offset of 2^63": damaged(pieces=[["tensors_0.safetensors", 2**63, 0, 0, 12, 10]]),
     "a file that is a number": damaged(pieces=[[0, *FIRST[1:]]]),
 }
 

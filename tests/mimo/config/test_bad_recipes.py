@@ -39,28 +39,12 @@ def check(*overrides: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        ("a: [*b]", 1, "found undefined alias"),
-        ("name: !!set {x}", 1, "name: should be a valid string"),
-        ("name: !!python/name:os.system x", 1, "could not determine a constructor for the tag"),
-        ("x: {<<: 3}", 1, "expected a mapping"),
-    ],
-)
-def test_a_damaged_file_is_refused_with_its_line(
-    tmp_path: Path, text: str, line: int, message: str
-) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
-    assert str(caught.value).startswith(f"{path}:{line}: ")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
+        (b"a: [*b]", r"bad.yaml:1: .*found undefined alias"),
+        (b"name: !!set {x}", r"bad.yaml:1: name: should be a valid string"),
+        (b"name: !!python/name:os.system x", r"bad.yaml:1: .*not determine a constructor for the"),
+        (b"x: {<<: 3}", r"bad.yaml:1: .*expected a mapping"),
         (b"#" * 2**19, "at most 262144 bytes"),
         (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deep"),
         (b"- " * 5000 + b"1", "nested too deep"),

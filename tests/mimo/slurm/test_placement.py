@@ -38,14 +38,6 @@ def groups_on_one_node(layout: Layout, placement: Placement) -> bool:
     return all((nodes == nodes[:, :1]).all() for nodes in groups)
 
 
-def test_17_ranks_on_nodes_of_8_keep_their_tensor_parallel_groups_whole(path: Path) -> None:
-    phased, layouts = loaded(path, *UNEVEN)
-    placement = place(phased, layouts)
-    assert placement.nodes == ((0, 1, 2, 3, 4), tuple(range(5, 13)), tuple(range(13, 17)))
-    assert placement.node_of() == (0,) * 5 + (1,) * 8 + (2,) * 4
-    assert split_groups(layouts, placement) == []
-
-
 def test_a_group_that_no_node_holds_is_on_as_few_as_possible_and_is_named(path: Path) -> None:
     phased, layouts = loaded(
         path, "language.grid={tp: 4, dp: 2}", "encoders.vision.grid.dp=1",

@@ -10,9 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mimo.checkpoint.hf.export import convert_to_hf
+from mimo.checkpoint.hf.initial import convert_from_hf
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+TEXT_ONLY = ("qwen3", "qwen2", "gemma3_text")
 
 
 def make(family: str, folder: Path, **settings: object) -> Path:
@@ -43,6 +46,14 @@ def assert_same_tensors(got: Path, expected: Path) -> None:
     for key, tensor in wanted.items():
         assert actual[key].dtype == tensor.dtype, key
         assert torch.equal(actual[key], tensor), key
+
+
+def assert_round_trip(folder: Path, path: Path, shard_bytes: int = 10**9) -> Path:
+    """Assert that import and export keep every bit; return the exported folder."""
+    convert_from_hf(folder, path / "ours")
+    convert_to_hf(path / "ours", path / "exported", shard_bytes)
+    assert_same_tensors(path / "exported", folder)
+    return path / "exported"
 
 
 RECIPE = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.hf.adapter import convert_adapter
 from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.initial import convert_from_hf
-from mimo.checkpoint.hf.recipes import load_processor
+from mimo.checkpoint.hf.recipes import load_processor, load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.cli.main import app
 from mimo.errors import InputError
@@ -83,27 +84,14 @@ class Case:
 
 
 # A layer of the language model has 7 linears in transformers; four layers everywhere.
+_QWEN2_MERGERS = [f"model.visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2")]
+_PROJECTOR = ["model.multi_modal_projector"]
+_PARTIAL_LORA = "lora: {rank: 4, alpha: 8, targets: [qkv, fc2]}"
 CASES = {
-    "qwen2_5_vl": Case(
-        *("qwen2_5_vl", LANGUAGE_LORA, VISION_LORA),
-        saved=[f"model.visual.merger.{name}" for name in ("ln_q", "mlp.0", "mlp.2")],
-        adapted=4 * 7 + 4 * 5,
-    ),
-    "qwen3_vl": Case(
-        *("qwen3_vl", LANGUAGE_LORA, VISION_LORA),
-        saved=_QWEN3_MERGERS,
-        adapted=4 * 7 + 4 * 4,
-    ),
-    "gemma3": Case(
-        *("gemma3", LANGUAGE_LORA, VISION_LORA),
-        saved=["model.multi_modal_projector"],
-        adapted=4 * 7 + 4 * 6,
-    ),
-    "frozen tower": Case(
-        *("gemma3", "lora: {rank: 4, alpha: 8, targets: [qkv, fc2]}", "freeze: tower"),
-        saved=["model.multi_modal_projector"],
-        adapted=4 * 4,
-    ),
+    "qwen2_5_vl": Case("qwen2_5_vl", LANGUAGE_LORA, VISION_LORA, _QWEN2_MERGERS, 4 * 7 + 4 * 5),
+    "qwen3_vl": Case("qwen3_vl", LANGUAGE_LORA, VISION_LORA, _QWEN3_MERGERS, 4 * 7 + 4 * 4),
+    "gemma3": Case("gemma3", LANGUAGE_LORA, VISION_LORA, _PROJECTOR, 4 * 7 + 4 * 6),
+    "frozen tower": Case("gemma3", _PARTIAL_LORA, "freeze: tower", _PROJECTOR, 4 * 4),
 }
 
 
@@ -269,58 +257,41 @@ def test_the_configuration_names_every_linear_and_the_trained_modules_beside_the
 # -------------------------------------------------------------------------------- bad input
 
 
-@dataclass(frozen=True)
-class Converted:
-    """An imported checkpoint without training, and a folder that a test may write to."""
-
-    base: Path
-    directory: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.directory / "checkpoint"
-
-    def set_lora(self, rank: int) -> None:
-        """Give the recipe adapters of the language model's attention."""
-        path = self.checkpoint / "recipe.yaml"
-        before, key, after = path.read_text().partition("\n  lora:\n")  # the first is language's
-        assert key
-        lora = f"\n  lora: {{rank: {rank}, alpha: 8, targets: [qkv]}}\n"
-        path.write_text(before + lora + after)
-        write_manifest(self.checkpoint)
-
-    def add_tensors(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Add tensors to the checkpoint."""
-        described = reading.describe(self.checkpoint)
-        tensors = reading.read(self.checkpoint, described)
-        tensors |= {
-            key: torch.full(shape, 2.0 if key.startswith("ema.") else 1.0)
-            for key, shape in shapes.items()
-        }
-        forms = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        for path in self.checkpoint.glob("tensors*"):
-            path.unlink()
-        checkpoint_tensors.write(self.checkpoint, forms, torch.float32, tensors.__getitem__)
-        write_manifest(self.checkpoint)
-
-
 @pytest.fixture
-def converted(tmp_path: Path) -> Converted:
+def converted(tmp_path: Path) -> Path:
+    """An imported checkpoint without training, beside the folder `base` that it is from."""
     write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "base")
-    checkpoint = Converted(tmp_path / "base", tmp_path)
-    convert_from_hf(checkpoint.base, checkpoint.checkpoint)
-    return checkpoint
+    convert_from_hf(tmp_path / "base", tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def change(
+    checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], rank: int | None = None
+) -> None:
+    """Add tensors, and to the recipe adapters of the language model's attention."""
+    tensors = reading.read(checkpoint, reading.describe(checkpoint))
+    tensors |= {
+        key: torch.full(shape, 2.0 if key.startswith("ema.") else 1.0)
+        for key, shape in shapes.items()
+    }
+    forms = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    for path in checkpoint.glob("tensors*"):
+        path.unlink()
+    checkpoint_tensors.write(checkpoint, forms, torch.float32, tensors.__getitem__)
+    if rank is not None:
+        path = checkpoint / "recipe.yaml"
+        lora = f"language.lora={{rank: {rank}, alpha: 8, targets: [qkv]}}"
+        path.write_text(load_recipe(path, [lora]).to_yaml())
+    write_manifest(checkpoint)
 
 
 QKV = "language.decoder.layers.1.self_attention.linear_qkv"
 ADAPTER = {f"{QKV}.lora_a": (4, 128), f"{QKV}.lora_b": (256, 4)}
 
 
-def test_a_checkpoint_without_adapters_is_refused(converted: Converted) -> None:
-    out = converted.directory / "out"
-    done = CliRunner().invoke(
-        app, ["convert", "to-hf", str(converted.checkpoint), str(out), "--adapter"]
-    )
+def test_a_checkpoint_without_adapters_is_refused(converted: Path) -> None:
+    out = converted.with_name("out")
+    done = CliRunner().invoke(app, ["convert", "to-hf", str(converted), str(out), "--adapter"])
     assert done.exit_code == 2
     assert "has no lora, so there is no adapter to write; leave --adapter out" in done.stderr
     assert not out.exists()
@@ -328,12 +299,11 @@ def test_a_checkpoint_without_adapters_is_refused(converted: Converted) -> None:
 
 @pytest.mark.parametrize(("options", "value"), [([], 1.0), (["--ema"], 2.0)])
 def test_option_ema_exports_the_average_of_adapters(
-    converted: Converted, options: list[str], value: float
+    converted: Path, options: list[str], value: float
 ) -> None:
-    converted.add_tensors(ADAPTER | {f"ema.{key}": shape for key, shape in ADAPTER.items()})
-    converted.set_lora(rank=4)
-    out = converted.directory / "out"
-    command = ["convert", "to-hf", str(converted.checkpoint), str(out), "--adapter", *options]
+    change(converted, ADAPTER | {f"ema.{key}": shape for key, shape in ADAPTER.items()}, rank=4)
+    out = converted.with_name("out")
+    command = ["convert", "to-hf", str(converted), str(out), "--adapter", *options]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     exported = load_file(out / "adapter_model.safetensors")
@@ -341,25 +311,22 @@ def test_option_ema_exports_the_average_of_adapters(
     assert all(bool((tensor == value).all()) for tensor in exported.values())
 
 
-def test_adapters_without_their_base_model_are_refused(converted: Converted) -> None:
-    converted.add_tensors(ADAPTER)
-    converted.set_lora(rank=4)
-    converted.base.rename(converted.directory / "elsewhere")
+def test_adapters_without_their_base_model_are_refused(converted: Path) -> None:
+    change(converted, ADAPTER, rank=4)
+    converted.with_name("base").rename(converted.with_name("elsewhere"))
     with pytest.raises(InputError, match="adapters are written beside the model that they adapt"):
-        convert_adapter(converted.checkpoint, converted.directory / "out")
+        convert_adapter(converted, converted.with_name("out"))
 
 
-def test_other_trained_weights_than_adapters_are_refused(converted: Converted) -> None:
-    converted.add_tensors(ADAPTER)
-    converted.set_lora(rank=4)
+def test_other_trained_weights_than_adapters_are_refused(converted: Path) -> None:
     norm = "language.decoder.final_layernorm.weight"
-    converted.add_tensors({norm: (128,), "vision.merger.linear_fc2.bias": (128,)})
+    change(converted, {**ADAPTER, norm: (128,), "vision.merger.linear_fc2.bias": (128,)}, rank=4)
     with pytest.raises(InputError) as caught:
-        convert_adapter(converted.checkpoint, converted.directory / "out")
+        convert_adapter(converted, converted.with_name("out"))
     first, *others = str(caught.value).splitlines()
     assert "other weights than adapters and projectors were trained" in first
     assert others == [f"  {norm}"]
-    assert not (converted.directory / "out").exists()
+    assert not converted.with_name("out").exists()
 
 
 @pytest.mark.parametrize(
@@ -384,16 +351,11 @@ def test_other_trained_weights_than_adapters_are_refused(converted: Converted) -
     ],
 )
 def test_adapters_that_do_not_fit_the_recipe_are_all_listed(
-    converted: Converted,
-    added: dict[str, tuple[int, ...]],
-    rank: int | None,
-    problems: list[str],
+    converted: Path, added: dict[str, tuple[int, ...]], rank: int | None, problems: list[str]
 ) -> None:
-    converted.add_tensors(added)
-    if rank is not None:
-        converted.set_lora(rank)
+    change(converted, added, rank)
     with pytest.raises(InputError) as caught:
-        convert_to_hf(converted.checkpoint, converted.directory / "out", shard_bytes=10**9)
+        convert_to_hf(converted, converted.with_name("out"), shard_bytes=10**9)
     _, *lines = str(caught.value).splitlines()
     for line, problem in zip(lines, problems, strict=True):
         assert problem in line

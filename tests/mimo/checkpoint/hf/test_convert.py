@@ -96,11 +96,9 @@ def test_each_rank_reads_only_what_it_owns(
 
 @pytest.mark.parametrize("shard_bytes", [GB, 10**6, 1])
 def test_a_round_trip_keeps_every_bit(folder: Path, tmp_path: Path, shard_bytes: int) -> None:
-    convert_from_hf(folder, tmp_path / "ours")
-    convert_to_hf(tmp_path / "ours", tmp_path / "exported", shard_bytes)
-    folders.assert_same_tensors(tmp_path / "exported", folder)
-    files = list((tmp_path / "exported").glob("*.safetensors"))
-    index = tmp_path / "exported" / "model.safetensors.index.json"
+    exported = folders.assert_round_trip(folder, tmp_path, shard_bytes)
+    files = list(exported.glob("*.safetensors"))
+    index = exported / "model.safetensors.index.json"
     assert (len(files) == 1) == (shard_bytes == GB) == (not index.exists())
 
 
@@ -109,15 +107,13 @@ def test_a_round_trip_keeps_every_bit(folder: Path, tmp_path: Path, shard_bytes:
     [
         ("qwen3_vl", {"tied": False, "dtype": "bfloat16"}),
         ("gemma3", {"tied": True, "shard_size": "500KB"}),
+        *((family, {}) for family in folders.TEXT_ONLY),
     ],
 )
 def test_other_forms_of_a_checkpoint_keep_every_bit_too(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
-    folder = folders.make(family, tmp_path / "model", **settings)
-    convert_from_hf(folder, tmp_path / "ours")
-    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
-    folders.assert_same_tensors(tmp_path / "exported", folder)
+    folders.assert_round_trip(folders.make(family, tmp_path / "model", **settings), tmp_path)
 
 
 def test_transformers_loads_an_export_completely(folder: Path, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import runs
 from tests.mimo.checkpoint.hf import folders
+from tests.mimo.checkpoint.hf.folders import TEXT_ONLY
 from tests.mimo.checkpoint.manifests import write_manifest
 
-TEXT_ONLY = ("qwen3", "qwen2", "gemma3_text")
 GB = 10**9
 RECIPE = """
 name: text
@@ -105,16 +105,6 @@ def logits_of_transformers(folder: Path, family: str, ids: np.ndarray) -> Tensor
     assert not any(report.values()), report
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(ids)[None]).logits[0]
-
-
-@pytest.mark.parametrize("family", TEXT_ONLY)
-def test_a_text_only_checkpoint_is_imported_and_exported_bit_for_bit(
-    tmp_path: Path, family: str
-) -> None:
-    folder = folders.make(family, tmp_path / "model")
-    convert_from_hf(folder, tmp_path / "ours")
-    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
-    folders.assert_same_tensors(tmp_path / "exported", folder)
 
 
 def test_a_text_only_checkpoint_refuses_encoders(tmp_path: Path) -> None:

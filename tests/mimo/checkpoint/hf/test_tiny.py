@@ -36,10 +36,13 @@ from tests.mimo.checkpoint.hf import folders
 
 
 @pytest.fixture(scope="module", params=folders.FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp(request.param) / "checkpoint"
-    write_tiny(TinyCheckpoint(request.param), directory)
-    return directory
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.make(family, tmp_path_factory.mktemp(family) / "checkpoint")
 
 
 def pictures(*sizes: tuple[int, int]) -> list[Image.Image]:
@@ -102,14 +105,12 @@ def test_files_written_by_transformers_give_the_same_processor(
         np.testing.assert_array_equal(np.asarray(values), np.asarray(again(**inputs)[name]))
 
 
-@pytest.mark.parametrize("family", folders.FAMILIES)
-def test_auto_processor_loads_the_folder(family: str, tmp_path: Path) -> None:
+def test_auto_processor_loads_the_folder(family: str, checkpoint: Path) -> None:
     if family != "gemma3":
         pytest.importorskip("torchvision", reason="transformers needs it to make this processor")
-    write_tiny(TinyCheckpoint(family), tmp_path)
-    auto = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
+    auto = AutoProcessor.from_pretrained(checkpoint, local_files_only=True)
     text = question(auto, 2, answered=False)
-    ours = load_processor(tmp_path)
+    ours = load_processor(checkpoint)
     assert text == question(ours, 2, answered=False)
     images = [pictures((40, 60), (90, 33))]
     ids = auto(text=[text], images=images)["input_ids"]
@@ -128,6 +129,8 @@ def test_every_word_of_the_digits_data_is_a_token(checkpoint: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True).rstrip().endswith("0 1 2")
     for word in (*DIGITS, *words()):
         assert [len(tokenizer.tokenize(text)) for text in (word, f" {word}")] == [1, 1], word
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert len(tokenizer) < config["text_config"]["vocab_size"], "the embedding has more rows"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
@@ -156,17 +159,11 @@ def test_no_weight_is_at_a_special_value(checkpoint: Path) -> None:
         assert 0.02 < values.std() < 0.2, name
 
 
-def test_the_embedding_has_more_rows_than_there_are_tokens(checkpoint: Path) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    tokens = len(load_processor(checkpoint).tokenizer)
-    assert tokens < config["text_config"]["vocab_size"]
-
-
-def test_equal_seeds_give_equal_bytes_and_others_do_not(checkpoint: Path, tmp_path: Path) -> None:
-    family = json.loads((checkpoint / "config.json").read_text())["model_type"]
-    again, other = tmp_path / "again", tmp_path / "other"
-    write_tiny(TinyCheckpoint(family), again)
-    write_tiny(TinyCheckpoint(family, seed=1), other)
+def test_equal_seeds_give_equal_bytes_and_others_do_not(
+    family: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    again = folders.make(family, tmp_path / "again")
+    other = folders.make(family, tmp_path / "other", seed=1)
     assert digests(again) == digests(checkpoint)
     weights = "model.safetensors"
     assert digests(other)[weights] != digests(checkpoint)[weights]
@@ -180,6 +177,8 @@ def test_options_set_shards_dtype_and_ties(tmp_path: Path) -> None:
     assert "lm_head.weight" in index["weight_map"]
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "x", local_files_only=True)
     assert model.dtype == torch.bfloat16
+    write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "x")
+    assert not (tmp_path / "x" / "model.safetensors.index.json").exists(), "it is replaced"
 
 
 def test_a_folder_that_holds_something_else_is_refused_and_kept(tmp_path: Path) -> None:
@@ -187,12 +186,6 @@ def test_a_folder_that_holds_something_else_is_refused_and_kept(tmp_path: Path) 
     with pytest.raises(InputError, match="give an empty or a new folder"):
         write_tiny(TinyCheckpoint("gemma3"), tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_a_tiny_checkpoint_is_replaced(tmp_path: Path) -> None:
-    write_tiny(TinyCheckpoint("gemma3", shard_size="500KB"), tmp_path)
-    write_tiny(TinyCheckpoint("gemma3"), tmp_path)
-    assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -234,11 +227,7 @@ NOT_IMPORTED = {
 # transformers has in its code, how fast files are decoded, and what transformers would not read.
 UNSAID = {
     "qwen2_5_vl": {
-        "vocab_multiple",
-        "jpeg_draft",
-        "video_min_pixels",
-        "video_max_pixels",
-        "norm_eps",
+        *("vocab_multiple", "jpeg_draft", "video_min_pixels", "video_max_pixels", "norm_eps")
     },
     "qwen3_vl": {"vocab_multiple", "jpeg_draft", "norm_eps"},
     "gemma3": {
@@ -255,16 +244,6 @@ ONCE_BLIND = {
     "local_rotary_base": ("language", ("gemma3",)),
     "tokens_per_second": ("vision", ("qwen2_5_vl",)),
 }
-
-
-@pytest.fixture(scope="module", params=folders.FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folders.make(family, tmp_path_factory.mktemp(family) / "model")
 
 
 Import = Callable[[], dict[str, Any]]
@@ -284,12 +263,8 @@ def unseen(family: str, folder: Path, overlooked: frozenset[tuple[str, str]] = f
     }
     defaults = set()
     for module, (kind, imported_settings) in imported.items():
-        settings_without = {
-            key: value
-            for key, value in imported_settings.items()
-            if (module, key) not in overlooked
-        }
-        settings = kind.Settings(**settings_without).model_dump()
+        kept = {k: v for k, v in imported_settings.items() if (module, k) not in overlooked}
+        settings = kind.Settings(**kept).model_dump()
         for key, field in kind.Settings.model_fields.items():
             is_listed = module == "vision" or key == "vocab_multiple"
             if is_listed and key in UNSAID[family]:
@@ -299,21 +274,23 @@ def unseen(family: str, folder: Path, overlooked: frozenset[tuple[str, str]] = f
     return defaults
 
 
-def test_every_imported_setting_differs_from_our_default(family: str, folder: Path) -> None:
-    assert unseen(family, folder) == set()
+def test_every_imported_setting_differs_from_our_default(family: str, checkpoint: Path) -> None:
+    assert unseen(family, checkpoint) == set()
 
 
-def test_an_overlooked_setting_is_detected(family: str, folder: Path) -> None:
+def test_an_overlooked_setting_is_detected(family: str, checkpoint: Path) -> None:
     """Each of those that once were not, and all of them at once."""
     every = {(module, key) for key, (module, families) in ONCE_BLIND.items() if family in families}
     for overlooked in ({pair} for pair in every):
-        assert unseen(family, folder, frozenset(overlooked)) == overlooked
-    assert unseen(family, folder, frozenset(every)) == every
+        assert unseen(family, checkpoint, frozenset(overlooked)) == overlooked
+    assert unseen(family, checkpoint, frozenset(every)) == every
 
 
-def test_every_value_differs_from_the_default_of_transformers(family: str, folder: Path) -> None:
-    config: Any = AutoConfig.from_pretrained(folder)
-    processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+def test_every_value_differs_from_the_default_of_transformers(
+    family: str, checkpoint: Path
+) -> None:
+    config: Any = AutoConfig.from_pretrained(checkpoint)
+    processor: Any = AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
     equal = set()
     for part in (config, config.text_config, config.vision_config, processor):
         default = dict(leaves(type(part)().to_dict()))
