@@ -21,6 +21,7 @@ from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import new_folder, write_json
+from mimo.families.keymap import adapter_names
 from mimo.families.registry import encoder_family
 from mimo.runtime.progress import counter_of
 
@@ -38,7 +39,7 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     weights than adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
-    if not any(weight.adapter for weight in trained.weights):
+    if not any(weight.lora for weight in trained.weights):
         raise InputError(
             f"{trained.checkpoint}: its recipe has no lora, so there is no adapter to write; leave "
             f"--adapter out to write the whole model"
@@ -65,14 +66,15 @@ def _adapters(trained: TrainedModel) -> tuple[dict[str, Tensor], dict[str, LoRA]
     tensors: dict[str, Tensor] = {}
     loras: dict[str, LoRA] = {}
     for weight in trained.weights:
-        if (adapter := weight.adapter) is None:
+        if weight.lora is None:
             continue
-        for source, lora_b in weight.weight.split(ours[adapter.lora_b]).items():
+        a_key, b_key = adapter_names(weight.key)
+        for source, lora_b in weight.weight.split(ours[b_key]).items():
             module = _module_of(source.key)
             # Tensors of a file must not share memory.
-            tensors[f"{_PREFIX}{module}.lora_A.weight"] = ours[adapter.lora_a].clone()
+            tensors[f"{_PREFIX}{module}.lora_A.weight"] = ours[a_key].clone()
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = lora_b
-            loras[module] = adapter.lora
+            loras[module] = weight.lora
     return tensors, loras
 
 

@@ -139,23 +139,14 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """The adapter of a linear: the keys of its two matrices in a checkpoint, and its sizes."""
-
-    lora_a: str
-    lora_b: str
-    lora: LoRA
-
-
-@dataclass(frozen=True)
 class TrainedWeight:
-    """A parameter of ours in a checkpoint: its key, shape and dtype there."""
+    """A parameter of ours in a checkpoint: its key, shape and dtype there. lora: what adapts it."""
 
     key: str
     weight: Weight
     shape: torch.Size
     dtype: torch.dtype
-    adapter: Adapter | None = None
+    lora: LoRA | None
 
     @property
     def num_bytes(self) -> int:
@@ -166,19 +157,17 @@ class TrainedWeight:
     def stored(self) -> dict[str, Shape]:
         """Return shape and dtype by key: the parameter, then what adapts it."""
         shapes = {self.key: (self.shape, self.dtype)}
-        if self.adapter is not None:
-            a_shape, b_shape = adapter_shapes(self.shape, self.adapter.lora.rank)
-            shapes[self.adapter.lora_a] = (torch.Size(a_shape), self.dtype)
-            shapes[self.adapter.lora_b] = (torch.Size(b_shape), self.dtype)
+        if self.lora is not None:
+            forms = zip(
+                adapter_names(self.key), adapter_shapes(self.shape, self.lora.rank), strict=True
+            )
+            shapes |= {key: (torch.Size(form), self.dtype) for key, form in forms}
         return shapes
 
     def merged(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the parameter with its adapter, (R, ...); removes both from ``tensors``."""
         weight, *adapter = [tensors.pop(key) for key in self.stored()]
-        if self.adapter is None:
-            return weight
-        lora_a, lora_b = adapter
-        return merged_weight(weight, lora_a, lora_b, self.adapter.lora.scale)
+        return weight if self.lora is None else merged_weight(weight, *adapter, self.lora.scale)
 
 
 @dataclass(frozen=True)
@@ -268,11 +257,8 @@ def _trained_weights(
             shape, dtype = described[key]
             if shape[0] < weight.num_rows:
                 problems.append(f"  {key} is {list(shape)}, needs {weight.num_rows} rows at least")
-            lora_a, lora_b = adapter_names(key)
-            adapter = None
-            if lora is not None and (lora_a in described or lora_b in described):
-                adapter = Adapter(lora_a, lora_b, lora)
-            trained.append(TrainedWeight(key, weight, shape, dtype, adapter))
+            is_adapted = not described.keys().isdisjoint(adapter_names(key))
+            trained.append(TrainedWeight(key, weight, shape, dtype, lora if is_adapted else None))
             adapters |= {k: form for k, form in trained[-1].stored().items() if k != key}
         problems += _adapter_problems(module, lora, adapters, described)
     if problems:
