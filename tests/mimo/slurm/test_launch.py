@@ -155,9 +155,9 @@ def test_without_slurm_nothing_is_submitted(folder: Path) -> None:
 
 
 def test_a_job_can_be_explained_and_submitted_at_once(slurm: Path) -> None:
-    told = launch("--explain", "--submit").stdout
-    assert told.startswith(launch("--explain").stdout)
-    assert "submitted 41;" in told
+    printed = launch("--explain", "--submit").stdout
+    assert printed.startswith(launch("--explain").stdout)
+    assert "submitted 41;" in printed
 
 
 def test_a_submitted_job_is_noted_with_its_number(slurm: Path) -> None:
@@ -172,10 +172,11 @@ def test_a_submitted_job_is_noted_with_its_number(slurm: Path) -> None:
         file.write(f"""echo '{json.dumps(own)}' >>{script.parent}/jobs.jsonl\n""")
     assert launch("--submit").exit_code == 0
     run = script.parent.parent
-    assert [(one["job_id"], one["kind"]) for one in jobs_of(run)] == [("41", "job"), ("42", "job")]
+    expected = [("41", "job"), ("42", "job")]
+    assert [(job["job_id"], job["kind"]) for job in jobs_of(run)] == expected
     with (script.parent / "jobs.jsonl").open("a") as file:
         file.write(f"{json.dumps(own)}\n")  # a job that is late
-    assert [(one["job_id"], one["kind"]) for one in jobs_of(run)] == [("41", "job"), ("42", "job")]
+    assert [(job["job_id"], job["kind"]) for job in jobs_of(run)] == expected
 
 
 def test_links_of_a_chain_wait_for_each_other(slurm: Path) -> None:
@@ -211,8 +212,8 @@ def test_an_array_is_of_runs_that_ask_for_the_same(slurm: Path) -> None:
     numbers = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "51"}
     environment = {**os.environ, **numbers}
     subprocess.run(["bash", runs / "tiny/launch/array.sh"], env=environment, check=True)
-    said = (runs / "other3/launch/job_51.out").read_text()
-    assert said == f"{runs}/other3/launch/job.sh is 41_2\n"
+    printed = (runs / "other3/launch/job_51.out").read_text()
+    assert printed == f"{runs}/other3/launch/job.sh is 41_2\n"
 
 
 @pytest.mark.parametrize(
