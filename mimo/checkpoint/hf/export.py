@@ -325,11 +325,11 @@ def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) 
 
     Raises RecipeError for others.
     """
-    found = [*differences(recipe, architecture, folder)]
+    changed = [*differences(recipe, architecture, folder)]
     problems = [
         f"  {dotted((*key_of(item.module), 'model'))}.{item.key} is {item.value}, "
         f"{folder} says {item.expected}"
-        for item in found
+        for item in changed
         if not item.is_of_images
     ]
     if problems:
@@ -338,7 +338,7 @@ def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) 
             "does not say, so it would compute something else there:",
             *problems,
         )
-    return {item.key: item.value for item in found}
+    return {item.key: item.value for item in changed}
 
 
 def _write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:

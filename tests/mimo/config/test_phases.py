@@ -78,10 +78,10 @@ def test_a_mapping_over_a_list_changes_entries_by_number_or_path(path: Path) -> 
         .replace(f'{{path: "{path.parent}/train-*.tar"}}', ", ".join(sources))
     )
     phased = load_phases(path, ["phases.0.data.sources.2.weight=9.0"])
-    weights = [[one.weight for one in phase.recipe.data.sources] for phase in phased.phases]
+    weights = [[source.weight for source in phase.recipe.data.sources] for phase in phased.phases]
     assert weights == [[1.0, 3.0, 9.0], [1.0, 0.5, 1.0]]
     for phase in phased.phases:
-        assert [one.path for one in phase.recipe.data.sources] == ["a.tar", "b.tar", "c.tar"]
+        assert [source.path for source in phase.recipe.data.sources] == ["a.tar", "b.tar", "c.tar"]
     again = path.parent / "again.yaml"
     again.write_text(phased.to_yaml())
     assert dumped(load_phases(again)) == dumped(phased)
@@ -315,10 +315,10 @@ def test_an_interrupted_phase_is_resumed_and_no_earlier_one_runs_again(
     done = write_checkpoint(phased, 0, 3)
     (only,) = left(phased, resume=True)
     assert (only.phase.name, only.start) == ("everything", FromWeights(done))
-    own = write_checkpoint(phased, 1, 1)
+    last = write_checkpoint(phased, 1, 1)
     (only,) = left(phased, resume=True)
-    assert (only.phase.name, only.start) == ("everything", Resume(own))
-    assert find_checkpoint(phased.run_dir) == own
+    assert (only.phase.name, only.start) == ("everything", Resume(last))
+    assert find_checkpoint(phased.run_dir) == last
 
 
 @pytest.mark.parametrize("phases", [True, False])
@@ -346,12 +346,12 @@ def test_resuming_before_the_first_checkpoint_begins_anew_in_the_same_folder(
 def test_an_explicit_checkpoint_belongs_to_the_phase_whose_folder_it_is_in(
     phased: PhasedRecipe, tmp_path: Path
 ) -> None:
-    early, own = write_checkpoint(phased, 0, 2), write_checkpoint(phased, 1, 1)
+    early, last = write_checkpoint(phased, 0, 2), write_checkpoint(phased, 1, 1)
     runs = left(phased, resume_from=early)
     assert [run.phase.name for run in runs] == ["projector", "everything"]
     assert runs[0].start == Resume(early)
-    (only,) = left(phased, resume_from=own.parent.parent)
-    assert only.start == Resume(own)
+    (only,) = left(phased, resume_from=last.parent.parent)
+    assert only.start == Resume(last)
     partial = tmp_path / "elsewhere" / ".partial"
     partial.mkdir(parents=True)
     elsewhere = publish(partial, Progress(1, 1), "", keep=1)

@@ -140,7 +140,7 @@ def test_a_job_that_was_submitted_by_hand_notes_itself_once(tmp_path: Path) -> N
     for arguments in ((), (), ("", "6_1")):
         assert stage.run(*arguments) == 0
     noted = map(json.loads, (stage.job.launch / "jobs.jsonl").read_text().splitlines())
-    first, task = [(one.pop("time")[:2], one) for one in noted]
+    first, task = [(line.pop("time")[:2], line) for line in noted]
     script = str(stage.job.launch / "job.sh")
     assert first == ("20", {"job_id": "7", "kind": "by hand", "script": script})
     assert task == ("20", {"job_id": "6_1", "kind": "array", "script": script})
@@ -178,12 +178,12 @@ _PRINTABLE = st.text(st.characters().filter(str.isprintable), min_size=1, max_si
 def test_any_value_of_an_environment_variable_arrives_unchanged(value: str, job: Job) -> None:
     text = _changed(job, {"environment": {"VALUE": value}}).text
     lines = [line for line in text.splitlines() if line.startswith("export ")]
-    told = subprocess.run(
+    done = subprocess.run(
         ["bash", "-c", "\n".join([*lines, "/usr/bin/printenv -0 VALUE"])],
         capture_output=True,
         check=True,
     )
-    assert told.stdout == f"{value}\0".encode()
+    assert done.stdout == f"{value}\0".encode()
 
 
 @settings(max_examples=25)
@@ -198,8 +198,8 @@ def test_any_folder_is_entered_as_it_is_called(path: str, job: Job) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("cd ")]
     (run,) = [line for line in text.splitlines() if line.startswith("run=")]
     script = f'cd() {{ printf "%s\\0" "$@"; }}\n{line}\n{run}\nprintf "%s\\0" "$run"'
-    told = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
-    assert told.stdout == f"/nowhere/{path}\0/nowhere/{path}/runs/tiny\0".encode()
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert done.stdout == f"/nowhere/{path}\0/nowhere/{path}/runs/tiny\0".encode()
 
 
 @pytest.mark.parametrize(

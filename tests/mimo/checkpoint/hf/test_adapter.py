@@ -159,7 +159,7 @@ def their_logits(model: Any, base: Path) -> list[Tensor]:
 
 def largest_difference(got: list[Tensor], expected: list[Tensor]) -> float:
     pairs = zip(got, expected, strict=True)
-    return max(float((one - other).abs().max()) for one, other in pairs)
+    return max(float((actual - wanted).abs().max()) for actual, wanted in pairs)
 
 
 def load(folder: Path) -> Any:
@@ -187,7 +187,7 @@ def trained(
     (packed,) = run_ranks(our_logits, 1, directory / "runs" / "run")
     base = their_logits(load(directory / "base"), directory / "base")
     vocabulary = base[0].shape[1]
-    logits = torch.from_numpy(packed)[:, :vocabulary].split([len(one) for one in base])
+    logits = torch.from_numpy(packed)[:, :vocabulary].split([*map(len, base)])
     assert largest_difference(list(logits), base) > 0.01, "training has changed nothing"
     convert_to_hf(directory / "runs" / "run", directory / "merged", shard_bytes=300_000)
     convert_adapter(directory / "runs" / "run", directory / "adapter")
