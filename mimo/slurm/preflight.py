@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from braceexpand import braceexpand
 
 from data.index.remote import is_remote
-from data.index.shards import find_shards, without_braces
+from data.index.shards import find_shards
 from mimo import device
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.phases import PhasedRecipe
@@ -328,9 +329,11 @@ def _unreadable(recipes: Sequence[Recipe]) -> Iterator[str]:
         for split in SPLITS:
             for source in sources_of(recipe, split):
                 # Of shards at URLs only the first: many nodes would ask for all of them at once.
-                remote = is_remote(source.path)
+                path = source.path
+                if is_remote(path):
+                    path = next(iter(braceexpand(path, escape=False)))
                 try:
-                    find_shards(next(without_braces(source.path)) if remote else source.path)
+                    find_shards(path)
                 except ValueError as error:
                     yield f"data.{split}: {error}"
 
