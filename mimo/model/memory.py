@@ -28,7 +28,7 @@ from itertools import pairwise
 import numpy as np
 
 from data.modalities.processor import Part
-from mimo.config.schema import Recipe, Train
+from mimo.config.schema import Recipe
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
     encoder_family,
@@ -119,19 +119,6 @@ def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     return roles
 
 
-def gradient_bytes(train: Train) -> int:
-    """Return the bytes of the gradient of a trainable parameter."""
-    return max(4, DTYPES[train.precision].itemsize)
-
-
-def optimizer_bytes(train: Train, replicas: int) -> float:
-    """Return the bytes of state of a trainable parameter. replicas: ranks that can share it."""
-    state = 2 * gradient_bytes(train) * (train.optimizer == "adam")
-    state += 4 * (train.precision == "bf16")
-    state += gradient_bytes(train) * (train.ema_decay is not None)
-    return state / (replicas if train.distributed_optimizer else 1)
-
-
 def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     """Return the inputs of a tower, such as patches, per embedding of an item of noise."""
     settings = encoder_settings(recipe, encoder)
@@ -153,7 +140,8 @@ class _Module:
     def __init__(self, recipe: Recipe, layout: Layout, name: str) -> None:
         self.recipe, self.layout, self.name = recipe, layout, name
         self.grid, self.part, self.train = layout.grids[name], recipe.module(name), recipe.train
-        self.size, self.wide = DTYPES[self.train.precision].itemsize, gradient_bytes(self.train)
+        self.size = DTYPES[self.train.precision].itemsize
+        self.wide = max(4, self.size)
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
         last: tuple[str, ...] = (_OUTPUT,)
@@ -193,7 +181,9 @@ class _Module:
 
     def stage_parameters(self, stages: range) -> RoleMemory:
         """Return what each rank of these stages keeps of the parameters under Megatron."""
-        grid = self.grid
+        grid, train = self.grid, self.train
+        state = 2 * self.wide * (train.optimizer == "adam") + 4 * (train.precision == "bf16")
+        state += self.wide * (train.ema_decay is not None)
         first, last = stages[0] == 0, stages[-1] == grid.pp - 1
         count = {"first": int(first), "layer": self.layers, "last": int(last)}
         held = sum(count[place] * elements for place, elements in self.held.items())
@@ -207,7 +197,7 @@ class _Module:
             ranks=range(grid.rank(pp=stages[0]), grid.rank(pp=stages[-1]) + grid.size // grid.pp),
             weights=held * self.size,
             gradients=trained * self.wide,
-            optimizer=trained * optimizer_bytes(self.train, grid.dp * grid.cp),
+            optimizer=trained * (state / (grid.dp * grid.cp if train.distributed_optimizer else 1)),
         )
 
     def sharded_parameters(self) -> RoleMemory:
