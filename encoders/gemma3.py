@@ -280,14 +280,14 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
         ),
     ]
     for n in range(settings.num_layers):
-        here, there = f"blocks.layers.{n}", f"{root}.encoder.layers.{n}"
-        attention, theirs = f"{here}.self_attention", f"{there}.self_attn"
+        layer, source = f"blocks.layers.{n}", f"{root}.encoder.layers.{n}"
+        attention, theirs = f"{layer}.self_attention", f"{source}.self_attn"
         weights += [
-            *both(f"{here}.input_layernorm", f"{there}.layer_norm1", size),
-            *both(f"{here}.pre_mlp_layernorm", f"{there}.layer_norm2", size),
+            *both(f"{layer}.input_layernorm", f"{source}.layer_norm1", size),
+            *both(f"{layer}.pre_mlp_layernorm", f"{source}.layer_norm2", size),
             *both(f"{attention}.linear_proj", f"{theirs}.out_proj", size, size),
-            *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.fc1", ffn, size),
-            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.fc2", size, ffn),
+            *both(f"{layer}.mlp.linear_fc1", f"{source}.mlp.fc1", ffn, size),
+            *both(f"{layer}.mlp.linear_fc2", f"{source}.mlp.fc2", size, ffn),
         ]
         for kind, columns in (("weight", (size,)), ("bias", ())):
             keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]

@@ -245,22 +245,22 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
         *both("merger.linear_fc2", f"{ROOT}.merger.linear_fc2", output_size, merged),
     ]
     for n in range(settings.num_levels):
-        here, there = f"level_mergers.{n}", f"{ROOT}.deepstack_merger_list.{n}"
+        level, source = f"level_mergers.{n}", f"{ROOT}.deepstack_merger_list.{n}"
         weights += [
-            *both(f"{here}.norm", f"{there}.norm", merged),
-            *both(f"{here}.mlp.linear_fc1", f"{there}.linear_fc1", merged, merged),
-            *both(f"{here}.mlp.linear_fc2", f"{there}.linear_fc2", output_size, merged),
+            *both(f"{level}.norm", f"{source}.norm", merged),
+            *both(f"{level}.mlp.linear_fc1", f"{source}.linear_fc1", merged, merged),
+            *both(f"{level}.mlp.linear_fc2", f"{source}.linear_fc2", output_size, merged),
         ]
     for n in range(settings.num_layers):
-        here, there = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
-        qkv = f"{here}.self_attention.linear_qkv"
+        layer, source = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
+        qkv = f"{layer}.self_attention.linear_qkv"
         weights += [
-            *both(f"{here}.input_layernorm", f"{there}.norm1", size),
-            *both(f"{here}.pre_mlp_layernorm", f"{there}.norm2", size),
-            fused_qkv(f"{qkv}.weight", f"{there}.attn.qkv.weight", heads, size // heads, size),
-            fused_qkv(f"{qkv}.bias", f"{there}.attn.qkv.bias", heads, size // heads),
-            *both(f"{here}.self_attention.linear_proj", f"{there}.attn.proj", size, size),
-            *both(f"{here}.mlp.linear_fc1", f"{there}.mlp.linear_fc1", ffn, size),
-            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.linear_fc2", size, ffn),
+            *both(f"{layer}.input_layernorm", f"{source}.norm1", size),
+            *both(f"{layer}.pre_mlp_layernorm", f"{source}.norm2", size),
+            fused_qkv(f"{qkv}.weight", f"{source}.attn.qkv.weight", heads, size // heads, size),
+            fused_qkv(f"{qkv}.bias", f"{source}.attn.qkv.bias", heads, size // heads),
+            *both(f"{layer}.self_attention.linear_proj", f"{source}.attn.proj", size, size),
+            *both(f"{layer}.mlp.linear_fc1", f"{source}.mlp.linear_fc1", ffn, size),
+            *both(f"{layer}.mlp.linear_fc2", f"{source}.mlp.linear_fc2", size, ffn),
         ]
     return weights

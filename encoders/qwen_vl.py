@@ -226,16 +226,16 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
         *both("merger.linear_fc2", f"{ROOT}.merger.mlp.2", output_size, merged),
     ]
     for n in range(settings.num_layers):
-        here, there = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
+        layer, source = f"blocks.layers.{n}", f"{ROOT}.blocks.{n}"
         weights += [
-            plain(f"{here}.input_layernorm.weight", f"{there}.norm1.weight", size),
-            plain(f"{here}.pre_mlp_layernorm.weight", f"{there}.norm2.weight", size),
-            *both(f"{here}.self_attention.linear_proj", f"{there}.attn.proj", size, size),
-            *both(f"{here}.mlp.linear_fc2", f"{there}.mlp.down_proj", size, ffn),
+            plain(f"{layer}.input_layernorm.weight", f"{source}.norm1.weight", size),
+            plain(f"{layer}.pre_mlp_layernorm.weight", f"{source}.norm2.weight", size),
+            *both(f"{layer}.self_attention.linear_proj", f"{source}.attn.proj", size, size),
+            *both(f"{layer}.mlp.linear_fc2", f"{source}.mlp.down_proj", size, ffn),
         ]
         for kind, columns in (("weight", (size,)), ("bias", ())):
-            qkv, theirs = f"{here}.self_attention.linear_qkv.{kind}", f"{there}.attn.qkv.{kind}"
+            qkv, theirs = f"{layer}.self_attention.linear_qkv.{kind}", f"{source}.attn.qkv.{kind}"
             weights.append(fused_qkv(qkv, theirs, heads, size // heads, *columns))
-            gate_up = [f"{there}.mlp.{which}_proj.{kind}" for which in ("gate", "up")]
-            weights.append(stacked(f"{here}.mlp.linear_fc1.{kind}", gate_up, ffn, *columns))
+            gate_up = [f"{source}.mlp.{which}_proj.{kind}" for which in ("gate", "up")]
+            weights.append(stacked(f"{layer}.mlp.linear_fc1.{kind}", gate_up, ffn, *columns))
     return weights

@@ -116,21 +116,21 @@ def decoder_weights(
     if not settings.tie_word_embeddings:
         weights.append(plain("output_layer.weight", "lm_head.weight", vocab, size))
     for n in range(settings.num_layers):
-        here, there = f"decoder.layers.{n}", f"{_PREFIX}.layers.{n}"
-        attention, theirs = f"{here}.self_attention", f"{there}.self_attn"
+        layer, source = f"decoder.layers.{n}", f"{_PREFIX}.layers.{n}"
+        attention, theirs = f"{layer}.self_attention", f"{source}.self_attn"
         for norm, ours in norms.items():
             width = head if norm in QK_NORMS else size
-            weights.append(plain(f"{here}.{ours}.weight", f"{there}.{norm}.weight", width))
+            weights.append(plain(f"{layer}.{ours}.weight", f"{source}.{norm}.weight", width))
         kinds = {"weight": (size,), "bias": ()} if qkv_bias else {"weight": (size,)}
         for kind, columns in kinds.items():
             keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]
             qkv = f"{attention}.linear_qkv.{kind}"
             weights.append(grouped_qkv(qkv, keys, groups, heads // groups, head, *columns))
-        gate_up = [f"{there}.mlp.{which}_proj.weight" for which in ("gate", "up")]
+        gate_up = [f"{source}.mlp.{which}_proj.weight" for which in ("gate", "up")]
         weights += [
             plain(f"{attention}.linear_proj.weight", f"{theirs}.o_proj.weight", size, heads * head),
-            stacked(f"{here}.mlp.linear_fc1.weight", gate_up, ffn, size),
-            plain(f"{here}.mlp.linear_fc2.weight", f"{there}.mlp.down_proj.weight", size, ffn),
+            stacked(f"{layer}.mlp.linear_fc1.weight", gate_up, ffn, size),
+            plain(f"{layer}.mlp.linear_fc2.weight", f"{source}.mlp.down_proj.weight", size, ffn),
         ]
     return weights
 
