@@ -254,13 +254,13 @@ def _store_of_attempt(store: Store, second: Store, rank: int) -> Store:
     restarts is counted on each machine separately, so it cannot name the attempt. Each rank
     therefore asks rank 0 for the attempt's name, under a key that nobody has answered before.
     """
-    keys, own_name = PrefixStore("mimo attempts", second), uuid.uuid4().hex
+    keys, name = PrefixStore("mimo attempts", second), uuid.uuid4().hex
     if rank == 0:
-        args = (keys, own_name)
+        args = (keys, name)
         threading.Thread(target=_name_attempt, args=args, name="rendezvous", daemon=True).start()
-        return PrefixStore(own_name, store)
-    keys.set(f"request {keys.add('requests', 1)}", own_name)
-    return PrefixStore(keys.get(f"answer to {own_name}").decode(), store)
+        return PrefixStore(name, store)
+    keys.set(f"request {keys.add('requests', 1)}", name)
+    return PrefixStore(keys.get(f"answer to {name}").decode(), store)
 
 
 def _name_attempt(keys: Store, name: str) -> None:

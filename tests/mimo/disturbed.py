@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from mimo.runtime import processes
 from mimo.runtime.ranks import launch
 from mimo.train import main as job
+from tests.ranks import running
 
 RANK = f"{__name__}:run_rank"
 Train = Callable[..., int]
 
 
-def disturbing(patch: pytest.MonkeyPatch, disturb: str, given: Any) -> Train:
+def disturbing(patch: pytest.MonkeyPatch, disturb: str, fault: Any) -> Train:
     """`train(recipe, overrides, **options)`, the command, returning its exit code.
 
-    disturb: `module:function`; each rank calls it with ``given``, the number of the attempt, the
+    disturb: `module:function`; each rank calls it with ``fault``, the number of the attempt, the
     run folder and where the run starts, before it does anything else.
     """
     attempts = 0
@@ -28,10 +29,8 @@ def disturbing(patch: pytest.MonkeyPatch, disturb: str, given: Any) -> Train:
     def launch_disturbed(target: str, args: tuple[Any, ...], *rest: Any) -> int:
         nonlocal attempts
         attempts += 1
-        return launch(RANK, (disturb, given, attempts - 1, args), *rest)
+        return launch(RANK, (disturb, fault, attempts - 1, args), *rest)
 
-    # A rank that died silently is known to be the cause; what others say of it is not asked for.
-    patch.setattr(processes, "_SILENT_CAUSE_SECONDS", 0.05)
     patch.setattr(job, "launch", launch_disturbed)
 
     def train(recipe: Path, overrides: Sequence[str], **options: Any) -> int:
@@ -40,12 +39,21 @@ def disturbing(patch: pytest.MonkeyPatch, disturb: str, given: Any) -> Train:
     return train
 
 
-def run_rank(disturb: str, given: Any, attempt: int, args: tuple[Any, ...]) -> int:
+def run_rank(disturb: str, fault: Any, attempt: int, args: tuple[Any, ...]) -> int:
     """Runs inside ranks."""
     from mimo.train import rank
 
-    pkgutil.resolve_name(disturb)(given, attempt, *args[2:4])
+    run_dir, start = args[2:4]
+    (run_dir / f"pid_{attempt}_{os.environ['RANK']}").write_text(str(os.getpid()))
+    pkgutil.resolve_name(disturb)(fault, attempt, run_dir, start)
     return rank.run_rank(*args)
+
+
+def running_ranks(run_dir: Path) -> list[int]:
+    """Processes of the run's ranks that have not ended; at least one has begun."""
+    pids = [int(path.read_text()) for path in run_dir.glob("pid_*")]
+    assert pids
+    return running(pids)
 
 
 def when_at(step: int, activity: str, strike: Callable[[], object]) -> None:

@@ -18,6 +18,9 @@ from mimo.runtime.ranks import RENDEZVOUS, run_on_cpu
 from tests.conftest import RunRanks
 
 RANKS = 3
+SETTINGS = ("language.grid.dp=2", "train.micro_batch_size=2")
+# Run the command line on all ranks; returns exit codes, and what each rank printed.
+Trained = Callable[..., tuple[list[int], list[str]]]
 
 
 def as_task_of_srun(port: int) -> None:
@@ -76,15 +79,12 @@ def free_port(host: str = "") -> int:
 
 
 @pytest.fixture
-def trained(run_ranks: RunRanks, recipe: Path) -> Callable[..., tuple[list[int], list[str]]]:
-    """Exit codes, and what each rank printed."""
-
+def trained(run_ranks: RunRanks, recipe: Path) -> Trained:
     def run(*arguments: str, **kwargs: Any) -> tuple[list[int], list[str]]:
-        arguments = (str(recipe), "language.grid.dp=2", "train.micro_batch_size=2", *arguments)
-        given = (free_port(), recipe.parent, list(arguments))
         target = functools.partial(kwargs.pop("target", train), **kwargs)
+        args = (free_port(), recipe.parent, [str(recipe), *SETTINGS, *arguments])
         try:
-            codes = run_on_cpu(target, given, RANKS, timeout_seconds=60)
+            codes = run_on_cpu(target, args, RANKS, timeout_seconds=60)
         except RanksFailed as failure:
             codes = [error.exit_code for error in failure.errors]
         printed = [(recipe.parent / f"printed_{rank}").read_text() for rank in range(RANKS)]

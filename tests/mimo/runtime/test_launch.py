@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from mimo.runtime.processes import RanksFailed, RanksHung
 from mimo.runtime.ranks import launch, rank_environment
 from tests.conftest import RunRanks
 from tests.mimo.runtime.conftest import free_port
+from tests.ranks import running
 
 HERE = "tests.mimo.runtime.test_launch"
 
@@ -51,8 +52,8 @@ def abort() -> None:
     os.abort()
 
 
-def exit_without_a_word(rank: int) -> None:
-    if rank == 0:
+def exit_on_rank_1(rank: int) -> None:
+    if rank == 1:
         os._exit(7)
     time.sleep(60)
 
@@ -73,31 +74,27 @@ def write_rank(directory: Path) -> None:
 
 
 def fail_in_turn(error: type[Exception]) -> None:
-    env = rank_environment()
-    assert env is not None
-    if env.rank == 2:
+    rank = os.environ["RANK"]
+    if rank == "2":
         raise error("the cause")
-    if env.rank == 1:
+    if rank == "1":
         time.sleep(0.05)
         raise RuntimeError("Connection closed by peer [127.0.0.1]")
     time.sleep(60)
 
 
 def note_pid_and_sleep(directory: Path) -> None:
-    env = rank_environment()
-    assert env is not None
-    (directory / f"rank_{env.rank}").write_text(str(os.getpid()))
+    (directory / f"rank_{os.environ['RANK']}").write_text(str(os.getpid()))
     time.sleep(60)
 
 
-def note_pid_and_wait_to_be_asked(directory: Path) -> int:
-    env = rank_environment()
-    assert env is not None
-    (directory / f"rank_{env.rank}").write_text(str(os.getpid()))
+def note_pid_and_wait_for_a_request(directory: Path) -> int:
+    rank = os.environ["RANK"]
+    (directory / f"rank_{rank}").write_text(str(os.getpid()))
     while not signals.stop_requested():
         time.sleep(0.02)
     time.sleep(0.2)  # for a second one that should not have come
-    (directory / f"asked_{env.rank}").write_text(" ".join(signals.stop_requested()))
+    (directory / f"requests_{rank}").write_text(" ".join(signals.stop_requested()))
     return 75
 
 
@@ -105,21 +102,22 @@ def test_ranks_share_a_process_group_and_return_results_in_rank_order(run_ranks:
     assert run_ranks(sum_of_ranks, 3, 2) == [6.0, 6.0, 6.0]
 
 
-def test_a_failing_rank_reaches_the_test_with_its_traceback_while_others_wait(
-    run_ranks: RunRanks,
+@pytest.mark.parametrize(
+    ("target", "cause"),
+    [
+        (fail_on_rank_1, r"(?s)in fail_on_rank_1.*rank 1 failed: KeyError"),
+        (kill_rank_1, "rank 1 was killed by SIGKILL"),
+        (exit_on_rank_1, "rank 1 ended with exit code 7"),
+    ],
+)
+def test_a_rank_that_fails_or_dies_is_the_cause_and_not_its_peers_lost_connections(
+    run_ranks: RunRanks, target: Callable[[int], None], cause: str
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"(?s)in fail_on_rank_1.*rank 1 failed: KeyError"):
-        run_ranks(fail_on_rank_1, 3)
+    with pytest.raises(RanksFailed, match=cause):
+        run_ranks(target, 3)
     assert time.monotonic() - began < 10
     assert not multiprocessing.active_children()
-
-
-def test_a_rank_killed_by_a_signal_is_the_cause_not_its_peers_lost_connections(
-    run_ranks: RunRanks,
-) -> None:
-    with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):
-        run_ranks(kill_rank_1, 3)
 
 
 def test_a_rank_that_a_library_aborts_tells_where() -> None:
@@ -128,13 +126,6 @@ def test_a_rank_that_a_library_aborts_tells_where() -> None:
     assert done.returncode == 1
     assert done.stderr.endswith("rank 0 was killed by SIGABRT\n")
     assert "in abort\n" in done.stderr
-
-
-def test_a_rank_that_ends_without_a_word_is_reported_with_its_exit_code(
-    run_ranks: RunRanks,
-) -> None:
-    with pytest.raises(RanksFailed, match="rank 0 ended with exit code 7"):
-        run_ranks(exit_without_a_word, 2)
 
 
 def test_a_hang_becomes_a_failure_that_shows_where_every_rank_stands(run_ranks: RunRanks) -> None:
@@ -179,8 +170,8 @@ def test_launch_reports_bad_input_without_a_traceback_and_exit_code_2(
 
 
 @contextmanager
-def launched(directory: Path, target: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A process that launches two ranks, in a group of its own, and the ranks' ids."""
+def launched(directory: Path, target: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that launches two ranks, in a group of its own; no rank may outlive it."""
     code = (
         "import sys, pathlib; from mimo.runtime.ranks import launch\n"
         f"sys.exit(launch('{HERE}:{target}', (pathlib.Path({str(directory)!r}),), 2, ['pytest']))"
@@ -195,11 +186,11 @@ def launched(directory: Path, target: str) -> Iterator[tuple[subprocess.Popen[st
     )
     try:
         pids = _when_written([directory / "rank_0", directory / "rank_1"])
-        yield launcher, pids
+        yield launcher
         deadline = time.monotonic() + 5
-        while any(map(_runs, pids)) and time.monotonic() < deadline:
+        while running(pids) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not any(map(_runs, pids))
+        assert not running(pids)
         assert launcher.returncode == -signal.SIGKILL or not list(temporary.glob("mimo-*"))
     finally:
         launcher.kill()
@@ -220,12 +211,12 @@ def launched(directory: Path, target: str) -> Iterator[tuple[subprocess.Popen[st
 def test_no_rank_outlives_its_launcher(
     tmp_path: Path, sent: list[signal.Signals], exit_code: int
 ) -> None:
-    with launched(tmp_path, "note_pid_and_sleep") as (launcher, _):
+    with launched(tmp_path, "note_pid_and_sleep") as launcher:
         for signum in sent[:-1]:
             launcher.send_signal(signum)
             assert launcher.stderr is not None
-            said = launcher.stderr.readline()
-            assert said == f"{signum.name}: finishing the step; a second signal ends at once\n"
+            line = launcher.stderr.readline()
+            assert line == f"{signum.name}: finishing the step; a second signal ends at once\n"
         launcher.send_signal(sent[-1])
         assert launcher.wait(10) == exit_code
 
@@ -234,10 +225,10 @@ def test_no_rank_outlives_its_launcher(
 def test_a_signal_to_the_whole_group_asks_every_rank_and_does_not_count_twice(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
-    with launched(tmp_path, "note_pid_and_wait_to_be_asked") as (launcher, _):
+    with launched(tmp_path, "note_pid_and_wait_for_a_request") as launcher:
         os.killpg(launcher.pid, sent)
         assert launcher.wait(10) == 75
-    assert [(tmp_path / f"asked_{rank}").read_text() for rank in range(2)] == [sent.name] * 2
+    assert [(tmp_path / f"requests_{rank}").read_text() for rank in range(2)] == [sent.name] * 2
 
 
 @pytest.mark.parametrize("sent", [[signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]])
@@ -264,14 +255,14 @@ def test_a_second_signal_or_ctrl_c_ends_a_rank_of_torchrun_that_is_stuck_inside_
 def test_a_rank_of_torchrun_that_is_done_is_not_aborted_while_its_interpreter_winds_down() -> None:
     code = "import atexit, os; atexit.register(os.abort); from mimo.cli.main import app; "
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", f"{code}app(['train', 'no.yaml'])"],
         env={**os.environ, **alone, "MASTER_PORT": str(free_port())},
         capture_output=True,
         text=True,
     )
-    assert (told.returncode, told.stdout) == (2, "")
-    assert "no.yaml" in told.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no.yaml" in done.stderr
 
 
 def test_a_rank_that_is_done_ends_with_its_exit_code_also_where_nobody_reads_it() -> None:
@@ -315,10 +306,3 @@ def _when_written(paths: list[Path]) -> list[int]:
             return [int(path.read_text()) for path in paths]
         time.sleep(0.02)
     raise AssertionError("the ranks did not start")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -24,6 +24,8 @@ from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
 from tests.mimo.runs import corrupt, metrics
 from tests.mimo.runtime.conftest import (
     RANKS,
+    SETTINGS,
+    Trained,
     as_task_of_srun,
     free_port,
     other_program,
@@ -48,36 +50,32 @@ def train_while_a_thread_fails(port: int, folder: Path, arguments: list[str]) ->
     return train(port, folder, arguments)
 
 
-def meet(port: int) -> str:
-    """Return what rank 0 tells all ranks, or the error."""
+def join(port: int, timeout_seconds: float) -> Rendezvous:
     from mimo.runtime.ranks import rank_environment
 
     as_task_of_srun(port)
     environment = rank_environment()
     assert environment is not None
+    return Rendezvous(environment, timeout_seconds)
+
+
+def fail_to_join(port: int) -> str:
+    """Return the error."""
     try:
-        met = Rendezvous(environment, timeout_seconds=5)
-        met.agree(None)
-        answer = met.from_rank_0(lambda: "welcome")
+        join(port, 5)
     except InputError as error:
-        answer = str(error)
-    if environment.rank == 0:
-        time.sleep(1)  # its store is used until then
-    return answer
+        return str(error)
+    return "joined"
 
 
 def refuse(port: int) -> int:
     """The exit code of ranks that all leave twice, of which rank 1 is late."""
-    from mimo.runtime.ranks import rank_environment
 
     def wrong() -> None:
         raise InputError("wrong")
 
-    as_task_of_srun(port)
-    environment = rank_environment()
-    assert environment is not None
-    met, code = Rendezvous(environment, timeout_seconds=20), 0
-    if environment.rank == 1:
+    met, code = join(port, 20), 0
+    if os.environ["SLURM_PROCID"] == "1":
         time.sleep(1)
     try:
         met.from_rank_0(wrong)
@@ -96,35 +94,26 @@ def test_a_late_rank_hears_why_the_others_leave(run_ranks: RunRanks) -> None:
 
 def test_a_port_that_is_taken_is_named_by_every_rank_with_what_to_set() -> None:
     with other_program(greeting=b"no\n") as port:
-        answers = run_on_cpu(meet, (port,), RANKS, timeout_seconds=60)
+        answers = run_on_cpu(fail_to_join, (port,), RANKS, timeout_seconds=60)
     for rank, answer in enumerate(answers):
         action = "did not find the store of rank 0" if rank else "opened no store"
         assert answer.startswith(f"rank {rank} {action} at localhost:{port}: "), answer
         assert answer.endswith("else set MASTER_ADDR and MASTER_PORT")
 
 
-def test_what_is_wrong_with_a_recipe_is_printed_once_by_the_job(
-    trained: Callable[..., tuple[list[int], list[str]]],
+@pytest.mark.parametrize("broken_rank", [None, 2])
+def test_what_is_wrong_with_a_recipe_is_printed_once_and_with_the_rank_if_others_find_nothing(
+    trained: Trained, broken_rank: int | None
 ) -> None:
-    codes, printed = trained("train.stepps=3")
+    overrides = ["train.stepps=3"] if broken_rank is None else []
+    codes, printed = trained(*overrides, broken_rank=broken_rank)
     assert codes == [2] * RANKS
     assert printed[0].count("did you mean 'steps'") == 1
+    assert printed[0].startswith("rank 2: ") == (broken_rank == 2)
     assert printed[1:] == ["", ""]
 
 
-def test_what_only_one_rank_finds_wrong_is_printed_with_its_number_and_ends_all(
-    trained: Callable[..., tuple[list[int], list[str]]],
-) -> None:
-    codes, printed = trained(broken_rank=2)
-    assert codes == [2] * RANKS
-    assert printed[0].startswith("rank 2: ")
-    assert "did you mean 'steps'" in printed[0]
-    assert printed[1:] == ["", ""]
-
-
-def test_all_ranks_learn_that_the_run_folder_is_in_use(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
-) -> None:
+def test_all_ranks_learn_that_the_run_folder_is_in_use(trained: Trained, recipe: Path) -> None:
     run_dir = recipe.parent / "runs" / "tiny"
     with run_lock(run_dir):
         codes, printed = trained("--resume")
@@ -135,7 +124,7 @@ def test_all_ranks_learn_that_the_run_folder_is_in_use(
 
 
 def test_a_resume_that_is_refused_or_has_nothing_to_do_ends_all_ranks_and_writes_nothing(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+    trained: Trained, recipe: Path
 ) -> None:
     whole = load_recipe(recipe)
     made = small_checkpoint(whole.run_dir / "checkpoints", 3, whole.to_yaml())
@@ -144,17 +133,15 @@ def test_a_resume_that_is_refused_or_has_nothing_to_do_ends_all_ranks_and_writes
     codes, printed = trained("--resume", "language.model.num_layers=4")
     assert codes == [2] * RANKS
     assert f"language.model.num_layers: got 4, but {made} was trained with 2" in printed[0]
-    codes, told = trained("--resume", "train.steps=2")
+    codes, printed_later = trained("--resume", "train.steps=2")
     assert codes == [0] * RANKS
-    assert told[0] == "already at step 3 of 2; raise train.steps to go on\n"
-    assert printed[1:] == told[1:] == ["", ""]
+    assert printed_later[0] == "already at step 3 of 2; raise train.steps to go on\n"
+    assert printed[1:] == printed_later[1:] == ["", ""]
     assert [path.name for path in whole.run_dir.iterdir()] == ["checkpoints"]
 
 
 @pytest.mark.slow
-def test_one_command_serves_the_first_start_and_later_ones(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
-) -> None:
+def test_one_command_serves_the_first_start_and_later_ones(trained: Trained, recipe: Path) -> None:
     codes, printed = trained("--resume", "train.steps=1")
     assert codes == [0] * RANKS
     logs = [recipe.parent / f"runs/tiny/log_rank_{rank}.txt" for rank in range(RANKS)]
@@ -169,7 +156,7 @@ def test_one_command_serves_the_first_start_and_later_ones(
 
 
 def test_an_error_that_all_ranks_meet_in_the_run_is_printed_by_one_of_them(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+    trained: Trained, recipe: Path
 ) -> None:
     corrupt(recipe)
     codes, printed = trained("data.max_skipped_samples=0")
@@ -182,10 +169,9 @@ def test_an_error_that_all_ranks_meet_in_the_run_is_printed_by_one_of_them(
 def test_a_thread_that_fails_ends_its_rank_though_the_main_thread_is_stuck(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
-    arguments = [str(recipe), "language.grid.dp=2", "train.micro_batch_size=2"]
-    given = (free_port(), recipe.parent, arguments)
+    arguments = (free_port(), recipe.parent, [str(recipe), *SETTINGS])
     with pytest.raises(RanksFailed) as caught:
-        run_on_cpu(train_while_a_thread_fails, given, RANKS, timeout_seconds=30)
+        run_on_cpu(train_while_a_thread_fails, arguments, RANKS, timeout_seconds=30)
     assert all("ended with exit code 1" in error.reason for error in caught.value.errors)
     text = "".join((recipe.parent / f"printed_{rank}").read_text() for rank in range(RANKS))
     assert text.count("Traceback") == 1
@@ -194,14 +180,14 @@ def test_a_thread_that_fails_ends_its_rank_though_the_main_thread_is_stuck(
 
 def test_ranks_that_fail_differently_all_have_their_say(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    said = []
+    ends = []
     for rank, problem in enumerate(["alike", "alike", "its own"]):
         environment = RankEnv(rank, RANKS, 0, f"file://{store}")
-        one = Rendezvous(environment, timeout_seconds=5)
+        ranks = Rendezvous(environment, timeout_seconds=5)
         with (tmp_path / "err").open("w") as file, redirect_stderr(file):
-            one.report_failure(RuntimeError(problem), tmp_path)
-        said.append((tmp_path / "err").read_text().splitlines()[-2:])
-    assert said == [
+            ranks.report_failure(RuntimeError(problem), tmp_path)
+        ends.append((tmp_path / "err").read_text().splitlines()[-2:])
+    assert ends == [
         ["RuntimeError: alike", "rank 0 failed"],
         [],
         ["RuntimeError: its own", "rank 2 failed"],
@@ -234,17 +220,14 @@ def test_ranks_wait_as_long_as_one_of_them_gets_on(
     assert (tmp_path / "err").read_text() == "rank 1: did not join within 0.5 s\n"
 
 
-def test_ranks_that_do_not_come_are_named_within_the_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", ["", "no such key"])
+def test_ranks_that_do_not_come_are_named_within_the_time_and_bad_input_decides_the_exit_code(
+    tmp_path: Path, problem: str
+) -> None:
     environment = RankEnv(0, RANKS, 0, f"file://{tmp_path / 'store'}")
+    error = InputError(problem) if problem else None
     with redirect_stderr(StringIO()) as printed, pytest.raises(Refused) as refused:
-        Rendezvous(environment, timeout_seconds=0.3).agree(None)
-    assert printed.getvalue() == "ranks 1, 2: did not join within 0.3 s\n"
-    assert refused.value.exit_code == 1  # no mistake of a person: another start may work
-
-
-def test_a_wrong_input_counts_more_than_ranks_that_do_not_come(tmp_path: Path) -> None:
-    environment = RankEnv(0, RANKS, 0, f"file://{tmp_path / 'store'}")
-    with redirect_stderr(StringIO()) as printed, pytest.raises(Refused) as refused:
-        Rendezvous(environment, timeout_seconds=0.3).agree(InputError("no such key"))
-    assert printed.getvalue() == "rank 0: no such key\nranks 1, 2: did not join within 0.3 s\n"
-    assert refused.value.exit_code == 2
+        Rendezvous(environment, timeout_seconds=0.3).agree(error)
+    expected = f"rank 0: {problem}\n" if problem else ""
+    assert printed.getvalue() == f"{expected}ranks 1, 2: did not join within 0.3 s\n"
+    assert refused.value.exit_code == (2 if problem else 1)  # another start may work

@@ -19,7 +19,6 @@ import pytest
 from mimo.errors import InputError, StartError
 from mimo.runtime.run_lock import keep_lock, run_lock
 from mimo.train import main as job
-from tests.mimo import tiny
 
 HOLD = """
 import sys
@@ -46,20 +45,17 @@ def held_by_another_process(run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def test_a_second_start_is_refused_and_told_who_runs_and_nothing_is_moved(tmp_path: Path) -> None:
-    tiny.write_samples(tmp_path)
-    recipe = tiny.write_recipe(tmp_path)
-    run_dir = tmp_path / "runs" / "tiny"
+def test_a_second_start_is_refused_with_who_runs_and_nothing_is_moved(recipe: Path) -> None:
+    run_dir = recipe.parent / "runs" / "tiny"
     run_dir.mkdir(parents=True)
     with held_by_another_process(run_dir) as holder:
         for resume in (False, True):
             with pytest.raises(StartError, match="another job is writing to this run") as caught:
                 job.main(recipe, [], resume=resume)
-            assert str(caught.value).startswith(f"{run_dir}: ")
-            assert f"(host {socket.gethostname()}, process {holder.pid}, since " in str(
-                caught.value
-            )
-            assert "SLURM job 77" in str(caught.value)
+            message = str(caught.value)
+            assert message.startswith(f"{run_dir}: ")
+            assert f"(host {socket.gethostname()}, process {holder.pid}, since " in message
+            assert "SLURM job 77" in message
     assert [path.name for path in run_dir.parent.iterdir() if path.is_dir()] == ["tiny"]
     assert not list(run_dir.iterdir())
 
@@ -109,12 +105,8 @@ def test_other_runs_beside_it_are_free_and_a_folder_may_be_moved_meanwhile(tmp_p
 
 def test_a_place_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(
-            InputError, match=r"cannot write there: .*; give another train\.run_dir"
-        ) as bad,
-        run_lock(tmp_path / "file" / "a"),
-    ):
+    message = r"cannot write there: .*; give another train\.run_dir"
+    with pytest.raises(InputError, match=message) as bad, run_lock(tmp_path / "file" / "a"):
         pass
     assert bad.value.exit_code == 2
 

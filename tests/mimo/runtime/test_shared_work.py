@@ -14,17 +14,17 @@ import pytest
 from tests.mimo import tiny
 from tests.mimo.checkpoint.manifests import flip_bit, write_manifest
 from tests.mimo.runs import metrics
-from tests.mimo.runtime.conftest import RANKS, train
+from tests.mimo.runtime.conftest import RANKS, Trained, train
 
 
 def note(path: Path, module: Any, name: str, paths: Callable[..., list[Any]]) -> None:
     """Let each call of a function add the names of the files that it is for to `path`_<rank>."""
     file, called = Path(f"{path}_{os.environ['RANK']}"), getattr(module, name)
 
-    def noted(*given: Any) -> Any:
+    def noted(*args: Any) -> Any:
         with file.open("a") as lines:
-            lines.writelines(f"{Path(one).name}\n" for one in paths(*given))
-        return called(*given)
+            lines.writelines(f"{Path(path).name}\n" for path in paths(*args))
+        return called(*args)
 
     setattr(module, name, noted)
 
@@ -37,16 +37,21 @@ def train_noting_shards(port: int, folder: Path, arguments: list[str]) -> int:
     return train(port, folder, arguments)
 
 
-def train_from_a_sick_disk(port: int, folder: Path, arguments: list[str]) -> int:
-    """Like `train`, but a file cannot be read, by whichever rank has it in its share."""
-    opened = Path.open
+def failing_for(owner: Any, number: int, is_sick: Callable[[Path], bool]) -> Any:
+    """Let ``open`` of Path or of os raise the OSError of this number for the sick paths."""
+    opened = owner.open
 
-    def fail(path: Path, *args: Any, **settings: Any) -> Any:
-        if path.name == "tensors_1.safetensors":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def fail(path: Any, *args: Any, **settings: Any) -> Any:
+        if is_sick(Path(os.fsdecode(path))):
+            raise OSError(number, os.strerror(number), str(path))
         return opened(path, *args, **settings)
 
-    with mock.patch.object(Path, "open", fail):
+    return mock.patch.object(owner, "open", fail)
+
+
+def train_from_a_sick_disk(port: int, folder: Path, arguments: list[str]) -> int:
+    """Like `train`, but a file cannot be read, by whichever rank has it in its share."""
+    with failing_for(Path, errno.EIO, lambda path: path.name == "tensors_1.safetensors"):
         return train(port, folder, arguments)
 
 
@@ -61,27 +66,14 @@ def train_without_room(port: int, folder: Path, arguments: list[str]) -> int:
 
 def train_from_a_stale_handle(port: int, folder: Path, arguments: list[str]) -> int:
     """Like `train`, but no shard can be opened."""
-    opened = os.open
-
-    def fail(path: Any, *args: Any, **settings: Any) -> int:
-        if str(path).endswith(".tar"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return opened(path, *args, **settings)
-
-    with mock.patch.object(os, "open", fail):
+    with failing_for(os, errno.ESTALE, lambda path: path.suffix == ".tar"):
         return train(port, folder, arguments)
 
 
 def train_from_a_lost_index(port: int, folder: Path, arguments: list[str]) -> int:
     """Like `train`, but of the index that rank 0 has found the last rank can open nothing."""
-    opened, rank = Path.open, os.environ["RANK"]
-
-    def fail(path: Path, *args: Any, **settings: Any) -> Any:
-        if rank == str(RANKS - 1) and ".index" in path.parts:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return opened(path, *args, **settings)
-
-    with mock.patch.object(Path, "open", fail):
+    is_last = os.environ["RANK"] == str(RANKS - 1)
+    with failing_for(Path, errno.ESTALE, lambda path: is_last and ".index" in path.parts):
         return train(port, folder, arguments)
 
 
@@ -96,7 +88,7 @@ def train_noting_checksums(port: int, folder: Path, arguments: list[str]) -> int
 
 
 def test_ranks_index_what_is_missing_each_its_share_and_refuse_if_told_to(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+    trained: Trained, recipe: Path
 ) -> None:
     for number in range(3):
         tiny.write_samples(
@@ -120,9 +112,9 @@ def test_ranks_index_what_is_missing_each_its_share_and_refuse_if_told_to(
     assert "train-1-00000.tar is not a whole uncompressed tar file" in printed[0]
     assert not (recipe.parent / "runs").exists()
     files = [recipe.parent / f"indexed_{rank}" for rank in range(RANKS)]
-    dealt = [file.read_text().splitlines() for file in files]
-    assert sorted(map(len, dealt)) == [1, 1, 2]
-    assert len({name for own in dealt for name in own}) == 4
+    shares = [file.read_text().splitlines() for file in files]
+    assert sorted(map(len, shares)) == [1, 1, 2]
+    assert len({name for names in shares for name in names}) == 4
     assert len(list(indexes.rglob("*.index"))) == 3
 
     damaged.write_bytes(whole)
@@ -133,7 +125,7 @@ def test_ranks_index_what_is_missing_each_its_share_and_refuse_if_told_to(
 
 
 def test_a_file_system_that_fails_under_the_data_is_no_bad_input(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+    trained: Trained, recipe: Path
 ) -> None:
     codes, printed = trained("train.steps=1", target=train_without_room)
     assert codes == [1] * RANKS
@@ -149,7 +141,7 @@ def test_a_file_system_that_fails_under_the_data_is_no_bad_input(
 
 @pytest.mark.slow
 def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
-    trained: Callable[..., tuple[list[int], list[str]]], recipe: Path
+    trained: Trained, recipe: Path
 ) -> None:
     settings = ["train.steps=2", "train.save_every=1"]
     assert trained(*settings)[0] == [0] * RANKS
@@ -176,4 +168,6 @@ def test_ranks_verify_a_checkpoint_each_its_share_and_go_back_together(
     assert all(read)
     files = (path for path in (checkpoints / "step_1").rglob("*") if path.is_file())
     once = sorted(path.name for path in files if path.name != "manifest.json")
-    assert sorted(name for own in read for name in own) == sorted(2 * once), "of both checkpoints"
+    assert sorted(name for names in read for name in names) == sorted(2 * once), (
+        "of both checkpoints"
+    )

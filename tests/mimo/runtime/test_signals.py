@@ -20,9 +20,8 @@ from mimo.runtime.signals import EarlyStop
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.disturbed import disturbing, when_at
+from tests.mimo.disturbed import disturbing, running_ranks, when_at
 from tests.mimo.runs import ADAM, LAYOUT, metrics, run
-from tests.ranks import running
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # its fork server
 HERE = "tests.mimo.runtime.test_signals"
@@ -56,7 +55,6 @@ def signal_one(to: str, attempt: int, run_dir: Path, start: Start) -> None:
 
 def stall(_: None, attempt: int, run_dir: Path, start: Start) -> None:
     """All ranks wait for one that no signal reaches."""
-    (run_dir / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
     if os.environ["RANK"] == "0":
         when_at(2, "checkpoint", lambda: time.sleep(600))
 
@@ -83,10 +81,10 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
     checkpoint = find_checkpoint(run_dir)
     assert checkpoint.name == "step_2"
     name = {"encoder": "SIGUSR1", "Ctrl-C": "SIGINT"}.get(to, "SIGTERM")
-    said = f"ended by {name}, with a checkpoint after step 2"
-    assert dict(facts_of(read_view(run_dir)))["state"] == said
+    text = f"ended by {name}, with a checkpoint after step 2"
+    assert dict(facts_of(read_view(run_dir)))["state"] == text
     (incident,) = incidents(run_dir)
-    assert (incident["kind"], incident["text"], incident["step"]) == ("signal", said, 1)
+    assert (incident["kind"], incident["text"], incident["step"]) == ("signal", text, 1)
     assert [line["step"] for line in metrics(recipe)] == [0, 1], "no time for the validation"
     run(run_ranks, recipe, *settings, resume_from=checkpoint)
     run(run_ranks, recipe, *settings, "name=whole")
@@ -118,10 +116,10 @@ def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint
     assert train(recipe, [*SETTINGS, "train.save_every=1"]) == 128 + sent
     thread.join()
     assert find_checkpoint(run_dir).name == "step_2"
-    assert not running(int((run_dir / f"pid_{rank}").read_text()) for rank in range(3))
+    assert not running_ranks(run_dir)
     assert capfd.readouterr().err.endswith(f"ended by {sent.name}\n")
-    told = f"ended at once by {sent.name} after step 2; the last checkpoint is step_2"
-    assert dict(facts_of(read_view(run_dir)))["state"] == told
+    text = f"ended at once by {sent.name} after step 2; the last checkpoint is step_2"
+    assert dict(facts_of(read_view(run_dir)))["state"] == text
 
 
 def test_a_run_whose_time_is_up_saves_and_wants_to_be_continued(

@@ -84,8 +84,8 @@ def test_a_run_that_cannot_save_ends_with_file_reason_and_the_last_good_checkpoi
         assert code == 1
         start = f"the checkpoint of step 20 in {checkpoints} was not written: {FAULTS[fault]}; "
         end = f"the last good checkpoint is {checkpoints / 'step_10'}"
-        told = capfd.readouterr().err
-        assert re.search(rf"\nrank \d failed: \S+CheckpointFailed: {start}{end}\n", told), told
+        errors = capfd.readouterr().err
+        assert re.search(rf"\nrank \d failed: \S+CheckpointFailed: {start}{end}\n", errors), errors
         lines = metrics(tmp_path / "tiny.yaml")
         saved = [line["step"] for line in lines if "save_seconds" in line]
         assert saved == ([9, 19] if overlap and fault != "read-only" else [9])

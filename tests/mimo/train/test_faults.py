@@ -13,26 +13,18 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.resume import FromScratch
-from mimo.config.schema import Recipe
-from mimo.model.recipe_checks import check_recipe
-from mimo.parallel.grids import Layout
-from mimo.runtime.ranks import launch, rank_environment
+from mimo.checkpoint.resume import Start
 from mimo.runtime.run_files import incidents
-from mimo.train.restarts import record_killed_rank
-from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.ranks import running
+from tests.mimo.disturbed import disturbing, running_ranks
 
 HERE = "tests.mimo.train.test_faults"
 STRUCK = "struck"  # a file in the run folder
@@ -64,27 +56,21 @@ class Ended:
 
 @pytest.fixture
 def run_with(
-    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_ranks: RunRanks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., Ended]:
     """`run_with(fault, *settings) -> Ended`: this file's job with a fault, through the launcher."""
     tiny.write_samples(tmp_path, (2, 1, 1, 3) * MICROBATCHES)
-    path = tiny.write_recipe(tmp_path)
+    path, run_dir = tiny.write_recipe(tmp_path), tmp_path / "runs" / "tiny"
     settings = [f"bridge.timeout_seconds={TIMEOUT_SECONDS}", "encoders.vision.grid.dp=2"]
 
     def run(fault: str, *more: str) -> Ended:
-        recipe = load_recipe(path, [*settings, *more])
-        layout = check_recipe(recipe, None)
-        run_dir = make_run_dir(recipe, resumes=False)
-        code = launch(
-            f"{HERE}:run_faulty_rank",
-            (fault, recipe, layout, run_dir),
-            layout.world_size,
-            log_dir=run_dir,
-            on_failure=partial(record_killed_rank, run_dir),
-        )
+        train = disturbing(monkeypatch, f"{HERE}:disturb", fault)
+        code = train(path, [*settings, *more])
         seconds = time.time() - (run_dir / STRUCK).stat().st_mtime
-        pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
-        assert not running(pids), "a rank is left over"
+        assert not running_ranks(run_dir), "a rank is left over"
         return Ended(code, capfd.readouterr().err, seconds, run_dir)
 
     return run
@@ -93,35 +79,39 @@ def run_with(
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def run_faulty_rank(fault: str, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
-    from mimo.train.rank import run_rank
-
-    env = rank_environment()
-    assert env is not None
-    (run_dir / f"pid_{env.rank}").write_text(str(os.getpid()))
-    if env.rank == 0:
+def disturb(fault: str, attempt: int, run_dir: Path, start: Start) -> None:
+    if os.environ["RANK"] == "0":
         FAULTS[fault](run_dir / STRUCK)
-    run_rank(recipe, layout, run_dir, FromScratch())
+
+
+def _count_steps() -> Callable[[], int]:
+    """Return a function that returns the step of this rank's model, counted from 0."""
+    from mimo.model.modules import MimoModel
+
+    run, step = MimoModel.run, -1
+
+    def count(self, *args, **settings):
+        nonlocal step
+        step += 1
+        return run(self, *args, **settings)
+
+    MimoModel.run = count  # type: ignore[method-assign]
+    return lambda: step
 
 
 def _when_sending(strike: Callable[[], None], struck: Path) -> None:
     """Call ``strike`` when this rank is to send microbatch 1 of step 1."""
     from bridge import BridgeSender
 
-    begin, send, step = BridgeSender.begin, BridgeSender.send, -1
-
-    def count_steps(self, *args, **settings):
-        nonlocal step
-        step += 1
-        return begin(self, *args, **settings)
+    send, step = BridgeSender.send, _count_steps()
 
     def send_or_strike(self, microbatch, rows):
-        if (step, microbatch) == (1, 1):
+        if (step(), microbatch) == (1, 1):
             struck.touch()
             strike()
         return send(self, microbatch, rows)
 
-    BridgeSender.begin, BridgeSender.send = count_steps, send_or_strike  # type: ignore[method-assign]
+    BridgeSender.send = send_or_strike  # type: ignore[method-assign]
 
 
 def _kill() -> None:
@@ -143,15 +133,8 @@ def _when_encoding(strike: Callable[[Tensor, Tensor], Call | None], struck: Path
     It returns what the tower is to be called with instead; None leaves the call alone.
     """
     from encoders._tower import Tower
-    from mimo.model.modules import MimoModel
 
-    run, prepare, forward, step = MimoModel.run, Tower.prepare, Tower.forward, -1
-    prepared = []
-
-    def count_steps(self, *args, **settings):
-        nonlocal step
-        step += 1
-        return run(self, *args, **settings)
+    prepare, forward, step, prepared = Tower.prepare, Tower.forward, _count_steps(), []
 
     def prepare_and_note(self, grids, copy):
         prepared.append((prepare(self, grids, copy), grids))
@@ -159,16 +142,15 @@ def _when_encoding(strike: Callable[[Tensor, Tensor], Call | None], struck: Path
 
     def forward_or_strike(self, patches, items):
         other = None
-        if step == 1 and not struck.exists():
-            grids = next(grids for found, grids in prepared if found is items)
+        if step() == 1 and not struck.exists():
+            grids = next(grids for packed, grids in prepared if packed is items)
             other = strike(self.values(patches), grids)
         if other is None:
             return forward(self, patches, items)
         struck.touch()
         return forward(self, *other)
 
-    MimoModel.run, Tower.prepare = count_steps, prepare_and_note  # type: ignore[method-assign]
-    Tower.forward = forward_or_strike  # type: ignore[method-assign]
+    Tower.prepare, Tower.forward = prepare_and_note, forward_or_strike  # type: ignore[method-assign]
 
 
 def _swap_items(patches: Tensor, grids: Tensor) -> Call | None:
@@ -197,33 +179,24 @@ def _drop_row(struck: Path) -> None:
     _when_encoding(lambda patches, grids: (patches, grids) if len(grids) else None, struck)
 
 
-def _raise(struck: Path) -> None:
+def _use_up_memory(struck: Path) -> None:
     """No memory is left for microbatch 1 of step 1, in the tower."""
-    from encoders._tower import Tower
-    from mimo.model.modules import MimoModel
+    calls = 0
 
-    run, forward, step, calls = MimoModel.run, Tower.forward, -1, 0
-
-    def count_steps(self, *args, **settings):
-        nonlocal step
-        step += 1
-        return run(self, *args, **settings)
-
-    def forward_or_raise(self, patches, items):
+    def strike(patches: Tensor, grids: Tensor) -> None:
         nonlocal calls
-        calls += step == 1
+        calls += 1
         if calls == 2:
             struck.touch()
             raise MemoryError("cannot allocate")
-        return forward(self, patches, items)
 
-    MimoModel.run, Tower.forward = count_steps, forward_or_raise  # type: ignore[method-assign]
+    _when_encoding(strike, struck)
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
     "dropped row": _drop_row,
     "swapped items": lambda struck: _when_encoding(_swap_items, struck),
-    "out of memory": _raise,
+    "out of memory": _use_up_memory,
     "killed": lambda struck: _when_sending(_kill, struck),
     "stalled": lambda struck: _when_sending(lambda: time.sleep(600), struck),
     "other plan": _plan_in_another_order,
@@ -309,13 +282,13 @@ def test_rows_of_other_items_than_planned_end_the_run_with_item_sample_and_both_
     ended = run_with(fault, *settings)
     assert ended.exit_code == 1
     error, where = ended.text.splitlines()[-2:]
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"rank 0 failed: bridge\S+: encoder vision, lane 0, microbatch (\d): the tower produced "
         r"(\d+) rows for item (\d) of (\d), counted from 0, planned are (\d+)",
         error,
     )
-    assert found, error
-    microbatch, produced, item, items, planned = map(int, found.groups())
+    assert match, error
+    microbatch, produced, item, items, planned = map(int, match.groups())
     assert re.fullmatch(rf"in step 1, sample sample\d{{4}} of microbatch {microbatch}", where)
     if fault == "dropped row":  # it is missing at the end
         assert (produced, item) == (planned - 1, items - 1)

@@ -18,7 +18,6 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.resume import Start
 from tests.cases import quick
 from tests.conftest import RunRanks
-from tests.mimo import tiny
 from tests.mimo.disturbed import disturbing, when_at
 from tests.mimo.runs import LAYOUT, command
 from tests.ranks import MarkedJob
@@ -68,19 +67,18 @@ SAID = {
 @pytest.mark.parametrize("fault", quick(FAULTS, "gone"))
 def test_a_folder_that_cannot_be_written_ends_the_run_with_reason_and_path(
     run_ranks: RunRanks,
+    recipe: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     fault: str,
 ) -> None:
-    tiny.write_samples(tmp_path)
-    recipe, runs = tiny.write_recipe(tmp_path), tmp_path / "runs"
+    runs = tmp_path / "runs"
     train = disturbing(monkeypatch, f"{HERE}:disturb", fault)
     assert train(recipe, SETTINGS) == 1
     assert time.time() - (runs / STRUCK).stat().st_mtime < 10
     text = capfd.readouterr().err
-    expected = SAID[fault].format(run=runs / "tiny")
-    assert re.match(expected, text.splitlines()[-1]), text
+    assert re.match(SAID[fault].format(run=runs / "tiny"), text.splitlines()[-1]), text
     kept = runs / ("elsewhere" if (runs / "elsewhere").exists() else "tiny")
     checkpoint = find_checkpoint(kept)
     assert checkpoint.name == "step_2"
@@ -107,26 +105,20 @@ MOUNTED = {
 @pytest.mark.skipif(not mounts_may_be_made(), reason="this user may not mount file systems")
 @pytest.mark.parametrize("case", MOUNTED)
 def test_a_disk_that_is_full_or_turns_read_only_ends_the_run_and_keeps_its_checkpoint(
-    tmp_path: Path, case: str
+    tmp_path: Path, recipe: Path, case: str
 ) -> None:
     size, background, reason = MOUNTED[case]
-    tiny.write_samples(tmp_path)
-    recipe, job = tiny.write_recipe(tmp_path), MarkedJob()
+    job = MarkedJob()
     (tmp_path / "runs").mkdir()
     train = " ".join(f"'{word}'" for word in command("train", recipe, *SETTINGS))
+    script = f"""
+        C=runs/tiny/checkpoints
+        mount -t tmpfs -o {size} none runs; cd .; {background}
+        {train}; code=$?
+        cat $C/latest; exit $code
+    """
     done = subprocess.run(
-        [
-            "unshare",
-            "-rm",
-            "sh",
-            "-c",
-            f"""
-            C=runs/tiny/checkpoints
-            mount -t tmpfs -o {size} none runs; cd .; {background}
-            {train}; code=$?
-            cat $C/latest; exit $code
-        """,
-        ],
+        ["unshare", "-rm", "sh", "-c", script],
         cwd=tmp_path,
         env={**job.environment, "PYTHONPATH": os.getcwd()},
         capture_output=True,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,8 @@ from tests.mimo.runs import ADAM, LAYOUT, metrics, run
 from tests.mimo.train.test_phased_runs import FIRST, SECOND
 from tests.mimo.train.test_phased_runs import SETTINGS as PHASED
 from tests.mimo.train.test_phased_runs import write_recipe as write_phases
-from tests.mimo.train.test_stalls import CASES, TIMEOUT_SECONDS, Case, arm
+from tests.mimo.train.test_stalls import CASES, TIMEOUT_SECONDS
+from tests.mimo.train.test_stalls import HERE as STALLS
 from tests.ranks import MarkedJob
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # its fork server
@@ -49,10 +51,11 @@ SAME = ("step", "loss", "grad_norm", "tokens", "epochs")
 
 
 def same_metrics(recipe: Path, run: str, other: str) -> bool:
-    got, expected = metrics(recipe, run), metrics(recipe, other)
-    return [{key: line[key] for key in SAME} for line in got] == [
-        {key: line[key] for key in SAME} for line in expected
-    ]
+    lines, expected = (
+        [{key: line[key] for key in SAME} for line in metrics(recipe, name)]
+        for name in (run, other)
+    )
+    return lines == expected
 
 
 # ----------------------------------------------------------------- what runs inside ranks
@@ -70,20 +73,16 @@ def never_finite(_: None, attempt: int, run_dir: Path, start: Start) -> None:
     loop.train_step = lambda **arguments: replace(step(**arguments), is_skipped=True)
 
 
-def hang_at_first(case: Case, attempt: int, run_dir: Path, start: Start) -> None:
-    arm(case if attempt == 0 else replace(case, rank=-1), int(os.environ["RANK"]), run_dir)
-
-
 def fail_in_second_phase(_: None, attempt: int, run_dir: Path, start: Start) -> None:
     """Before its first checkpoint, and after one."""
     if run_dir.name == SECOND and os.environ["RANK"] == "1" and attempt <= 2:
         when_at(0 if attempt == 1 else 1, "norm and loss", lambda: os.kill(os.getpid(), 9))
 
 
-def train_under_torchrun(port: int, restart: int, arguments: list[str], death: str) -> int:
-    """The command line as a worker of torchrun's agent, which started the workers so often again.
+def train_under_torchrun(port: int, restart: int, arguments: list[str], signum: int) -> int:
+    """The command line as a worker of torchrun's agent after so many restarts.
 
-    death: how rank 1 ends in step 3; nothing is asked of the others.
+    signum: sent to rank 1 in step 3; 0 for none.
     """
     from mimo.cli.main import app
 
@@ -96,26 +95,29 @@ def train_under_torchrun(port: int, restart: int, arguments: list[str], death: s
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": "3",
     }
-    strikes = {
-        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "asked": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    }
-    if os.environ["RANK"] == "1" and death:
-        when_at(3, "update", strikes[death])
+    if os.environ["RANK"] == "1" and signum:
+        when_at(3, "update", lambda: os.kill(os.getpid(), signum))
     printed = Path(arguments[0]).parent / f"printed_{restart}_{os.environ['RANK']}"
     with printed.open("w") as file, redirect_stdout(file), redirect_stderr(file):
         return app(["train", *arguments], standalone_mode=False) or 0
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    """That of the agent, which outlives the ranks of an attempt and keeps what they wrote."""
-    return TCPStore("localhost", 0, None, True, wait_for_workers=False)
+def attempt(recipe: Path) -> Callable[..., list[int]]:
+    """`attempt(restart, *settings, signum=0)`: ranks under torchrun; returns their exit codes."""
+    # The agent's store outlives the ranks of an attempt and keeps what they wrote.
+    store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
+
+    def run(restart: int, *settings: str, signum: int = 0) -> list[int]:
+        args = (store.port, restart, [str(recipe), *SETTINGS, *settings], signum)
+        return run_on_cpu(train_under_torchrun, args, 3, 60)
+
+    return run
 
 
 def restarts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What is kept of them, without the crashes that they follow."""
-    return [one for one in incidents(run_dir) if one["kind"] == "restart"]
+    """Incidents without the crashes that restarts follow."""
+    return [incident for incident in incidents(run_dir) if incident["kind"] == "restart"]
 
 
 # -------------------------------------------------------------------------------- tests
@@ -133,12 +135,11 @@ def test_failures_at_one_step_without_a_new_checkpoint_end_the_run_early_with_th
     with pytest.raises(NotRestarted, match=expected) as caught:
         train(recipe, SETTINGS, max_restarts=9)
     assert caught.value.exit_code == 1
-    found = restarts_of(recipe.parent / "runs" / "tiny")
-    assert [(one["kind"], one["step"], one["rank"], one["checkpoint"]) for one in found] == [
-        ("restart", 3, 1, "step_2")
-    ] * 2
-    said = "restart 2 of 9, from step_2: rank 1 failed: ZeroDivisionError: division by zero"
-    assert f"\n{said}, at step 3\n" in capfd.readouterr().out
+    restarts = restarts_of(recipe.parent / "runs" / "tiny")
+    places = [(restart["step"], restart["rank"], restart["checkpoint"]) for restart in restarts]
+    assert places == [(3, 1, "step_2")] * 2
+    line = "restart 2 of 9, from step_2: rank 1 failed: ZeroDivisionError: division by zero"
+    assert f"\n{line}, at step 3\n" in capfd.readouterr().out
 
 
 def test_failures_of_other_jobs_or_with_a_checkpoint_between_them_are_no_reason_to_end(
@@ -169,9 +170,9 @@ def test_a_run_whose_numbers_stay_not_finite_is_not_started_again(
     with pytest.raises(NotRestarted, match=expected) as caught:
         train(recipe, [*SETTINGS, "train.max_skipped_steps=1"], max_restarts=9)
     assert caught.value.exit_code == 1
-    found = [one["kind"] for one in incidents(recipe.parent / "runs" / "tiny")]
-    assert "restart" not in found
-    assert found.count("not finite") == 1
+    kinds = [incident["kind"] for incident in incidents(recipe.parent / "runs" / "tiny")]
+    assert "restart" not in kinds
+    assert kinds.count("not finite") == 1
 
 
 def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
@@ -192,18 +193,18 @@ def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
 
 @pytest.mark.slow
 def test_a_run_that_hangs_is_explained_and_started_again(
-    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, path = CASES["encode"], tiny.write_recipe(tmp_path)
     tiny.write_samples(tmp_path, (2, 1, 1, 3) * 3)
     settings = [case.layout, *ADAM, "train.steps=4", "train.save_every=1"]
     settings += ["train.global_batch_size=12", "train.micro_batch_size=2"]
     assert job.main(path, [*settings, "name=whole"]) == 0
-    train = disturbing(monkeypatch, f"{HERE}:hang_at_first", case)
+    train = disturbing(monkeypatch, f"{STALLS}:stall", case)
     limit = f"train.step_timeout_seconds={TIMEOUT_SECONDS}"
     assert train(path, [*settings, limit], max_restarts=1) == 0
     run_dir = tmp_path / "runs" / "tiny"
-    assert [one["kind"] for one in incidents(run_dir)] == ["hang", "restart"]
+    assert [incident["kind"] for incident in incidents(run_dir)] == ["hang", "restart"]
     assert (run_dir / "hang.1" / "summary.txt").exists()
     assert not (run_dir / "hang").exists()
     assert same_metrics(path, "tiny", "whole")
@@ -219,19 +220,20 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_restarts_from_there(
     first = run_dir / "checkpoints" / "step_2"
     with pytest.raises(NotRestarted):
         train(recipe, SETTINGS, resume_from=first, max_restarts=9)
-    assert {one["checkpoint"] for one in restarts_of(run_dir)} == {"step_2"}
+    assert {restart["checkpoint"] for restart in restarts_of(run_dir)} == {"step_2"}
 
 
 @pytest.mark.slow
 def test_a_job_with_phases_restarts_in_the_phase_that_failed(
-    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_phases(tmp_path)
     assert job.main(path, [*PHASED, "name=whole"]) == 0
     train = disturbing(monkeypatch, f"{HERE}:fail_in_second_phase", None)
     assert train(path, PHASED, max_restarts=2) == 0
     runs = tmp_path / "runs"
-    assert [one["checkpoint"] for one in restarts_of(runs / "tiny" / SECOND)] == [None, "step_1"]
+    restarts = restarts_of(runs / "tiny" / SECOND)
+    assert [restart["checkpoint"] for restart in restarts] == [None, "step_1"]
     assert not incidents(runs / "tiny" / FIRST)
     for phase in (FIRST, SECOND):
         assert same_metrics(path, f"tiny/{phase}", f"whole/{phase}")
@@ -239,15 +241,14 @@ def test_a_job_with_phases_restarts_in_the_phase_that_failed(
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say_so_once(
-    run_ranks: RunRanks, recipe: Path, store: TCPStore
+    run_ranks: RunRanks, recipe: Path, attempt: Callable[..., list[int]]
 ) -> None:
     run(run_ranks, recipe, *SETTINGS, "name=whole")
     shutil.copytree(recipe.parent / "runs" / "whole", recipe.parent / "runs" / "tiny")
-    arguments, port = [str(recipe), *SETTINGS], store.port
     # Another run has that name: the first start moves it aside, the second one does not.
     with pytest.raises(RanksFailed, match="rank 1 was killed by SIGKILL"):
-        run_on_cpu(train_under_torchrun, (port, 0, arguments, "killed"), 3, 60)
-    assert run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60) == [0] * 3
+        attempt(0, signum=signal.SIGKILL)
+    assert attempt(1) == [0] * 3
     assert same_metrics(recipe, "tiny", "whole")
     runs = recipe.parent / "runs"
     assert sorted(path.name for path in runs.iterdir() if path.is_dir()) == [
@@ -262,31 +263,26 @@ def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint_and_say
 
 @pytest.mark.slow
 def test_the_time_of_a_job_that_torchrun_starts_again_counts_from_its_first_start(
-    run_ranks: RunRanks, recipe: Path, store: TCPStore
+    recipe: Path, attempt: Callable[..., list[int]]
 ) -> None:
-    arguments, port = [str(recipe), *SETTINGS, "train.max_minutes=30"], store.port
     with pytest.raises(RanksFailed):
-        run_on_cpu(train_under_torchrun, (port, 0, arguments, "killed"), 3, 60)
+        attempt(0, "train.max_minutes=30", signum=signal.SIGKILL)
     begun = recipe.parent / "runs" / "tiny" / ".begun_by"
     *names, began = begun.read_text().split("\n")
     begun.write_text("\n".join([*names, str(float(began) - 1800)]))
-    codes = run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60)
-    assert codes == [EXIT_CONTINUE] * 3
+    assert attempt(1, "train.max_minutes=30") == [EXIT_CONTINUE] * 3
     last = incidents(recipe.parent / "runs" / "tiny")[-1]
     assert last["text"] == "ended by train.max_minutes, with a checkpoint after step 3"
 
 
 @pytest.mark.slow
 def test_torchrun_does_not_go_on_with_a_run_that_was_asked_to_end(
-    run_ranks: RunRanks, recipe: Path, store: TCPStore
+    recipe: Path, attempt: Callable[..., list[int]]
 ) -> None:
-    arguments, port = [str(recipe), *SETTINGS, "train.steps=9"], store.port
-    codes = run_on_cpu(train_under_torchrun, (port, 0, arguments, "asked"), 3, 60)
-    assert codes == [EXIT_CONTINUE] * 3
-    codes = run_on_cpu(train_under_torchrun, (port, 1, arguments, ""), 3, 60)
-    assert codes == [EXIT_CONTINUE] * 3
-    said = (recipe.parent / "printed_1_0").read_text()
-    assert "ended by SIGTERM, with a checkpoint after step 5: not started again\n" in said
+    assert attempt(0, "train.steps=9", signum=signal.SIGTERM) == [EXIT_CONTINUE] * 3
+    assert attempt(1, "train.steps=9") == [EXIT_CONTINUE] * 3
+    printed = (recipe.parent / "printed_1_0").read_text()
+    assert "ended by SIGTERM, with a checkpoint after step 5: not started again\n" in printed
     assert find_checkpoint(recipe.parent / "runs" / "tiny").name == "step_5"
 
 

@@ -20,20 +20,15 @@ from typing import Any
 
 import pytest
 
-from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.resume import FromScratch
-from mimo.config.schema import Recipe
-from mimo.model.recipe_checks import check_recipe
-from mimo.parallel.grids import Layout
+from mimo.checkpoint.resume import Start
 from mimo.runtime.heartbeat import ACTIVITIES
-from mimo.runtime.ranks import RENDEZVOUS, launch, rank_environment
+from mimo.runtime.ranks import RENDEZVOUS
 from mimo.runtime.run_files import incidents
-from mimo.train.run_folder import make_run_dir
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.disturbed import disturbing, running_ranks
 from tests.mimo.runtime.conftest import free_port, train
-from tests.ranks import running
 
 HERE = "tests.mimo.train.test_stalls"
 STRUCK = "struck"  # a file in the run folder
@@ -154,18 +149,8 @@ CASES = {
 # ------------------------------------------------------- functions that run inside ranks
 
 
-def run_stalling_rank(case: Case, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
-    from mimo.train.rank import run_rank
-
-    env = rank_environment()
-    assert env is not None
-    (run_dir / f"pid_{env.rank}").write_text(str(os.getpid()))
-    arm(case, env.rank, run_dir)
-    run_rank(recipe, layout, run_dir, FromScratch())
-
-
-def arm(case: Case, rank: int, run_dir: Path) -> None:
-    """Let this process, which is ``rank``, stall if it is its turn."""
+def stall(case: Case, attempt: int, run_dir: Path, start: Start | None) -> None:
+    """Let this rank stall in the first attempt if it is its turn."""
     from mimo.runtime.hang_monitor import HangMonitor
 
     is_stuck, begins, calls = HangMonitor._is_stuck, HangMonitor.at, 0
@@ -182,7 +167,7 @@ def arm(case: Case, rank: int, run_dir: Path) -> None:
         return is_stuck(self) and begun
 
     HangMonitor.at, HangMonitor._is_stuck = at, is_stuck_since_then  # type: ignore[method-assign]
-    if rank == case.rank:
+    if attempt == 0 and os.environ["RANK"] == str(case.rank):
         owner = pkgutil.resolve_name(case.owner)
         called = getattr(owner, case.name)
 
@@ -200,7 +185,7 @@ def arm(case: Case, rank: int, run_dir: Path) -> None:
 def run_stalling_task(case: Case, rank: int, port: int, folder: Path, arguments: list[str]) -> None:
     """A task of srun, which no launcher ends."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", RENDEZVOUS: ""}
-    arm(case, rank, folder / "runs" / "tiny")
+    stall(case, 0, folder / "runs" / "tiny", None)
     os._exit(train(port, folder, arguments))
 
 
@@ -209,9 +194,13 @@ def run_stalling_task(case: Case, rank: int, port: int, folder: Path, arguments:
 
 @pytest.mark.parametrize("phase", quick(CASES, "encode"))
 def test_a_stall_ends_the_run_and_names_the_rank_and_what_others_wait_for(
-    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], phase: str
+    run_ranks: RunRanks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    phase: str,
 ) -> None:
-    case = CASES[phase]
+    case, run_dir = CASES[phase], tmp_path / "runs" / "tiny"
     tiny.write_samples(tmp_path, (2, 1, 1, 3) * 3)
     tiny.write_samples(tmp_path, (2, 1, 1, 3) * 3, "validation")
     settings = [f"train.step_timeout_seconds={TIMEOUT_SECONDS}", case.layout]
@@ -221,17 +210,13 @@ def test_a_stall_ends_the_run_and_names_the_rank_and_what_others_wait_for(
     if phase == "validation":
         validation = f"[{{path: '{tmp_path}/validation-*.tar'}}]"
         settings += ["train.validate_every=1", f"data.validation={validation}"]
-    recipe = load_recipe(tiny.write_recipe(tmp_path), settings)
-    layout = check_recipe(recipe, None)
-    run_dir = make_run_dir(recipe, resumes=False)
-
-    args = (case, recipe, layout, run_dir)
-    code = launch(f"{HERE}:run_stalling_rank", args, layout.world_size, log_dir=run_dir)
+    train = disturbing(monkeypatch, f"{HERE}:stall", case)
+    code = train(tiny.write_recipe(tmp_path), settings)
     ended = time.time()
 
-    told = capfd.readouterr().err
+    errors = capfd.readouterr().err
     summary = run_dir / "hang" / "summary.txt"
-    assert summary.exists(), told
+    assert summary.exists(), errors
     struck = (run_dir / STRUCK).stat().st_mtime
     text = summary.read_text()
     first, origin, *others = text.splitlines()
@@ -244,12 +229,11 @@ def test_a_stall_ends_the_run_and_names_the_rank_and_what_others_wait_for(
         assert len(origins) == 1, text
         waits = rf"(.*, )?rank {case.waiting} \(\w+, lane \d\)(, rank.*?)?: {case.waits}"
         assert any(re.match(waits, line) for line in others), text
-    assert told.rstrip().endswith(f"{first}\n{origin}")
+    assert errors.rstrip().endswith(f"{first}\n{origin}")
     assert code == 1
     assert summary.stat().st_mtime - struck < TIMEOUT_SECONDS + 10
     assert ended - struck < TIMEOUT_SECONDS + 10
-    pids = [int((run_dir / f"pid_{rank}").read_text()) for rank in range(layout.world_size)]
-    assert not running(pids), "a rank is left over"
+    assert not running_ranks(run_dir), "a rank is left over"
     (incident,) = incidents(run_dir)
     assert (incident["kind"], len(incident["ranks"])) == ("hang", len(origins))
     assert named in incident["ranks"]
@@ -269,7 +253,7 @@ def test_tasks_of_srun_end_although_the_stopped_rank_is_the_one_where_they_meet(
     context = multiprocessing.get_context("forkserver")
     port = free_port()
     args = [(CASES["norm"], rank, port, tmp_path, arguments) for rank in range(3)]
-    tasks = [context.Process(target=run_stalling_task, args=own) for own in args]
+    tasks = [context.Process(target=run_stalling_task, args=args_of_rank) for args_of_rank in args]
     for task in tasks:
         task.start()
     try:
@@ -285,4 +269,4 @@ def test_tasks_of_srun_end_although_the_stopped_rank_is_the_one_where_they_meet(
     text = (struck.parent / "hang" / "summary.txt").read_text()
     assert re.search(rf"origin: rank 0 \(vision, lane 0\) {SILENT}", text)
     printed = [(tmp_path / f"printed_{rank}").read_text() for rank in (1, 2)]
-    assert sum(text in one for one in printed) == 1
+    assert sum(text in lines for lines in printed) == 1

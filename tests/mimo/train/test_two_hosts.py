@@ -31,9 +31,9 @@ def lines_of(hosts: list[Host], recipe: Path, *overrides: str) -> list[str]:
     names = ",".join(host.name for host in hosts)
     site = recipe.with_name("site.yaml")
     site.write_text(SITE)
-    told = mimo("launch", recipe, *LAYOUT, *overrides, "--cluster", site, "--hosts", names)
-    lines = told.stdout.splitlines()
-    assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["2"], ["1"]], told
+    printed = mimo("launch", recipe, *LAYOUT, *overrides, "--cluster", site, "--hosts", names)
+    lines = printed.stdout.splitlines()
+    assert [re.findall(r"nproc-per-node=(\d)", line) for line in lines] == [["2"], ["1"]], printed
     return lines
 
 
@@ -62,15 +62,15 @@ def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path
         assert (table["ok"], table["nodes"]) == (True, ["first", "first", "second"])
         agents = start(hosts, recipe, job, lines)
         codes = [agent.wait(120) for agent in agents]
-        told = "".join(log_of(recipe, host).read_text() for host in hosts)
-    assert codes == [0, 0], told
+        printed = "".join(log_of(recipe, host).read_text() for host in hosts)
+    assert codes == [0, 0], printed
     assert not job.leftovers()
     run(run_ranks, recipe, "name=one", *LAYOUT)
-    one, two = (
+    single, double = (
         [(line["loss"], line["grad_norm"]) for line in metrics(recipe, name)]
         for name in ("one", "two")
     )
-    assert one == two
+    assert single == double
     assert load_recipe(tmp_path / "runs/two/recipe.yaml").cluster.interface == INTERFACE
 
 
@@ -83,11 +83,11 @@ def test_a_host_that_preflight_finds_broken_is_named_on_hosts_without_slurm(
         looks = [line.replace("mimo.cli.main train", "mimo.cli.main preflight") for line in lines]
         looks[1] = looks[1].replace("name=broken", "name=broken train.stepps=3")
         codes = [agent.wait(120) for agent in start(hosts, recipe, job, looks)]
-        told = [log_of(recipe, host).read_text() for host in hosts]
-    assert codes == [1, 1], told
+        printed = [log_of(recipe, host).read_text() for host in hosts]
+    assert codes == [1, 1], printed
     assert not job.leftovers()
-    assert re.search(r"BROKEN: second: .*did you mean 'steps'", told[0], re.DOTALL), told
-    assert "leave out: --exclude=second\npreflight: do not begin\n" in told[0]
+    assert re.search(r"BROKEN: second: .*did you mean 'steps'", printed[0], re.DOTALL), printed
+    assert "leave out: --exclude=second\npreflight: do not begin\n" in printed[0]
     table = json.loads((tmp_path / "runs/broken/launch/preflight.json").read_text())
     assert (table["ok"], table["exclude"]) == (False, ["second"])
 
@@ -111,11 +111,11 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
             for agent in agents:
                 agent.kill()
         assert time.monotonic() - cut < TIMEOUT_SECONDS + 30
-        told = [log_of(recipe, host).read_text() for host in hosts]
+        printed = [log_of(recipe, host).read_text() for host in hosts]
     assert codes == [1, 1]
     assert not job.leftovers()
     origin = "no message gets through between first (rank 0, 1) and second (rank 2)"
-    assert all(origin in text for text in told), told
+    assert all(origin in text for text in printed), printed
     (incident,) = incidents(run_dir)
     assert incident["kind"] == "hang"
     assert origin in incident["text"]
