@@ -125,9 +125,6 @@ def _changed_files(folder: Path, copy: Path) -> Iterator[Path]:
             yield folder / name
 
 
-# ------------------------------------------------------------------------------ overview
-
-
 def _cells(tensors: Mapping[str, StoredTensor]) -> list[str]:
     """Describe the tensors of a module: parameters, adapters, dtype and optimizer."""
     counts, dtypes, kinds, optimizer_bytes = Counter[bool](), set[str](), set[str](), 0

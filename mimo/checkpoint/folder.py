@@ -107,9 +107,6 @@ def read_progress(checkpoint: Path) -> Progress:
         ) from error
 
 
-# ------------------------------------------------------------------ writing and removing
-
-
 def complete(
     folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] | None = None
 ) -> None:
@@ -216,9 +213,6 @@ def return_to(checkpoint: Path, damaged: Iterable[Path]) -> None:
             _point_latest_to(checkpoint)
     except OSError as error:
         raise InputError(f"{checkpoints}: cannot write there: {error}") from error
-
-
-# ------------------------------------------------------------------------------- finding
 
 
 def _step_of(checkpoint: Path) -> int:

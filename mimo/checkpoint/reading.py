@@ -115,9 +115,6 @@ class _CheckedReader:
             raise_damaged(self._folder, [problem])
 
 
-# ---------------------------------------------------------------------------- one reader
-
-
 @dataclass(frozen=True)
 class _Part:
     """Rows that a stored rectangle and a wanted one share; targets: all pieces that want it."""

@@ -34,8 +34,6 @@ from mimo.config.schema import Recipe
 from mimo.errors import InputError
 from mimo.parallel.grids import Layout
 
-# -------------------------------------------------------------------------------- starts
-
 
 @dataclass(frozen=True)
 class FromScratch:

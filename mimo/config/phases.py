@@ -213,9 +213,6 @@ def _for_each[S: Recipe | PhaseSource, T](
     return results
 
 
-# --------------------------------------------------------------------- merging
-
-
 def _phase_source(base: YamlSource, index: int, name: str) -> PhaseSource:
     """Merge the keys of phase `index` over those outside `phases`."""
     keys = {key: value for key, value in base.data[PHASES][index].items() if key != "name"}

@@ -129,9 +129,6 @@ def _split(ranks: range, starts: set[int]) -> Iterator[range]:
     return (range(*pair) for pair in pairwise(bounds))
 
 
-# ------------------------------------------------------------------------------ --explain
-
-
 def split_groups(layouts: Sequence[Layout], placement: Placement) -> list[str]:
     """Name the tensor-parallel groups that no node holds, one line for each module."""
     node_of, lines = placement.node_of(), list[str]()

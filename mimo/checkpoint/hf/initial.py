@@ -283,9 +283,6 @@ def original_tower(recipe: Recipe) -> InitialWeights | None:
     return InitialWeights(checkpoint, {DEFAULT_ENCODER: weights[DEFAULT_ENCODER]})
 
 
-# ------------------------------------------------------------------------------ from-hf
-
-
 def convert_from_hf(source: Path, target: Path) -> None:
     """Write the checkpoint folder ``target``: weights, ``recipe.yaml`` and assets, no optimizer.
 

@@ -138,9 +138,6 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-# ------------------------------------------------------------------------------ checkpoint
-
-
 @dataclass(frozen=True)
 class TinyCheckpoint:
     """Settings of a tiny checkpoint.
