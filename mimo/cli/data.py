@@ -1,7 +1,7 @@
 """`mimo data`, `checkpoint`, `convert` and `tiny`: samples and checkpoints on disk."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -185,16 +185,12 @@ def tiny(
     family: Annotated[str, typer.Argument(help=f"One of {', '.join(FAMILIES)}.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    dtype: Literal["float32", "bfloat16"] = "float32",
     shard_size: Annotated[
         str | None, typer.Option(help="Largest file of weights, such as 1MB; default: one.")
-    ] = None,
-    tie: Annotated[
-        bool | None, typer.Option(help="Tie the output layer; default: the family's choice.")
     ] = None,
 ) -> int | None:
     """Write a small checkpoint with random weights in Hugging Face format."""
     from mimo.checkpoint.hf.tiny import TinyCheckpoint
     from mimo.checkpoint.hf.tiny import main as run
 
-    return run(TinyCheckpoint(family, seed, dtype, shard_size, tie), out)
+    return run(TinyCheckpoint(family, seed, shard_size=shard_size), out)
