@@ -167,7 +167,10 @@ class TrainedWeight:
     def merged(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the parameter with its adapter, (R, ...); removes both from ``tensors``."""
         weight, *adapter = [tensors.pop(key) for key in self.stored()]
-        return weight if self.lora is None else merged_weight(weight, *adapter, self.lora.scale)
+        if self.lora is None:
+            return weight
+        lora_a, lora_b = adapter
+        return merged_weight(weight, lora_a, lora_b, self.lora.scale)
 
 
 @dataclass(frozen=True)
