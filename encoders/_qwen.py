@@ -47,7 +47,7 @@ class QwenSettings(PatchSettings):
     }
 
     merge_size: Patches = 2
-    """Patches along each side that become one row."""
+    """Patches along each side that become one embedding."""
     temporal_patch_size: Patches = 2
     """Frames that become one patch."""
     min_pixels: Pixels

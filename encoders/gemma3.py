@@ -64,7 +64,7 @@ class Settings(PatchSettings):
     mm_tokens_per_image: Rows = 256
     """Rows of every image, a square number."""
     pan_and_scan: bool = False
-    """Show a long image whole and again in crops, each with its rows."""
+    """Show a long image whole and again in crops, each with its embeddings."""
     pan_and_scan_min_crop_size: Side = 256
     """Pixels of the shorter side of a crop."""
     pan_and_scan_max_num_crops: Crops = 4

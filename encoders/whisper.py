@@ -44,7 +44,7 @@ class Settings(EncoderSettings):
     num_mel_bins: MelBins = 80
     """Mel bands of the spectrogram."""
     tokens_per_row: Patches = 1
-    """Tokens of 20 ms that are stacked into one row."""
+    """Tokens of 20 ms that are stacked into one embedding."""
     max_seconds: ItemSeconds = 30.0
     """Length of the longest accepted clip, in seconds."""
     norm_eps: Epsilon = 1e-5

@@ -172,11 +172,11 @@ class MediaTokens(Section):
     """How items of a modality appear in the text."""
 
     placeholder: bounds.Word
-    """Token that stands for each row of an item."""
+    """Token that stands for each embedding of an item."""
     template_token: bounds.Word | None = None
     """What the chat template writes for each item; null for the placeholder."""
     item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
-    """Text that stands for an item, with `{placeholder}` where its rows go."""
+    """Text that stands for an item, with `{placeholder}` where its embeddings go."""
 
 
 class Encoder(Module):
@@ -187,11 +187,11 @@ class Encoder(Module):
     media: bounds.Word = "image"
     """Modality that it encodes: the type of content parts, such as `image` or `video`."""
     placeholder: bounds.Word = "<|image_pad|>"
-    """Token that stands for each row of an item."""
+    """Token that stands for each embedding of an item."""
     template_token: bounds.Word | None = None
     """What the chat template writes for each item; null for the placeholder."""
     item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
-    """Text that stands for an item, with `{placeholder}` where its rows go."""
+    """Text that stands for an item, with `{placeholder}` where its embeddings go."""
     other_media: Annotated[dict[bounds.Word, MediaTokens], Field(max_length=MAX_ENTRIES)] = {}
     """Further modalities that it encodes with the same weights, and how each appears in the text.
     """

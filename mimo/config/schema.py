@@ -53,7 +53,7 @@ class Recipe(Section):
     """The encoders by a name of your choice, such as `vision`. With `init_from`, the first that
     gives no family, or the folder's, is the folder's tower; the others begin with fresh weights."""
     bridge: Bridge = Bridge()
-    """How rows travel from the encoders to the language model."""
+    """How embeddings travel from the encoders to the language model."""
     data: Data
     """Samples, tokenizer and packing."""
     train: Train

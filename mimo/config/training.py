@@ -9,17 +9,17 @@ from mimo.config.modules import Section, word_or_number
 
 
 class Bridge(Section):
-    """How rows travel from the encoders to the language model."""
+    """How embeddings travel from the encoders to the language model."""
 
     delivery: Literal["sharded", "replicated"] = "sharded"
-    """`sharded` sends each row only to the rank that holds its position; `replicated` sends all
-    rows to every rank of the lane."""
+    """`sharded` sends each embedding only to the rank that holds its position; `replicated` sends
+    all of them to every rank of the lane."""
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
-    """Dtype of rows and their gradients on the way; `auto` is that of the weights."""
+    """Dtype of embeddings and their gradients on the way; `auto` is that of the weights."""
     block_ranks: bounds.Ranks = 512
-    """Most ranks at either end of a bridge that exchange rows with each other. Larger ends are cut
-    into blocks of lanes, as far as the numbers of lanes have a common divisor; items are balanced
-    within a block."""
+    """Most ranks at either end of a bridge that exchange embeddings with each other. Larger ends
+    are cut into blocks of lanes, as far as the numbers of lanes have a common divisor; items are
+    balanced within a block."""
     check: Literal["first_steps", "always", "never"] = "first_steps"
     """When ranks compare their transfer plans."""
     timeout_seconds: bounds.Seconds = 600.0
@@ -90,8 +90,8 @@ class Data(Section):
     microbatch of a lane; padding for `cp` and `sp` comes on top. Null packs
     `train.micro_batch_size` samples."""
     rows_per_microbatch: bounds.Rows | None = None
-    """With `tokens_per_microbatch`: most rows of the items in a sequence, over all encoders; null
-    for any number."""
+    """With `tokens_per_microbatch`: most embeddings of the items in a sequence, over all encoders;
+    null for any number."""
     packing_window: bounds.PackingWindow = 512
     """With `tokens_per_microbatch`: how many samples, in their order, are candidates for the next
     sequence."""
