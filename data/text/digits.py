@@ -6,10 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from typing import Any
 
 # Spaces around punctuation, so that decoding, which joins words by spaces, gives the text back.
 _ASK_ONE = (
@@ -119,13 +116,22 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
     Its words are those of the questions, the roles and the ten digits; each digit is a token.
     placeholders: by modality, the token that stands for an item; those that are new become tokens.
     """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Digits, Punctuation, WhitespaceSplit
+    from tokenizers.pre_tokenizers import Sequence as Steps
     from transformers import PreTrainedTokenizerFast
 
     # In a fixed order: specials, digits, words. A new word never renumbers the digits.
     specials = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
-    vocabulary = [*specials, _UNKNOWN, *DIGITS, *words()]
+    vocabulary = (*specials, _UNKNOWN, *DIGITS, *words())
+    ids = {word: number for number, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token=_UNKNOWN))
+    # Punctuation apart, so that a person may type "what digit is this?".
+    steps = [WhitespaceSplit(), Punctuation(), Digits(individual_digits=True)]
+    tokenizer.pre_tokenizer = Steps(steps)
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=word_tokenizer(vocabulary, _UNKNOWN),
+        tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         unk_token=_UNKNOWN,
@@ -142,22 +148,3 @@ def words() -> list[str]:
     questions = (*_ASK_ONE, *_ASK_MANY, *_ASK_COUNTED, *_ASK_NEXT, *_ASK_PREVIOUS, *_ASK_COPY)
     texts = " ".join((*questions, "system user assistant then"))
     return sorted({word for word in texts.split() if not word.startswith("{")})
-
-
-def word_tokenizer(vocabulary: Sequence[str], unknown: str) -> Tokenizer:
-    """A tokenizer of whole words, whose ids are their places in `vocabulary`.
-
-    White space, line breaks included, only separates words.
-    """
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Digits, Punctuation, WhitespaceSplit
-    from tokenizers.pre_tokenizers import Sequence as Steps
-
-    ids = {word: number for number, word in enumerate(vocabulary)}
-    tokenizer = Tokenizer(WordLevel(ids, unk_token=unknown))
-    # Punctuation apart, so that a person may type "what digit is this?".
-    tokenizer.pre_tokenizer = Steps(
-        [WhitespaceSplit(), Punctuation(), Digits(individual_digits=True)]
-    )
-    return tokenizer

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.batch import sizes_in_order
 from data.index.samples import Processors
 from data.index.store import load_or_build_index
 from data.order import SampleOrder
-from data.packing import Sizes, TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
+from data.packing import (
+    Mixing,
+    Sizes,
+    TokenBudget,
+    Used,
+    deal,
+    mix64,
+    packs_of_samples,
+    packs_of_tokens,
+    permutation,
+)
 from data.text.chat import ChatTokenizer
 
 LONGEST, MOST_ROWS = 12, 9  # of a sample
@@ -234,3 +245,114 @@ def test_lanes_have_more_equal_loads_than_packs_dealt_in_order(lanes: int) -> No
     assert slowest(balanced) < 0.2 * slowest(in_order)
     # What a lane has to do in the whole step.
     assert np.ptp(balanced.sum(axis=0)) < 0.3 * np.ptp(in_order.sum(axis=0))
+
+
+WEIGHTS = st.lists(
+    st.floats(-6, 0).map(lambda power: 10**power) | st.sampled_from([1.0, 0.5, 1e-6]),
+    min_size=1,
+    max_size=50,
+)
+STARTS = st.integers(0, 20) | st.integers(0, 2**48)
+FIBONACCI = [1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0]  # of the deepest Huffman tree
+
+
+@settings(max_examples=150)
+@given(weights=WEIGHTS, seed=st.integers(-5, 2**70), start=STARTS)
+@example(weights=FIBONACCI, seed=1, start=0)
+@example(weights=[1.0] + [1e-6] * 49, seed=1, start=0)
+@example(weights=[1.0] + [0.005] * 49, seed=1, start=0)  # not in an order without Huffman
+@example(weights=[0.5, 0.5], seed=3, start=0)
+def test_in_any_window_every_source_has_its_share_of_turns_give_or_take_8(
+    weights: list[float], seed: int, start: int
+) -> None:
+    length = 3000
+    source, _ = Mixing(weights, seed).at(np.arange(start, start + length))
+    shares = np.array(weights) / np.sum(weights)
+    for number, share in enumerate(shares):
+        turns = np.cumsum(np.concatenate(([0], source == number)))
+        excess = turns - share * np.arange(length + 1)
+        # The window from a to b has excess[b] - excess[a] turns too many: the worst of all windows.
+        assert excess.max() - excess.min() < 16 * share * (1 - share) + 3.4 <= 8
+
+
+@settings(max_examples=60)
+@given(weights=WEIGHTS, seed=st.integers(0, 99), start=STARTS, length=st.integers(0, 500))
+def test_a_source_has_its_turns_one_after_another_wherever_one_begins_to_ask(
+    weights: list[float], seed: int, start: int, length: int
+) -> None:
+    mixing = Mixing(weights, seed)
+    source, earlier = mixing.at(np.arange(start, start + length))
+    before, after = mixing.counts(start), mixing.counts(start + length)
+    assert before.sum() == start
+    for number in range(len(weights)):
+        own = earlier[source == number]
+        assert own.tolist() == list(range(before[number], after[number]))
+
+
+def test_a_source_of_weight_zero_has_no_turn() -> None:
+    mixing = Mixing([1.0, 0.0, 3.0], 0)
+    assert set(mixing.at(np.arange(5000))[0].tolist()) == {0, 2}
+    assert mixing.counts(4000).tolist() == pytest.approx([1000, 0, 3000], abs=8)
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+def test_lanes_that_take_turns_do_not_always_get_the_same_source(lanes: int) -> None:
+    source, _ = Mixing([1.0] * lanes, 5).at(np.arange(256 * lanes))
+    for lane in range(lanes):
+        shares = np.bincount(source[lane::lanes], minlength=lanes) / 256
+        assert (abs(shares * lanes - 1) < 0.7).all()
+
+
+SMALL, LARGE = st.integers(1, 70), st.integers(2**16 + 1, 2**16 + 5000)
+
+
+@settings(max_examples=40)
+@given(size=SMALL | LARGE, salts=st.lists(st.integers(-(2**70), 2**70), max_size=4))
+def test_every_number_is_in_one_slot_and_is_found_there(size: int, salts: list[int]) -> None:
+    own = permutation(size, *salts)
+    numbers = own.at(np.arange(size))
+    assert (np.sort(numbers) == np.arange(size)).all()
+    for number in {0, size // 2, size - 1}:
+        assert numbers[own.slot_of(number)] == number
+
+
+def test_up_to_65536_numbers_are_sorted_by_their_hashes_as_they_always_were() -> None:
+    for size in (5, 2**16):
+        expected = np.argsort(mix64(np.arange(size), 1, 2), kind="stable")
+        np.testing.assert_array_equal(permutation(size, 1, 2).at(np.arange(size)), expected)
+    assert permutation(5, 1).at(np.arange(5)).tolist() == [2, 4, 0, 3, 1]
+
+
+def test_the_order_of_many_never_changes_between_versions() -> None:
+    # A resumed run needs the order it began with.
+    own = permutation(10**12, 7, 1)
+    assert own.at(np.array([0, 1, 2, 10**12 - 1])).tolist() == OF_MANY
+
+
+@pytest.mark.parametrize("size", [2**16 + 1, 250_000])
+def test_many_numbers_lie_as_at_random(size: int) -> None:
+    numbers = permutation(size, 3).at(np.arange(size))
+    # Chi-squared of the tenths that slots and their numbers are in, with 81 degrees of freedom.
+    table = np.histogram2d(np.arange(size), numbers, bins=10)[0]
+    expected = size / 100
+    assert ((table - expected) ** 2 / expected).sum() < 140
+    # Neighbours, and those that are a row of the grid apart, are no nearer than by chance.
+    for apart in (1, 2, int(size**0.5), int(size**0.5) + 1):
+        distance = np.abs(numbers[apart:] - numbers[:-apart])
+        assert distance.mean() == pytest.approx(size / 3, rel=0.02)
+        assert (distance < size / 100).mean() == pytest.approx(0.0199, rel=0.15)
+    # Another salt is another permutation.
+    assert (permutation(size, 4).at(np.arange(size)) == numbers).mean() < 0.001
+
+
+def test_an_entry_of_a_huge_permutation_takes_no_memory_for_the_others() -> None:
+    tracemalloc.start()
+    own = permutation(10**15, 1)
+    own.at(np.arange(10**14, 10**14 + 1000))
+    own.slot_of(10**15 - 1)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**18
+
+
+OF_MANY = [118946132255, 522976856091, 507637573273, 168469725596]

@@ -84,7 +84,7 @@ def test_threads_can_read_at_the_same_time_from_more_shards_than_stay_open(
 
 
 def test_a_corrupt_image_is_reported_with_shard_key_and_item(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
+    tmp_path: Path, chat: ChatTokenizer, processors: Processors, index_of, ask, make_image
 ):
     members = {
         "fine.json": ask(1),
@@ -92,13 +92,12 @@ def test_a_corrupt_image_is_reported_with_shard_key_and_item(
         "bad.json": ask(1),
         "bad.0.png": make_image(300, 300)[:4000],
     }
-    shard = write_shard(tmp_path / "a.tar", members)
-    reader = SampleReader(build_index(str(shard), chat, processors), chat, processors)
+    reader = SampleReader(index_of(members), chat, processors)
     assert reader.patches(0).shape == (4, processors["image"].wire.width)
     with pytest.raises(UnreadableSample, match=r"'bad' of .*, item 0: .*cannot be decoded") as e:
         reader.patches(1)
     sample = e.value.sample
-    assert (sample.shard, sample.key, sample.item) == (str(shard), "bad", 0)
+    assert (sample.shard, sample.key, sample.item) == (f"{tmp_path}/a.tar", "bad", 0)
     assert "truncated" in e.value.reason
 
 

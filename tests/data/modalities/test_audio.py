@@ -16,7 +16,7 @@ from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.digits import write_tokenizer
 from data.text.messages import MediaText
-from tests.data.conftest import Ask, WriteShard, build_index
+from tests.data.conftest import Ask, IndexOf
 
 CLIPS = AudioClips(num_mel_bins=20, tokens_per_row=2, max_seconds=2.0)
 TONE = np.sin(np.arange(16_000) * 0.3)
@@ -145,20 +145,20 @@ def test_a_picture_shows_the_loud_tone_of_a_clip() -> None:
 
 
 def test_the_index_names_the_file_at_fault_and_reads_the_others(
-    tmp_path, write_shard: WriteShard, ask: Ask
+    tmp_path, index_of: IndexOf, ask: Ask
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer", {"audio": "<|audio_pad|>"})
     chat = ChatTokenizer(tmp_path / "tokenizer", {"audio": MediaText("<|audio_pad|>")})
-    shard = write_shard(
-        tmp_path / "a.tar",
+    index = index_of(
         {
             "good.json": ask(1).replace(b'"image"', b'"audio"'),
             "good.0.wav": GOOD,
             "cut.json": ask(1).replace(b'"image"', b'"audio"'),
             "cut.0.WAV": GOOD[:-500],
         },
+        chat,
+        {"audio": CLIPS},
     )
-    index = build_index(str(shard), chat, {"audio": CLIPS})
     assert [*map(index.key, range(len(index)))] == ["good"]
     (skipped,) = index.skipped_samples()
     assert (skipped.key, skipped.reason[:33]) == ("cut", "item 0: the audio file of 31544 b")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from data.modalities.images import ImageProcessor, PanAndScan, SquareImageProces
 from data.modalities.processor import Part
 from data.modalities.videos import VideoProcessor
 from data.text.chat import ChatTokenizer
-from tests.data.conftest import Ask, WriteShard, build_index
+from tests.data.conftest import Ask, IndexOf
 
 QWEN = ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 12)
 GEMMA = SquareImageProcessor(image_size=56, patch_size=14, merge_size=2)
@@ -94,12 +92,10 @@ def test_frames_of_videos_are_decoded_whole() -> None:
 
 
 def test_a_reader_finds_the_size_that_the_index_says(
-    tmp_path: Path, chat: ChatTokenizer, write_shard: WriteShard, ask: Ask
+    chat: ChatTokenizer, index_of: IndexOf, ask: Ask
 ) -> None:
     members = {"a.json": ask(1), "a.0.jpg": photo(800, 600, **exif(6))}
-    write_shard(tmp_path / "a.tar", members)
-    index = build_index(str(tmp_path / "a.tar"), chat, {"image": QWEN})
-    assert json.loads(members["a.json"])["messages"]
+    index = index_of(members, media={"image": QWEN})
     processors = {"image": replace(QWEN, jpeg_draft=True)}
     reader = SampleReader(index, chat, processors)
     assert reader.decoded(0, 0).size == (150, 200)

@@ -10,7 +10,6 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from data.modalities.image_files import image_size, open_image
 from data.modalities.images import ImageProcessor, SquareImageProcessor
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
-from tests.data.conftest import Ask, WriteShard, build_index
+from tests.data.conftest import Ask, IndexOf
 
 QWEN = ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 64)
 GEMMA = SquareImageProcessor(image_size=56, patch_size=14, merge_size=1)
@@ -160,14 +159,13 @@ def test_an_odd_file_becomes_what_transformers_makes_of_it(files: dict[str, byte
 
 
 def test_odd_files_go_through_index_and_reader(
-    files: dict[str, bytes], tmp_path: Path, chat: ChatTokenizer, write_shard: WriteShard, ask: Ask
+    files: dict[str, bytes], chat: ChatTokenizer, index_of: IndexOf, ask: Ask
 ):
     members: dict[str, bytes] = {}
     for number, data in enumerate(files.values()):
         members |= {f"{number:03}.json": ask(1), f"{number:03}.0.png": data}
-    write_shard(tmp_path / "a.tar", members)
     processors: Processors = {"image": QWEN}
-    index = build_index(str(tmp_path / "a.tar"), chat, processors)
+    index = index_of(members, media=processors)
     assert index.num_skipped == 0
     assert len(index) == len(files)
     reader = SampleReader(index, chat, processors)
@@ -184,11 +182,9 @@ def test_transformers_refuses_the_same_aspect_ratio():
 
 
 def test_a_sample_without_images_has_no_items(
-    tmp_path: Path, chat: ChatTokenizer, write_shard: WriteShard, ask: Ask
+    chat: ChatTokenizer, processors: Processors, index_of: IndexOf, ask: Ask
 ):
-    write_shard(tmp_path / "a.tar", {"plain.json": ask(0)})
-    processors: Processors = {"image": QWEN}
-    index = build_index(str(tmp_path / "a.tar"), chat, processors)
+    index = index_of({"plain.json": ask(0)})
     sample = SampleReader(index, chat, processors).sample(0)
     assert index.num_items == 0
     assert len(sample.item_offsets) == 0

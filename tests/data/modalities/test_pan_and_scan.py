@@ -20,7 +20,7 @@ from data.modalities.images import PanAndScan, SquareImageProcessor
 from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from tests.data.checkpoint_files import GEMMA_IMAGE, IMAGE_SIZE, hf_processor, write_folder
-from tests.data.conftest import WriteShard, build_index
+from tests.data.conftest import IndexOf
 
 CROPS = PanAndScan(min_crop_size=32, max_num_crops=4, min_ratio=1.2)
 OURS = SquareImageProcessor(IMAGE_SIZE, 14, merge_size=2, pan_and_scan=CROPS)
@@ -136,7 +136,7 @@ def test_crops_in_an_answer_and_what_introduces_them_are_not_learned(tmp_path: P
 
 
 def test_images_with_crops_go_through_index_and_reader(
-    tmp_path: Path, write_shard: WriteShard, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, index_of: IndexOf, monkeypatch: pytest.MonkeyPatch
 ):
     chat = ChatTokenizer(write_folder("gemma3", tmp_path / "t"), {"image": GEMMA_IMAGE})
     images = [noise(*size) for size in SIZES]
@@ -148,8 +148,7 @@ def test_images_with_crops_go_through_index_and_reader(
     content = [{"type": "image"} for _ in images]
     chats = [{"role": "user", "content": content}, {"role": "assistant", "content": "one"}]
     members["all.json"] = json.dumps({"messages": chats}).encode()
-    write_shard(tmp_path / "a.tar", members)
-    index = build_index(str(tmp_path / "a.tar"), chat, {"image": OURS})
+    index = index_of(members, chat, {"image": OURS})
     reader = SampleReader(index, chat, {"image": OURS})
     expected = np.concatenate([items_of(image) for image in images])
     assert index.num_items == len(expected) > len(images)

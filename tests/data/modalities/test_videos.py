@@ -23,7 +23,7 @@ from data.modalities.videos import TimedVideoProcessor, VideoProcessor
 from data.text.chat import ChatTokenizer
 from data.text.messages import MediaText
 from tests.data.checkpoint_files import hf_processor, write_folder
-from tests.data.conftest import Ask, MakeImage, WriteShard, build_index
+from tests.data.conftest import Ask, IndexOf, MakeImage
 from tests.data.video_oracle import video_patches
 
 HALF = (0.5, 0.5, 0.5)
@@ -288,7 +288,7 @@ def saved(images: list[Image.Image], tmp_path: Path) -> list[bytes]:
 
 
 def test_videos_and_images_go_through_index_store_and_reader(
-    name: str, family: Family, tmp_path: Path, write_shard: WriteShard, ask: Ask
+    name: str, family: Family, tmp_path: Path, index_of: IndexOf, ask: Ask
 ):
     clips = CHATS["images and videos"]
     images = [frames(clip.part().frames, *clip.size, seed=n) for n, clip in enumerate(clips)]
@@ -297,13 +297,12 @@ def test_videos_and_images_go_through_index_store_and_reader(
     messages = messages_of(clips, answer="both")
     members["clips.json"] = json.dumps({"messages": messages}).encode()
     members |= {f"clips.{number}.png": data for number, data in enumerate(files)}
-    write_shard(tmp_path / "a.tar", members)
     processors = processors_of(family)
     chat = ChatTokenizer(
         write_folder(name, tmp_path / "tokenizer"),
         {"image": MediaText("<|image_pad|>"), "video": family.video_text},
     )
-    index = build_index(str(tmp_path / "a.tar"), chat, processors)
+    index = index_of(members, chat, processors)
     assert index.num_skipped == 0
     assert [len(index.files_of_sample(sample)) for sample in (0, 1)] == [1, len(files)]
 
@@ -336,6 +335,16 @@ def test_videos_and_images_go_through_index_store_and_reader(
     assert item == index.num_items
 
 
+IMAGES_AND_VIDEOS = {"image": IMAGES, "video": FAMILIES["qwen2_5_vl"].ours}
+
+
+def odd_video(content: dict[str, Any], *files: bytes) -> dict[str, bytes]:
+    question = {"role": "user", "content": [{"type": "video", **content}]}
+    messages = [question, {"role": "assistant", "content": "7"}]
+    members = {"odd.json": json.dumps({"messages": messages}).encode()}
+    return members | {f"odd.{number}.png": data for number, data in enumerate(files)}
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -349,38 +358,22 @@ def test_videos_and_images_go_through_index_store_and_reader(
     ],
 )
 def test_a_video_that_cannot_be_is_left_out_by_the_name_of_its_sample(
-    tmp_path: Path,
-    write_shard: WriteShard,
+    index_of: IndexOf,
     make_image: MakeImage,
     two_media_chat: ChatTokenizer,
     content: dict[str, Any],
     reason: str,
 ):
-    user = {"role": "user", "content": [{"type": "video", **content}]}
-    messages = [user, {"role": "assistant", "content": "7"}]
-    members = {"odd.json": json.dumps({"messages": messages}).encode()}
-    members |= {"odd.0.png": make_image(28, 28), "odd.1.png": make_image(56, 28)}
-    write_shard(tmp_path / "a.tar", members)
-    processors = {"image": IMAGES, "video": FAMILIES["qwen2_5_vl"].ours}
-    index = build_index(str(tmp_path / "a.tar"), two_media_chat, processors)
-    (skipped,) = index.skipped_samples()
+    members = odd_video(content, make_image(28, 28), make_image(56, 28))
+    (skipped,) = index_of(members, two_media_chat, IMAGES_AND_VIDEOS).skipped_samples()
     assert skipped.key == "odd"
     assert reason in skipped.reason
 
 
 @pytest.mark.parametrize("wanted", [1, 3])
 def test_more_or_fewer_frames_than_files_name_the_sample_and_both_counts(
-    tmp_path: Path,
-    write_shard: WriteShard,
-    make_image: MakeImage,
-    two_media_chat: ChatTokenizer,
-    wanted: int,
+    index_of: IndexOf, make_image: MakeImage, two_media_chat: ChatTokenizer, wanted: int
 ):
-    user = {"role": "user", "content": [{"type": "video", "frames": wanted}]}
-    messages = [user, {"role": "assistant", "content": "7"}]
-    members = {"odd.json": json.dumps({"messages": messages}).encode()}
-    members |= {"odd.0.png": make_image(), "odd.1.png": make_image()}
-    write_shard(tmp_path / "a.tar", members)
-    processors = {"image": IMAGES, "video": FAMILIES["qwen2_5_vl"].ours}
+    members = odd_video({"frames": wanted}, make_image(), make_image())
     with pytest.raises(ValueError, match=rf"odd: {wanted} / 2(.|\n)*\"frames\": 8"):
-        build_index(str(tmp_path / "a.tar"), two_media_chat, processors)
+        index_of(members, two_media_chat, IMAGES_AND_VIDEOS)
