@@ -331,13 +331,14 @@ class DecodeExecutor:
             if is_late:
                 _kill(worker)
             how = pool.reap(worker)
+            if self._closed:
+                raise CancelledError
             ends.append(f"did not answer for {limit:g} s and was ended" if is_late else how)
             caused = len(ends) - ends.count(WITH_SERVER)  # by the task, perhaps
             if caused == _TRIES or len(ends) == _MOST_ENDS:
                 raise task.error(f"{len(ends)} workers ended over it: one {', one '.join(ends)}")
-            if not self._closed:
-                again = task.error("again")
-                logger.warning("a decode worker %s; another one tries: %s", ends[-1], again)
+            again = task.error("again")
+            logger.warning("a decode worker %s; another one tries: %s", ends[-1], again)
         if error is not None:
             raise error
         arrays = read_arrays(task.path)
