@@ -191,11 +191,7 @@ def planted(mistake: str) -> Iterator[None]:
     reduce = module.reduce_gradients
     changes = {
         "average": (FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
-        "always reduce": (
-            module,
-            "reduce_gradients",
-            lambda whole, *, now: reduce(whole, now=True),
-        ),
+        "always reduce": (module, "reduce_gradients", lambda whole, **_: reduce(whole, now=True)),
     }
     with mock.patch.object(*changes[mistake]) if mistake in changes else nullcontext():
         yield

@@ -125,6 +125,22 @@ def share_of_positions(whole: Tensor, lengths: Sequence[int], cp: dist.ProcessGr
     return share(whole.flatten(0, 1), lengths, cp).unflatten(0, whole.shape[:2])
 
 
+def losses_of(model: Any) -> tuple[Tensor, Tensor]:
+    """All losses of a model on one rank for a packed microbatch, and the mask of loss tokens."""
+    from mimo.ops.segments import PackedSegments
+
+    batch = next(microbatches(0, 0, dense=False))
+    segments = PackedSegments.from_lengths(LENGTHS, batch.ids.device)
+    losses = model(
+        input_ids=batch.ids,
+        position_ids=batch.positions,
+        attention_mask=None,
+        labels=batch.labels,
+        packed_seq_params=segments,
+    )
+    return losses, batch.loss_mask
+
+
 class Trainer:
     """One rank's model of a `Job`."""
 

@@ -79,10 +79,7 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
-    """Return by kind what the optimizer stores for a tensor that it updates, in its shape.
-
-    The memory is the optimizer's: writing to it changes the optimizer.
-    """
+    """Return by kind the optimizer's memory for a tensor that it updates, in the tensor's shape."""
     state = optimizer.state[param]
     return {kind: state[kind].detach() for kind in (*MOMENTS, EMA) if kind in state}
 
@@ -122,10 +119,10 @@ def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 class MeasuredStep:
-    """Stand-in for an optimizer that updates slice by slice and measures the change.
+    """Stand-in for an optimizer that updates slice by slice and measures the change of weights.
 
-    It compares copies of the weights, so rounding counts. The update equals one of all at once.
-    counts: whether this rank counts a tensor's change.
+    It compares copies, so rounding counts; the update is the same. counts: whether this rank counts
+    a tensor's change.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, counts: Callable[[Tensor], bool]) -> None:
@@ -159,10 +156,7 @@ class MeasuredStep:
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the squared norm of one or more tensors together: () fp64.
-
-    Each tensor's norm is computed in its own dtype.
-    """
+    """Return the squared norm () fp64 of all tensors; each tensor's norm is in its own dtype."""
     norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(tensors)
     return torch.stack(list(norms)).double().square().sum()
 

@@ -1,9 +1,8 @@
-"""What a machine has to make layers fast, and what layers and their attention use of it.
+"""Which fast kernels a machine has, and which of them layers and their attention use.
 
-Every choice is a pure function of what is asked, the dtype and a `Machine`, so all tables are
-tested without a GPU; only `this_machine` looks. Light to import: recipes are checked with it
-before anything imports an engine. Nothing is fused in fp32 or fp64, or on a CPU, where results are
-checked.
+Every choice is a pure function of the request, the dtype and a `Machine`, so all are tested without
+a GPU; only `this_machine` looks at the hardware. Light to import, because recipes are checked with
+it before an engine is imported. Nothing is fused in fp32 or fp64, or on a CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ SDPA = "sdpa"
 
 LOADS, NOT_INSTALLED = "loads", "is not installed"
 
-# By kernel: a module, a function in it and, where older versions lack it, a parameter of that. A
-# package's name says too little: another flash-attn installs the same one without this function.
+# By kernel: a module, a function and perhaps a parameter that older versions lack. The package's
+# name is not enough: another flash-attn installs the same one without this function.
 _FUNCTIONS = {
     TRANSFORMER_ENGINE: ("transformer_engine.pytorch", "DotProductAttention"),
     "flash_attn_3": ("flash_attn_interface", "flash_attn_varlen_func"),
@@ -39,10 +38,9 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What layers can be built from.
+    """The GPU and the kernels of a machine.
 
-    capability: compute capability of the GPU, such as (9, 0); None without a GPU.
-    installed: names of the installed kernels.
+    capability: compute capability, such as (9, 0); None without a GPU. installed: kernels by name.
     """
 
     capability: tuple[int, int] | None
@@ -50,7 +48,7 @@ class Machine:
 
 
 def has_function(module: str, name: str, parameter: str | None = None) -> bool:
-    """Whether ``module`` is installed and has a function ``name`` that takes ``parameter``.
+    """Return whether ``module`` is installed with a function ``name`` that takes ``parameter``.
 
     Raises InputError if it is installed but cannot be imported: slower kernels would hide that.
     """
@@ -74,9 +72,9 @@ def has_function(module: str, name: str, parameter: str | None = None) -> bool:
 
 
 def kernel_states() -> dict[str, str]:
-    """Return for each package of kernels `LOADS`, `NOT_INSTALLED`, or why it does not load.
+    """Import all kernels -> for each `LOADS`, `NOT_INSTALLED`, or why it does not load.
 
-    Imports them, which may initialise the GPU.
+    May initialise the GPU.
     """
     states = {}
     for kernel, function in _FUNCTIONS.items():
@@ -89,7 +87,7 @@ def kernel_states() -> dict[str, str]:
 
 @functools.cache
 def this_machine() -> Machine:
-    """Return what this process may use. On a GPU it imports the packages, so only ranks call it.
+    """Return this process's machine. On a GPU it imports the packages, so only ranks call it.
 
     Raises InputError for a package that is installed but cannot be imported.
     """
@@ -107,7 +105,7 @@ def this_machine() -> Machine:
 class LayerChoice:
     """Which implementation of a layer's parts is used.
 
-    transformer_engine: its linears and norms; the linears add weight gradients to DDP's sums.
+    transformer_engine: for linears and norms; the linears add weight gradients to DDP's sums.
     fused_activation: Megatron's compiled gated activations.
     """
 
@@ -144,7 +142,7 @@ _HOPPER = 9
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What a layer needs of its core attention; segments are always laid end to end.
+    """What a layer needs of its core attention, over segments laid end to end.
 
     causal: False if all tokens of a segment see each other. cp_size: ranks that share each segment.
     window: keys that a query sees, its own included; None for all.
@@ -162,8 +160,8 @@ class AttentionCase:
 class KernelChoice:
     """kernel: its name in `attention_kernels.KERNELS`, or `TRANSFORMER_ENGINE`.
 
-    dense_mask: whether it needs a mask of queries times keys, and so work and memory for pairs
-    that do not see each other. reason: why no better kernel was chosen, or why this one.
+    dense_mask: whether it needs a mask of queries times keys, with work and memory for pairs that
+    do not see each other. reason: why no better kernel was chosen.
     """
 
     kernel: str
@@ -174,9 +172,8 @@ class KernelChoice:
 def choose_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> KernelChoice:
     """Return the best kernel for a layer.
 
-    All but SDPA take segments of any lengths and grouped heads as they are, and know windows and
-    causal blocks with more keys than queries, which context-parallel ranks and text beside items
-    have. SDPA runs everywhere and in every dtype, but for those two it needs masks.
+    SDPA runs everywhere and in every dtype, but it needs masks for windows and for causal blocks
+    with more keys than queries, as on context-parallel ranks and in text beside items.
     """
     plain = case.cp_size == 1 and case.window is None and not case.whole_items
     needs_mask = case.causal and not plain
@@ -215,11 +212,7 @@ def _refusal(
 
 @functools.cache
 def best_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> str:
-    """Return the best of `attention_kernels.KERNELS` for a layer, and log it the first time.
-
-    Transformer Engine's attention is a module of its own. Where that does not serve all layers,
-    ours take the next best kernel.
-    """
+    """Return the best of `attention_kernels.KERNELS` for a layer, and log it the first time."""
     choice = choose_kernel(
         case, dtype, replace(machine, installed=machine.installed - {TRANSFORMER_ENGINE})
     )

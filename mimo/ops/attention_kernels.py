@@ -1,4 +1,4 @@
-"""Kernels of the core attention: the same blocks by SDPA, flash-attn or PyTorch's varlen.
+"""Kernels of core attention: SDPA, flash-attn and PyTorch's varlen on the same blocks.
 
 Letters: Q query rows of a call, T key rows of the lane, N heads, G key/value heads,
 D head size, B blocks in one dense call, L and K its longest block's queries and keys.
@@ -18,23 +18,22 @@ from torch import Tensor, nn
 
 from mimo.ops.segments import bounds_of, gather_rows
 
-# Causal blocks of a bucket are padded to its longest; a shorter one may waste at most half.
+# Causal blocks of a bucket are padded to its longest; a shorter one wastes at most half.
 _SHORTEST_TO_LONGEST = 0.5
-# Queries times keys of a dense mask; PyTorch turns it into numbers of the inputs' dtype. A block
-# with more is cut into pieces of its queries.
+# Queries times keys of a dense mask, which PyTorch converts to the inputs' dtype. A block with more
+# is cut into pieces of its queries.
 LARGEST_MASK = 2**24
 
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """Independent pieces of one attention call, each some queries against a stretch of keys.
+    """The independent blocks of one attention call: some queries against a stretch of keys each.
 
-    queries: rows of each block; the blocks follow each other in this rank's packed order.
-    keys: (first, end) of each block's keys in the whole lane's packed order.
-    The last query of a block stands on its last key, the query before on the key before, and so
-    on. With `causal` no query sees a later key.
-    window: how many keys a query sees of those up to its own, its own included; None for all.
-    Where neither is set, every query sees every key, wherever they stand.
+    queries: number of each block's queries; blocks follow each other in this rank's packed order.
+    keys: (first, end) of each block's keys in the whole lane's packed order. The last query of a
+        block stands on its last key, the query before on the key before, and so on.
+    causal: no query sees a later key. window: keys that a query sees up to its own, included; None
+        for all. With neither, every query of a block sees every key.
     """
 
     queries: tuple[int, ...]
@@ -49,7 +48,7 @@ class AttentionBlocks:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the blocks' keys laid end to end are the lane's keys themselves."""
+        """Whether the blocks' keys, laid end to end, are the lane's keys."""
         ends = [0, *(end for _, end in self.keys)]
         return all(first == end for (first, _), end in zip(self.keys, ends, strict=False))
 
@@ -59,10 +58,9 @@ class Bucket:
     """Blocks that run in one dense call.
 
     queries (B, L), keys (B, K): int64 rows of q and of k, short blocks padded by repetition; None
-    when they are all rows in order, so that q or k is the batch already.
-    num_queries, num_keys: (B,) int64, the real ones.
-    take: (rows,) int64 positions in the flattened (B, L) that are real; None when all are.
-    size: B, L and K. masked: whether a query sees fewer keys than plain causal or full attention.
+    if they are all rows in order. num_queries, num_keys: (B,) int64, without padding.
+    take: int64 positions in the flattened (B, L) that are no padding; None if all are.
+    size: B, L and K. masked: whether it needs a mask beside plain causal or full attention.
     """
 
     queries: Tensor | None
@@ -76,7 +74,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class DenseBlocks:
-    """Blocks as SDPA takes them. back: (Q,) int64 restores the order of the queries, or None."""
+    """Blocks for SDPA. back: (Q,) int64 restores the order of queries; None if it is right."""
 
     buckets: tuple[Bucket, ...]
     back: Tensor | None
@@ -85,9 +83,9 @@ class DenseBlocks:
 
 
 def _cut(blocks: AttentionBlocks) -> AttentionBlocks:
-    """Causal blocks cut where they need masks, into pieces of their queries.
+    """Cut causal blocks that need masks into pieces of their queries.
 
-    With a window into at most that many queries: work then grows with the window, not the block.
+    With a window, a piece has at most that many queries: work grows with the window, not the block.
     """
     if not blocks.causal:
         return blocks
@@ -118,10 +116,10 @@ def _unless_in_order(rows: Tensor, num_rows: int) -> Tensor | None:
 
 
 def _grouped(blocks: AttentionBlocks) -> list[list[int]]:
-    """Which blocks share a dense call.
+    """Choose which blocks share a dense call.
 
-    Those of one size; also unequal ones if they are causal, because their real rows never see the
-    padding after them, and together need no mask larger than the limit.
+    Blocks of one size; also unequal causal ones, whose rows never see the padding after them, if
+    they need no mask larger than the limit.
     """
     q, k = blocks.queries, blocks.key_lengths
     order = sorted(range(len(q)), key=lambda i: (k[i] == q[i], -k[i], -q[i], i))
@@ -180,9 +178,9 @@ def dense_blocks(blocks: AttentionBlocks) -> DenseBlocks:
 
 
 def _visible(bucket: Bucket, blocks: DenseBlocks) -> Tensor:
-    """(B, 1, L, K) bool: keys that each query of a bucket sees, at least one.
+    """(B, 1, L, K) bool: the keys that each query of a bucket sees.
 
-    Built anew in every call: masks of long sequences are too large to keep.
+    Built in every call, because masks of long sequences are too large to keep.
     """
     _, longest, most_keys = bucket.size
     device = bucket.num_keys.device
@@ -203,15 +201,15 @@ def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def _batch(x: Tensor, rows: Tensor | None, batch: int, length: int) -> Tensor:
     """Rows of x (T, ...) as (B, L, ...)."""
-    found = x[: batch * length] if rows is None else gather_rows(x, rows.flatten())
-    return found.unflatten(0, (batch, length))
+    flat = x[: batch * length] if rows is None else gather_rows(x, rows.flatten())
+    return flat.unflatten(0, (batch, length))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, blocks: DenseBlocks, scale: float) -> Tensor:
-    """Exact attention per block by batched SDPA, on any device and in any dtype.
+    """Attend per block by batched SDPA, on any device and in any dtype.
 
-    Key/value heads are repeated: PyTorch's kernels for fp32, for masks and for older GPUs do not
-    take groups and would leave the call to one that builds all scores.
+    Key/value heads are repeated: for groups, PyTorch would fall back to a kernel that builds all
+    scores in fp32, with masks and on older GPUs.
     """
     outputs = []
     for bucket in blocks.buckets:
@@ -234,10 +232,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, blocks: DenseBlocks, scale: float) -> 
 
 @dataclass(frozen=True)
 class VarlenBlocks:
-    """Blocks as variable-length kernels take them.
+    """Blocks for variable-length kernels.
 
     query_bounds, key_bounds: (blocks + 1,) int32, one tensor if they are equal.
-    rows: int64 rows of k and v, block by block; None when they are all rows in order.
+    rows: int64 rows of k and v, block by block; None if they are all rows in order.
     window: keys that a query sees before and after its own; -1 for all.
     """
 
@@ -250,14 +248,14 @@ class VarlenBlocks:
     causal: bool
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        """What every variable-length kernel takes first. k, v: (T, G, D) of the lane."""
+        """Return the first arguments of variable-length kernels. k, v: (T, G, D) of the lane."""
         if self.rows is not None:
             k, v = gather_rows(k, self.rows), gather_rows(v, self.rows)
         return q, k, v, self.query_bounds, self.key_bounds, self.most_queries, self.most_keys
 
 
 def varlen_blocks(blocks: AttentionBlocks) -> VarlenBlocks:
-    """Host tensors."""
+    """Bring blocks into the form of variable-length kernels; host tensors."""
     query_bounds = bounds_of(blocks.queries)
     is_square = blocks.queries == blocks.key_lengths
     rows = None
@@ -277,23 +275,22 @@ def varlen_blocks(blocks: AttentionBlocks) -> VarlenBlocks:
 def flash_attn(
     module: str, q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float
 ) -> Tensor:
-    """flash-attn's variable-length kernel in this module of a package (GPU only)."""
-    found = importlib.import_module(module).flash_attn_varlen_func(
+    """Attend by flash-attn's variable-length kernel in this module (GPU only)."""
+    output = importlib.import_module(module).flash_attn_varlen_func(
         *blocks.arguments(q, k, v),
         softmax_scale=scale,
         causal=blocks.causal,
         window_size=blocks.window,
     )
     # Early releases of version 3 also return the log-sum-exp.
-    return found[0] if isinstance(found, tuple) else found
+    return output[0] if isinstance(output, tuple) else output
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
-    """PyTorch's variable-length kernel (GPU only; its backward does not run on a CPU).
+    """Attend by PyTorch's variable-length kernel, always its flash-attn 2 (GPU only).
 
-    Always the flash-attn 2 that PyTorch brings along. By default it prefers cuDNN on capability 9
-    and 10, which makes a plan for each new shape (pytorch#191576: 42 to 70 ms of the host), and
-    packed microbatches hardly ever repeat one.
+    On capability 9 and 10 it would prefer cuDNN, which makes a plan for each new shape
+    (pytorch#191576: 42 to 70 ms of the host); packed microbatches hardly ever repeat one.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import varlen_attn
@@ -310,9 +307,9 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: f
 
 
 class Kernel(NamedTuple):
-    """prepare: turns blocks into what the kernel takes, frozen dataclasses of host tensors.
+    """prepare: turns blocks into the kernel's form, frozen dataclasses of host tensors.
 
-    attend: q (Q, N, D), k and v (T, G, D), that on the device, softmax scale -> (Q, N, D).
+    attend: q (Q, N, D), k and v (T, G, D), this form on the device, softmax scale -> (Q, N, D).
     """
 
     prepare: Callable[[AttentionBlocks], Any]

@@ -1,13 +1,13 @@
-"""The plan by which core attention treats a microbatch; made once for all layers of one kind.
+"""The plan of core attention for a microbatch; made once for all layers of one form.
 
 A plan holds every index and bound that a layer needs; see `PackedSegments.prepare`.
 
 Causal attention may let the tokens of an item see each other in both directions (Gemma-3). A query
-outside items sees what is before it; a query inside an item also sees the rest of the item. A
-sliding window bounds how far back a query sees, even inside its item, but never how far ahead.
-Source: transformers `create_masks_for_vision_model`: sliding AND (causal OR same item). Items are
-cut out of a rank's queries. What is left are causal blocks; the parts of items are blocks without
-causality. Every kernel takes each of the two in one call, whatever the number of items.
+inside an item then sees the rest of the item, too. A sliding window bounds how far back a query
+sees, even inside its item, but never how far ahead. Source: transformers
+`create_masks_for_vision_model`: sliding AND (causal OR same item). Items are cut out of a rank's
+queries: the rest are causal blocks, the parts of items are blocks without causality. A kernel takes
+each of the two in one call.
 
 Letters: Q query rows of this rank, T key rows of the lane, N heads, G key/value heads, D head size.
 """
@@ -32,8 +32,7 @@ from mimo.ops.segments import LaneOrder, gather_rows, held_chunks, to_device, zi
 class KernelCall:
     """One call of the kernel.
 
-    rows: (n,) int64, the rows of this rank's queries that it gets; None for all.
-    blocks: blocks in the kernel's own form.
+    rows: (n,) int64, its rows of this rank's queries; None for all. blocks: in the kernel's form.
     """
 
     rows: Tensor | None
@@ -44,8 +43,8 @@ class KernelCall:
 class AttentionPlan:
     """The calls of one layer.
 
-    lane: order of the lane's keys and values on the context-parallel ranks; None on a lone rank.
-    back: (Q,) int64, brings the calls' outputs laid end to end into order; None when they are.
+    lane: order of the lane's keys and values on the context-parallel ranks; None without any.
+    back: (Q,) int64, puts the calls' joined outputs into order; None if they are in order.
     """
 
     lane: LaneOrder | None
@@ -55,7 +54,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """How a kind of layer attends: what a plan depends on besides the segments.
+    """How layers attend: what a plan depends on besides the segments.
 
     kernel: its name in `KERNELS`. window: keys that a query sees, its own included; None for all.
     """
@@ -97,7 +96,7 @@ class LayerForm:
 
 @functools.lru_cache(maxsize=8)
 def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
-    """The plan for ``batch`` segments of one ``length``: equal in all layers, and in most steps."""
+    """Return the plan for ``batch`` segments of one ``length``; most steps and layers share it."""
     plan = form.plan((length,) * batch, ())
     return to_device(plan, functools.partial(send, device=device))
 
@@ -105,9 +104,9 @@ def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -
 def attention_blocks(
     lengths: tuple[int, ...], causal: bool, window: int | None, cp_size: int, cp_rank: int
 ) -> AttentionBlocks:
-    """The blocks of rank ``cp_rank`` of ``cp_size``, for segments of these padded ``lengths``.
+    """Return a rank's blocks for segments of these padded ``lengths``, one per chunk that it holds.
 
-    One block per chunk held. Raises ValueError for a segment that 2·cp does not divide.
+    Raises ValueError for a segment that 2·cp does not divide.
     """
     assert causal or window is None, "a sliding window needs causal attention"
     queries: list[int] = []
@@ -124,10 +123,10 @@ def attention_blocks(
 
 @dataclass
 class ItemCall:
-    """The blocks that one rank computes in one call of the kernel. Host tensors.
+    """The blocks of one rank in one call of the kernel. Host tensors.
 
-    queries, keys: of each block, see `AttentionBlocks`. rows: for each block, the numbers of its
-    queries among this rank's rows. counts: how many of them are real; the rest repeat the last.
+    queries, keys: of each block, see `AttentionBlocks`. rows: for each block, its queries' rows
+    among this rank's. counts: the number of them that are real; the rest repeat the last.
     """
 
     causal: bool
@@ -150,7 +149,7 @@ class ItemCall:
         return AttentionBlocks(tuple(self.queries), tuple(self.keys), self.causal, self.window)
 
     def places(self) -> Tensor:
-        """Positions of the real rows among the queries of the call, int64."""
+        """Return the positions of the real rows among the queries of the call, int64."""
         starts = accumulate(self.queries, initial=0)
         return cat_rows([torch.arange(a, a + n) for a, n in zip(starts, self.counts, strict=False)])
 
@@ -162,16 +161,16 @@ def item_calls(
     cp_size: int,
     cp_rank: int,
 ) -> tuple[ItemCall, ItemCall, Tensor]:
-    """The calls of rank ``cp_rank`` of ``cp_size`` for segments of these padded ``lengths``.
+    """Return a rank's calls for segments of these padded ``lengths``.
 
     items: (start, length) in the lane, ascending, each inside one segment.
     window: keys that a query sees, up to its own; None for all.
     Returns
         the causal call of the queries outside items;
-        the call of the parts of items: a block for each item and chunk of this rank that meet, its
-            queries there against all keys that they see, up to the item's end. With a window the
-            queries reach the item's end too, because windows are counted from there;
-        (Q,) int64, which brings the rows of both into order.
+        the call of items: a block for each item and chunk of this rank that overlap, its queries
+            against all keys that they see, up to the item's end. With a window its queries are
+            padded to the item's end, from which kernels count windows;
+        (Q,) int64, which puts the rows of both into order.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     text, parts = ItemCall(True, window), ItemCall(False, window)
@@ -196,7 +195,7 @@ def item_calls(
 
 
 def cat_rows(parts: list[Tensor]) -> Tensor:
-    """int64 tensors end to end; there may be none."""
+    """Join int64 tensors; there may be none."""
     return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
 

@@ -1,6 +1,6 @@
 """Parts of layers in plain PyTorch: matrix products, gates, rotary positions and norms.
 
-They compute the same bits as the forms that autograd would follow step by step, in fewer passes.
+They compute the same bits as autograd's step-by-step forms, in fewer passes over memory.
 
 Letters: S tokens that this rank holds, B batch (1 when packed), H hidden, F inner size of an MLP;
 I inputs and O outputs of a linear; N heads, D head size, K = D/2 rotary channels.
@@ -26,8 +26,8 @@ _SMALLEST = 2**21
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left (M, K), right (N, K), of any strides -> left · rightᵀ (M, N), written to ``out`` if any.
 
-    In fp32 on a CPU by oneDNN, which on an AMD EPYC of the Zen 5 kind is twice as fast as PyTorch's
-    MKL. Which of the two computes it, and so the last bits, depends on the sizes alone.
+    In fp32 on a CPU by oneDNN, which on an AMD EPYC (Zen 5) is twice as fast as PyTorch's MKL. The
+    choice between the two, and so the last bits, depends on the sizes alone.
     """
     (m, k), n = left.shape, right.shape[0]
     is_single = left.dtype == right.dtype == torch.float32
@@ -73,8 +73,8 @@ _ACTIVATION_BACKWARD: dict[Any, Callable[..., Tensor]] = {
 def gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """both (..., 2F) -> activation(first half) * second half, (..., F), such as SwiGLU.
 
-    activation: SiLU or GELU, or a partial of these. Its output is kept for the backward, which
-    writes both halves of the gradient in place instead of joining them.
+    activation: SiLU or GELU, or a partial of these. The backward keeps its output, and writes both
+    halves of the gradient in place.
     """
     gated = _Gate.apply(both, activation)
     assert isinstance(gated, Tensor)
@@ -110,10 +110,10 @@ class _Gate(torch.autograd.Function):
 
 
 class MRope(nn.Module):
-    """Multimodal rotary embedding: each of the K rotary channels follows one axis of the position.
+    """Multimodal rotary embedding, as `GPTModel.rotary_pos_emb`.
 
-    Takes the place of `GPTModel.rotary_pos_emb`. axes: (K,) int64, 0, 1 or 2 for channels that
-    follow time, height or width.
+    axes: (K,) int64, the axis of the position that each rotary channel follows: 0 time, 1 height,
+    2 width.
     """
 
     def __init__(self, axes: Tensor, base: float) -> None:
@@ -134,11 +134,10 @@ class MRope(nn.Module):
 
 
 def interleaved_axes(section: Sequence[int]) -> Tensor:
-    """Axes of alternating channels, as in Qwen3-VL: (K,) int64.
+    """Return the axes of alternating channels, as in Qwen3-VL: (K,) int64.
 
-    Channel ``c`` of the K rotary channels rotates with the height position when ``c % 3 == 1``
-    and ``c < 3·section[1]``, with the width position when ``c % 3 == 2`` and
-    ``c < 3·section[2]``, else with the temporal one. Source: transformers
+    Channel c follows height if c % 3 == 1 and c < 3·section[1], width if c % 3 == 2 and
+    c < 3·section[2], else time. Source: transformers
     `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`.
     """
     axes = torch.zeros(sum(section), dtype=torch.int64)
@@ -148,20 +147,19 @@ def interleaved_axes(section: Sequence[int]) -> Tensor:
 
 
 def contiguous_axes(section: Sequence[int]) -> Tensor:
-    """Axes in blocks of channels, time first, then height and width, as in Qwen2-VL: (K,) int64.
+    """Return the axes of blocks of channels: time, height, width, as in Qwen2-VL: (K,) int64.
 
     Source: transformers `Qwen2_5_VLRotaryEmbedding.recomposition_frequencies`. Megatron's class
-    computes this too, but cuts the frequencies of packed sequences wrongly under context
-    parallelism.
+    cuts the frequencies of packed sequences wrongly under context parallelism.
     """
     return torch.arange(3).repeat_interleave(torch.tensor(section))
 
 
 def rotate(frequencies: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    """Rotate every pair of channels (c, c + K) of states (S, B, N, D), as many as there are.
+    """Rotate every pair of channels (c, c + K) of each of ``states`` (S, B, N, D).
 
-    frequencies: angles (S, B, 1, D) fp32, the second half of the channels like the first. The bits
-    are those of Megatron's unfused rotary embedding, which needs twice as many passes.
+    frequencies: angles (S, B, 1, D) fp32, the second half of the channels like the first. Bits are
+    those of Megatron's unfused rotary embedding.
     """
     dtype, channels = states[0].dtype, {state.shape[-1] for state in states}
     assert channels == {frequencies.shape[-1]}, (
@@ -181,7 +179,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient rotates back: by the same angles, with the sine's sign changed."""
+    """The gradient rotates back, by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -200,8 +198,8 @@ class _Rotate(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., H) of two dimensions or more, weight (H,), both fp32 or fp64 -> (..., H).
 
-    On a GPU it is torch's fused norm. On a CPU torch composes the norm of operators that autograd
-    follows step by step; this function computes the same bits in half the time.
+    Torch's fused norm on a GPU. On a CPU torch composes the norm of several operators; this
+    computes the same bits in half the time.
     """
     if not x.is_cpu:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -211,10 +209,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Operators in the order of torch's composite norm and its gradient, in place where possible.
-
-    r is 1 / root mean square, so y = w * (x * r).
-    """
+    """Torch's composite norm, in place where possible: y = w * (x * r), r = 1 / RMS of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -238,10 +233,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _parameter(config, hidden_size: int, value: float) -> nn.Parameter:
-    """(H,), marked so that Megatron sums its gradient under sequence parallelism.
-
-    Each rank has seen only its slice of the sequence. Megatron's local norms refuse that.
-    """
+    """(H,), marked so that Megatron sums its gradient under sequence parallelism."""
     parameter = nn.Parameter(torch.full((hidden_size,), value, dtype=config.params_dtype))
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
@@ -259,8 +251,8 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """Root-mean-square norm, computed in fp32: (..., H) -> (..., H), same dtype as its input.
 
-    In 16 bits it is rounded before the factor is applied, as in transformers, so the factor is no
-    argument of torch's fused norm, which would round once.
+    In 16 bits it is rounded before the factor is applied, as in transformers; torch's fused norm
+    with a factor would round once.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -271,11 +263,7 @@ class RMSNorm(_Norm):
 
 
 class ZeroCenteredRMSNorm(_Norm):
-    """`RMSNorm` whose factor is 1 + weight, so that weights start at 0, as in Gemma.
-
-    The factor is applied in fp32, before the result is cast back. Source: transformers
-    `Gemma3RMSNorm`.
-    """
+    """`RMSNorm` with a factor of 1 + weight, applied in fp32, as transformers' `Gemma3RMSNorm`."""
 
     initial = 0.0
     zero_centered_gamma = True  # the name of Transformer Engine's norms for it

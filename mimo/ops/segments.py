@@ -31,22 +31,21 @@ if TYPE_CHECKING:
 class PackedSegments:
     """The segments of a packed sequence, as tensors and as plain integers.
 
-    The integers spare every layer a device-to-host copy.
     lengths: tokens of each segment; they sum to the packed length T of the whole lane, even under
-        context parallelism. Padding at the end is a segment of its own.
-    items: (start, length) in the lane, ascending, of the items whose tokens see each other in both
-        directions; empty where attention is merely causal.
+        context parallelism. Padding at the end is a segment, too.
+    items: (start, length) in the lane, ascending, of items whose tokens see each other in both
+        directions; empty if attention is merely causal.
     windows: the parts of segments that some layers attend inside; see `WindowAttention`.
     plans: the attention plan of each form of layer; see `prepare`.
 
-    The other fields are those of Megatron's `PackedSeqParams`, in whose place it is passed: its
-    layers, and Transformer Engine's, read them by name. Bounds are (segments + 1,) int32.
+    Megatron's layers, and Transformer Engine's, read the other fields by name, as those of
+    Megatron's `PackedSeqParams`. Bounds are (segments + 1,) int32.
     """
 
     lengths: tuple[int, ...]
     items: tuple[tuple[int, int], ...] = ()
     windows: PackedSegments | None = None
-    # Not passed on by `dataclasses.replace`: its tensors may be on another device.
+    # Not copied by `dataclasses.replace`: its tensors may be on another device.
     plans: dict[LayerForm, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     qkv_format: str = "thd"
@@ -57,7 +56,6 @@ class PackedSegments:
     max_seqlen_q: int
     max_seqlen_kv: int
     pad_between_seqs: bool
-    # No segment has a group of its own, and no layer of ours numbers tokens by sequence.
     local_cp_size: None = None
     cp_group: None = None
     total_tokens: None = None
@@ -72,11 +70,10 @@ class PackedSegments:
         real: Sequence[int] | None = None,
         items: tuple[tuple[int, int], ...] = (),
     ) -> PackedSegments:
-        """Metadata for self-attention over segments of these ``lengths`` (zeros are dropped).
+        """Build it from ``lengths``, padding included; empty segments are dropped.
 
-        lengths: tokens of each segment, including padding after its real ones.
-        real: lengths without that padding; None when there is no padding.
-        Megatron's rotary embedding reads the padded bounds, Transformer Engine both.
+        real: lengths without padding; None if there is no padding. Megatron's rotary embedding
+        reads the padded bounds, Transformer Engine both.
         """
         real = lengths if real is None else real
         kept = [(int(n), int(m)) for n, m in zip(lengths, real, strict=True) if n > 0]
@@ -105,12 +102,11 @@ class PackedSegments:
     def prepare(
         self, forms: Iterable[LayerForm], copy: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Make the plans for layers of these forms and bring them to the device, in one copy.
+        """Make the plans for layers of these forms and bring them to the device in one copy.
 
-        `plan` does so for a form that is missing; calling this ahead of time, in any thread,
-        spares the layers that work.
-        copy: brings a host tensor to the device, so that it is there before the layers run; None
-            for a copy on the current stream.
+        Called ahead of the layers, in any thread; `plan` makes those that are missing.
+        copy: brings a host tensor to the device before the layers run; None for a copy on the
+            current stream.
         """
         forms = dict.fromkeys(forms)
         if self.windows is not None:
@@ -130,14 +126,14 @@ class PackedSegments:
 
 
 def bounds_of(lengths: Sequence[int]) -> Tensor:
-    """(len(lengths) + 1,) int32: where each stretch of these lengths begins, and the end."""
+    """Return (len(lengths) + 1,) int32: where each stretch begins, and the end of the last."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def to_device(plan: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same dataclasses, tuples and dicts with all their tensors sent by one ``copy``.
+    """Return the same dataclasses, tuples and dicts, with all tensors sent by one ``copy``.
 
-    A tensor that occurs in several places stays one tensor.
+    A tensor in several places stays one tensor.
     """
     tensors = {id(tensor): tensor for tensor in _tensors(plan)}
     sent = dict(zip(tensors, send_together(list(tensors.values()), copy), strict=True))
@@ -178,9 +174,9 @@ def _with_tensors(plan: Any, sent: dict[int, Tensor]) -> Any:
 def held_chunks(
     lengths: tuple[int, ...], cp_size: int, cp_rank: int
 ) -> Iterator[tuple[range, range]]:
-    """Yield (tokens of the segment, tokens of the chunk) for each chunk that a rank holds.
+    """Yield (tokens of the segment, tokens of the chunk) for each chunk of a rank, in its order.
 
-    In the rank's order. Without context parallelism a segment is one chunk.
+    Without context parallelism a segment is one chunk.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     start, multiple = 0, 2 * cp_size if cp_size > 1 else 1
@@ -199,10 +195,10 @@ def held_chunks(
 
 @functools.lru_cache(maxsize=256)
 def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tensor:
-    """Positions in the lane that a context-parallel rank holds, in its order: (T/cp,) int64.
+    """Return the positions in the lane that a rank holds, in its order: (T/cp,) int64.
 
-    The same as Transformer Engine's `thd_get_partitioned_indices`.
-    lengths: padded lengths of the segments. Raises ValueError for one that 2·cp does not divide.
+    Equals Transformer Engine's `thd_get_partitioned_indices`. lengths: of the segments, padded.
+    Raises ValueError for one that 2·cp does not divide.
     """
     chunks = [torch.arange(c.start, c.stop) for _, c in held_chunks(lengths, cp_size, cp_rank)]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *chunks])
@@ -210,9 +206,9 @@ def zigzag_indices(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> Tens
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """The permutation between a lane and the shares of its context-parallel ranks, end to end.
+    """The permutation between a lane and the joined shares of its context-parallel ranks.
 
-    to_lane: (T,) int64, the index in the shares of each token of the lane. to_shares: the inverse.
+    to_lane: (T,) int64, each lane token's index in the shares. to_shares: the inverse.
     """
 
     to_lane: Tensor
@@ -220,7 +216,7 @@ class LaneOrder:
 
 
 def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
-    """Host tensors. Raises ValueError for a segment that 2·cp does not divide."""
+    """Return host tensors. Raises ValueError for a segment that 2·cp does not divide."""
     shares = torch.cat([zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)])
     return LaneOrder(to_lane=torch.argsort(shares), to_shares=shares)
 
@@ -228,9 +224,8 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
 def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:
     """This rank's zigzag share (T/C, ...) -> the whole lane's tokens (T, ...) in packed order.
 
-    Every rank of the group calls it, in the forward and again in the backward, which returns the
-    sum of all ranks' gradients of this rank's share. Nothing is replicated beforehand.
-    order: permutation of the lane's segments, on the device of ``share``.
+    Every rank of the group calls it and takes part in its backward, which returns the sum of all
+    ranks' gradients of this rank's share. order: on the device of ``share``.
     """
     whole, expected = share.shape[0] * group.size(), len(order.to_lane)
     assert expected == whole, f"{expected} tokens in segments, {whole} on the ranks"
@@ -264,11 +259,9 @@ class _GatherLane(torch.autograd.Function):
 def insert_embeddings(text: Tensor, embeddings: Tensor, positions: Tensor) -> Tensor:
     """text (S, B, H), embeddings (n, H), positions (n,) int64 local -> (S, B, H).
 
-    Position b·S + s is token s of sequence b: the sequences of a batch follow each other.
-    The text embedding of a placeholder gets no gradient; the embedding placed there does. Even
-    with n = 0 the result depends on ``embeddings``, so that a backward reaches the bridge.
-
-    Raises ValueError when their numbers differ or positions lie outside the batch.
+    Position b·S + s is token s of sequence b. The text embedding of a placeholder gets no gradient,
+    the embedding placed there does. Even with n = 0 the result depends on ``embeddings``, so that a
+    backward reaches the bridge. Raises ValueError if their numbers differ.
     """
     if embeddings.shape[0] != positions.shape[0]:
         raise ValueError(
@@ -288,9 +281,9 @@ def sequence_first(positions: Tensor, hidden: Tensor) -> Tensor:
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x (T, ...), rows (n,) int64 on its device, with repetitions -> (n, ...).
 
-    The gradient of a 16-bit row is summed in fp32: a GPU would round after every addition.
-    The sum takes no sorting of the rows, unlike the gradient of ``x[rows]``. On a GPU it has no
-    fixed order, unless PyTorch is told to use deterministic algorithms.
+    The gradient of a 16-bit row is summed in fp32: a GPU would round after every addition. Unlike
+    the gradient of ``x[rows]`` it needs no sorting; on a GPU its order is not fixed, unless PyTorch
+    uses deterministic algorithms.
     """
     if x.dtype not in (torch.bfloat16, torch.float16):
         return x.index_select(0, rows)

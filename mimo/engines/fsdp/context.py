@@ -21,7 +21,7 @@ DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
 class Adapters:
     """Low-rank adapters. scale: factor of their output.
 
-    groups: linears by name in the whole model of transformers; those of a group share one `lora_a`.
+    groups: names of linears in the whole model of transformers; a group shares one `lora_a`.
     """
 
     rank: int
@@ -33,14 +33,14 @@ class Adapters:
 class FsdpContext:
     """A module's ranks and how it computes.
 
-    mesh: (dp_replicate, dp_shard, tp), sizes of 1 included; None for the plain module of
-        transformers on this rank alone, without FSDP2 and DTensor.
-    dtype: dtype of the computation; weights are kept in at least fp32.
-    sequence_parallel: hidden states between layers are sharded over tp along the sequence.
-    scatter_embedding: `place` gets embeddings that are sharded over tp too; else whole ones.
-    recompute: activations that the backward computes again: of core attention, or of layers.
+    mesh: (dp_replicate, dp_shard, tp), sizes of 1 included; None for transformers' plain module on
+        this rank alone, without FSDP2 and DTensor.
+    dtype: of the computation; with a mesh, weights are kept in at least fp32.
+    sequence_parallel: shard hidden states between layers over tp along the sequence.
+    scatter_embedding: `place` gets embeddings that are sharded likewise; else whole ones.
+    recompute: activations that the backward recomputes: of core attention, or of layers.
     reshard_after_forward: free a layer's gathered weights until its backward.
-    reduce_gradients: once a step, for all its microbatches, or after each microbatch.
+    reduce_gradients: once per step, or after each microbatch.
     """
 
     mesh: DeviceMesh | None
@@ -54,36 +54,32 @@ class FsdpContext:
 
     @property
     def tp(self) -> DeviceMesh | None:
-        """The tensor-parallel dimension of the mesh; None where it has one rank."""
+        """The mesh's tensor-parallel dimension; None if it has one rank."""
         if self.mesh is None or self.mesh[TP].size() == 1:
             return None
         return self.mesh[TP]
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of weights: at least fp32; the plain module's is that of the computation."""
+        """The dtype of weights: at least fp32 with a mesh, else that of the computation."""
         return self.dtype if self.mesh is None else torch.promote_types(self.dtype, torch.float32)
 
 
 class _Call:
-    """The arguments of a forward, hidden from FSDP2.
-
-    It would cast and copy what it finds in them, plans of attention included.
-    """
+    """A forward's arguments, hidden from FSDP2, which would cast and copy attention plans too."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
 
 
 class Wrapper(nn.Module, ABC):
-    """Parts of a model of transformers that run as one fsdp module. Call it as `run` says.
+    """Parts of a model of transformers that run as one fsdp module; called like `run`.
 
-    Weights are on meta and in at least fp32 until `mimo.engines.fsdp.sharding.load`; buffers have
-    their values.
+    Weights are on meta until `mimo.engines.fsdp.sharding.load`; buffers have their values.
 
-    units: layers, gathered one at a time, in forward order. ends: the embedding and the head, each
-    gathered on its own; empty where one matrix is both. hf_names: by parameter, its name in
-    transformers' memory in the whole model.
+    units: layers in forward order, gathered one at a time. ends: embedding and head, each gathered
+    by itself; empty if one matrix is both. hf_names: by parameter, its name in transformers' memory
+    in the whole model.
     """
 
     units: list[nn.Module]
@@ -104,7 +100,7 @@ class Wrapper(nn.Module, ABC):
         return frozenset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, with FSDP2's hooks around it."""
+        """Call `run` inside FSDP2's hooks."""
         return super().__call__(_Call(args, kwargs))
 
     def forward(self, call: _Call) -> Any:

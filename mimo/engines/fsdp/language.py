@@ -35,9 +35,8 @@ from mimo.ops.segments import PackedSegments
 class LanguageModel(Wrapper):
     """The text part of a model of transformers, with its head; its units are the layers.
 
-    A head with a weight of its own is an end, and so is then the embedding. `plans` says which
-    models can be tensor-parallel, and how. Without a mesh it is transformers' module with its own
-    attention, and has its weights in the dtype of the computation.
+    If the head is not tied, head and embedding are ends. `plans` says which models can be
+    tensor-parallel. Without a mesh it is transformers' module with its attention.
     """
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext) -> None:
@@ -79,12 +78,11 @@ class LanguageModel(Wrapper):
         logits_at: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
-        """Embedding to loss. Every rank of tp calls it alike, with equal tokens.
+        """Compute losses or logits; every rank of tp calls it with equal tokens.
 
-        input_ids (B, S) and position_ids (3, B, S) int64, with packed_seq_params, place, levels,
-        labels and loss_at of `mimo.engines.contract.Chunk`. Without ``loss_at``, labels (B, S) give
-        losses (B, S). Without labels it gives logits (B, S, V) or, of one sequence at the positions
-        ``logits_at`` (n,), (1, n, V), whole on every rank of tp.
+        The arguments are those of `mimo.engines.contract.Chunk`. Without ``loss_at``, labels (B, S)
+        give losses (B, S). Without labels it returns logits (B, S, V) or, of one sequence at the
+        positions ``logits_at`` (n,), (1, n, V), whole on every rank of tp.
         """
         if self.border is not None and self.border.sequence_parallel:
             parts = self.border.tp.size()
@@ -129,7 +127,7 @@ class LanguageModel(Wrapper):
         return place(text.transpose(0, 1)).transpose(0, 1).contiguous()
 
     def _through_head(self, chosen: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``compute(chosen, weight)``, with this rank's rows of the head's weight (V/tp, H)."""
+        """Return ``compute(chosen, weight)`` with this rank's rows of the weight (V/tp, H)."""
         if self.head is None:
             return compute(chosen, local_share(self.text.embed_tokens.weight))
         return self.head(chosen, compute)
@@ -137,7 +135,7 @@ class LanguageModel(Wrapper):
     def _chosen(self, hidden: Tensor, at: Tensor | None) -> Tensor:
         """hidden (B, S', H), at (n,) -> (n, H), or all (S·B, H), equal on all ranks of tp.
 
-        The gradient is a share on each rank of tp.
+        Each rank of tp gives a share of the gradient.
         """
         border = self.border
         if border is not None and border.sequence_parallel:
@@ -161,10 +159,7 @@ class LanguageModel(Wrapper):
         return self._through_head(self._chosen(hidden, at), compute)
 
     def logits(self, hidden: Tensor, at: Tensor | None = None) -> Tensor:
-        """hidden (B, S', H) after the norm -> logits as `run` returns them; inside its forward.
-
-        Every rank of tp calls it.
-        """
+        """hidden (B, S', H) after the norm -> logits as `run` returns them; on every rank of tp."""
         logits = self._through_head(self._chosen(hidden, at), nn.functional.linear)
         if self.border is not None:
             shards = DTensor.from_local(logits, self.border.tp, [Shard(1)], run_check=False)
@@ -177,9 +172,9 @@ class LanguageModel(Wrapper):
 def _add_level(
     level: Tensor, places: Tensor, layer: nn.Module, args: object, hidden: Tensor
 ) -> Tensor:
-    """A hook, outside what a layer computes again: add level (n, H) to hidden (B, S', H) at (n,).
+    """Add level (n, H) to hidden (B, S', H) at (n,), by a hook outside of recomputation.
 
-    Even with no rows the result depends on them, so that the backward reaches the bridge.
+    Even with n = 0 the result depends on them, so that the backward reaches the bridge.
     """
     flat = hidden.flatten(0, 1)  # place b·S' + s is token s of sequence b
     return flat.index_add(0, places, level.to(hidden.dtype)).view(hidden.shape)

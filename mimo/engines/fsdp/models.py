@@ -1,8 +1,7 @@
-"""Models of transformers as the engine builds, checks and runs them: attention by our kernels.
+"""Models of transformers: how the engine builds and checks them, and their attention.
 
-The kernels stand in transformers' registry of attention functions under `NAME` and `TOWER_NAME`. No
-function for masks is registered under them, and transformers then builds none. Segments of a packed
-sequence never see each other.
+Attention by our kernels is registered with transformers under `NAME` and `TOWER_NAME`. No function
+for masks is, so transformers builds no masks. Segments of a packed sequence never see each other.
 
 Letters: B sequences (1 for packed) of S tokens (T packed), N heads, G key/value heads, D head size.
 """
@@ -30,7 +29,7 @@ from mimo.ops.segments import PackedSegments
 NAME = "mimo_segments"
 """The `attn_implementation` of language models."""
 TOWER_NAME = "mimo_flash_segments"
-"""That of towers: if "flash" is in it, transformers attends over all segments in one call."""
+"""That of towers: with "flash" in the name, transformers makes one call for all segments."""
 
 # Arguments of transformers' attention functions that no kernel of ours computes.
 _REFUSED = {
@@ -42,19 +41,18 @@ _REFUSED = {
 
 
 class Segments:
-    """The segments that a forward pass attends over; goes through the layers by keyword.
+    """The segments that a forward attends over; the layers pass it on by keyword.
 
-    packings: the ways in which it packs its tokens, one in a language model; none for a batch,
-    whose sequences are segments of one length. recompute: whether the backward computes core
-    attention again.
-    It is no dataclass: FSDP2 copies those in a layer's arguments, without the plans in them.
+    packings: how tokens are packed; one in a language model, none for a batch, whose sequences are
+    segments of one length. recompute: whether the backward recomputes core attention.
+    Not a dataclass, because FSDP2 copies a layer's dataclass arguments without the plans in them.
     """
 
     def __init__(self, packings: Iterable[PackedSegments], recompute: bool) -> None:
         self.packings, self.recompute = tuple(packings), recompute
 
     def packing(self, bounds: Tensor | None) -> PackedSegments | None:
-        """Return the packing with these bounds; without bounds the only one, if there is one."""
+        """Return the packing with these bounds, without bounds the only one; None for a batch."""
         matching = (p for p in self.packings if bounds is None or p.cu_seqlens_q is bounds)
         return next(matching, None)
 
@@ -82,8 +80,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query (B, N, S, D), key and value (B, G, S, D) of this rank's heads -> (B, S, N, D).
 
-    cu_seq_lens_q: the bounds of segments, from a tower's layer, whose tokens see their whole
-    segment. Raises ValueError for what no kernel computes, such as a soft cap.
+    cu_seq_lens_q: bounds of segments from a tower's layer, whose tokens see their whole segment.
+    Raises ValueError for what no kernel computes, such as a soft cap.
     """
     for name, what in _REFUSED.items():
         if others.get(name):
@@ -112,7 +110,7 @@ KINDS = ("full_attention", _SLIDING)
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of layers of a text model of transformers, each once."""
+    """Return the kinds of layers of a text model of transformers, each once."""
     default = _SLIDING if getattr(config, "sliding_window", None) else KINDS[0]
     return tuple(dict.fromkeys(getattr(config, "layer_types", None) or [default]))
 
@@ -168,8 +166,8 @@ def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any
 def restore_buffers(part: Any) -> None:
     """Move buffers that no checkpoint has, such as rotary frequencies, off meta, with values.
 
-    The values come from the code by which transformers itself sets them when it loads a model.
-    Raises ValueError for a buffer that this code does not set.
+    Transformers' own code for loading a model sets the values.
+    Raises ValueError for a buffer that it does not set.
     """
     for name, module in part.named_modules():
         lost = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
@@ -210,9 +208,9 @@ def model_problems(config: Any) -> Iterator[str]:
 
 
 def structure_problems(whole: Any) -> Iterator[str]:
-    """Yield what the engine needs and a causal language model, perhaps on meta, does not have.
+    """Yield what the engine needs and a causal language model, perhaps on meta, lacks.
 
-    Layers have to attend through transformers' registry alone, so that segments stay apart.
+    Layers must attend through transformers' registry alone, so that segments stay separate.
     """
     text, head = getattr(whole, "model", None), getattr(whole, "lm_head", None)
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -221,8 +219,8 @@ def structure_problems(whole: Any) -> Iterator[str]:
         yield f"engine: fsdp asks for {', '.join(missing)} in the model, which it does not have"
         return
     if not all(hasattr(layer, "self_attn") for layer in cast("Any", text).layers):
-        yield "engine: fsdp asks for layers that attend (self_attn), and not all of its do"
+        yield "engine: fsdp asks for layers with attention (self_attn), which not all layers have"
     if not whole._supports_attention_backend:
         yield "engine: fsdp asks for attention by transformers' registry, which it does not use"
     if type(head) is not nn.Linear or head.bias is not None:
-        yield "engine: fsdp asks for a head that is a matrix (lm_head), which its is not"
+        yield "engine: fsdp asks for a head that is a matrix (lm_head), which this head is not"

@@ -22,7 +22,6 @@ from mimo.engines.fsdp.sharding import (
     local_rectangle,
     reduce_gradients,
     reshard,
-    sum_over_replicas,
 )
 from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.optimizer import (
@@ -44,9 +43,8 @@ from mimo.ops.attention_plan import LayerForm
 class _Parameter:
     """A parameter of the wrapper.
 
-    key: its name in transformers' memory. whole: the parameter that is registered while it is not
-    gathered. part: this rank's rectangle. local: the same memory for the optimizer; None where it
-    is frozen.
+    key: its name in transformers' memory. whole: the sharded parameter. part: this rank's
+    rectangle. local: the same memory for the optimizer; None if it is frozen.
     """
 
     key: str
@@ -62,10 +60,9 @@ class _Parameter:
 
 
 class FsdpModule:
-    """Implements `mimo.engines.contract.Module`, which says what its methods do.
+    """Implements `mimo.engines.contract.Module`, which documents the methods.
 
     wrapper: a `Wrapper`, sharded and with its weights; frozen ones do not require gradients.
-    settings: the optimizer's, for the others.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class FsdpModule:
         reshard(wrapper)
         self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         self._trained = [param for param in self._parameters if param.local is not None]
-        self.trains = self.has_trainable_params = bool(self._trained)  # on every rank alike
+        self.trains = self.has_trainable_params = bool(self._trained)  # equal on all ranks
         self._optimizer, self._ema_decay = None, settings.ema_decay
         if self._trained:
             assert ctx.stored_dtype.itemsize >= 4, "a module that trains in bf16 needs a mesh"
@@ -101,7 +98,7 @@ class FsdpModule:
 
     @property
     def replicas(self) -> ProcessGroup | None:
-        """The ranks with equal parts; those that share out one copy have nothing equal."""
+        """The ranks with equal parts, not those that share one copy."""
         return None if self.ctx.mesh is None else self.ctx.mesh[DP_REPLICATE].get_group()
 
     @property
@@ -166,9 +163,9 @@ class FsdpModule:
         loss.backward()
 
     def _reduce(self, *, now: bool) -> None:
-        """Set whether the next backward is the step's last, and completes gradients."""
-        reduce_gradients(self.whole, now=now or self.ctx.reduce_gradients == "microbatch")
-        sum_over_replicas(self.whole, now=now)
+        """Set whether the next backward is the step's last, which completes gradients."""
+        always = self.ctx.reduce_gradients == "microbatch"
+        reduce_gradients(self.whole, now=now or always, over_replicas=now)
 
     @contextmanager
     def accumulate_only(self) -> Iterator[None]:
@@ -186,7 +183,7 @@ class FsdpModule:
         self._scale(1.0 / max(num_loss_tokens, 1))
 
     def squared_norm(self) -> Tensor:
-        """The sum of squares of this rank's gradients; of equal copies the first counts."""
+        """The sum of squares of this rank's gradients; of equal copies only the first counts."""
         counted = [g for param, g in self._gradients() if param.part.copy == 0 and g.numel()]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=local_device())
@@ -241,9 +238,9 @@ class FsdpModule:
         """Return at once: `update` gathers nothing."""
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
-        """The pieces to save or load; of equal copies one rank writes each, in turns.
+        """The pieces to save or load; the ranks with equal copies save parameters in turns.
 
-        An optimizer that is loaded asks for its fp32 weights, where the checkpoint's are less.
+        With an optimizer, weights are loaded from the checkpoint's fp32 masters if it has any.
         """
         if with_optimizer and self._optimizer is not None:
             fill_state(self._optimizer)
@@ -261,7 +258,7 @@ class FsdpModule:
                 yield from self._steps(param, purpose)
 
     def _steps(self, param: _Parameter, purpose: Purpose) -> Iterator[Piece]:
-        """The step count of each tensor that a parameter is part of; its first rows write it."""
+        """The step count of each tensor with rows of a parameter; the first rows' rank saves it."""
         assert self._optimizer is not None and param.local is not None
         if (step := step_of(self._optimizer, param.local)) is None:
             return
@@ -270,18 +267,18 @@ class FsdpModule:
                 yield replace(piece, shape=(1,), row=0, column=0, values=step.view(1, 1))
 
     def _named(self, param: _Parameter, local: Tensor, kind: str | None = None) -> Iterator[Piece]:
-        """The pieces of a tensor that is sharded like a parameter. kind: None for the parameter."""
+        """The pieces of a tensor sharded like a parameter. kind: None for the parameter itself."""
         rectangle = replace(param.part, values=param.part.like(local))
         for piece in self.names.pieces(param.key, rectangle):
             key = f"{self.name}.{piece.key}"
             yield replace(piece, key=key if kind is None else key_of(kind, key))
 
     def gradients(self) -> Iterator[Piece]:
-        """The complete gradients on this rank; equal copies on each of their ranks."""
+        """The complete gradients on this rank, equal copies included."""
         for param, gradient in self._gradients():
             yield from self._named(param, gradient)
 
     def follow_weights(self) -> None:
-        """Restart the moving average at the weights; the optimizer works on these themselves."""
+        """Restart the moving average; the optimizer updates the weights in place."""
         if self._optimizer is not None:
             restart_average(self._optimizer)

@@ -1,10 +1,9 @@
 """Tensor and sequence parallelism of transformers' language models, and low-rank adapters.
 
 `parallelize` applies torch's parallel styles by module names. Hidden states between layers are
-whole on every rank of tp or, with sequence parallelism, sharded along the sequence in equal parts
-(Shoeybi et al. 2019; Korthikanti et al. 2022). A parameter that each rank has whole, but that sees
-only the rank's tokens or heads, is a replicated DTensor: its gradient is a partial sum, which FSDP2
-adds up over tp when it reduces gradients.
+whole on every rank of tp or, with sequence parallelism, sharded along the sequence (Shoeybi et al.
+2019; Korthikanti et al. 2022). A parameter that every rank has, but that sees only the rank's
+tokens or heads, is a replicated DTensor: FSDP2 sums its partial gradients over tp.
 
 Letters: B sequences of S tokens, S' of them on this rank, H hidden, V vocabulary, I inputs and
 O outputs of a linear, R rank of an adapter.
@@ -47,8 +46,8 @@ _SEQUENCE, _HEADS = 1, 2  # dimensions
 class Plan:
     """The modules of a decoder layer that are parallelized, by name.
 
-    norms: those of hidden states. columns: linears whose outputs are sharded, in parts of heads or
-    of the MLP. rows: linears whose inputs are. per_head: norms of queries and keys, which see the
+    norms: norms of hidden states. columns: linears with sharded outputs, by heads or parts of the
+    MLP. rows: linears with sharded inputs. per_head: norms of queries and keys, which see only the
     rank's heads.
     """
 
@@ -118,7 +117,7 @@ def tp_problems(config: Any, tp: int) -> Iterator[str]:
 class Border:
     """The border between hidden states of layers (B, S', H) and embedding or head.
 
-    Every rank of tp calls `enter` and `leave` alike, and takes part in their backward.
+    Every rank of tp calls `enter` and `leave`, and takes part in their backward.
     """
 
     tp: DeviceMesh
@@ -132,19 +131,19 @@ class Border:
     def enter(self, hidden: Tensor) -> Tensor:
         """(B, S', H) -> (B, S, H), equal on all ranks; all-gathered if it was sharded.
 
-        The gradient is a share on each rank: it is summed, and sharded if the input was.
+        The ranks' gradients are shares: they are summed, and scattered if the input was sharded.
         """
         outside = DTensor.from_local(hidden, self.tp, [self.outside], run_check=False)
         return local_share(outside.redistribute(placements=[Replicate()]))
 
     def leave(self, share: Tensor) -> Tensor:
-        """This rank's share (B, S, H) of a sum -> the sum (B, S', H); its gradient is whole."""
+        """This rank's share (B, S, H) of a sum -> the sum (B, S', H), whose gradient is whole."""
         shares = DTensor.from_local(share, self.tp, [Partial()], run_check=False)
         return shares.redistribute(placements=[self.outside]).to_local()
 
 
 def local_share(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; where ranks have the same, each has a share of its gradient."""
+    """Return this rank's part of a tensor; ranks with the same part give shares of its gradient."""
     if not isinstance(tensor, DTensor):
         return tensor
     gradients = [Partial() if place.is_replicate() else place for place in tensor.placements]
@@ -152,10 +151,10 @@ def local_share(tensor: Tensor) -> Tensor:
 
 
 class VocabularyParallel(ParallelStyle):
-    """Shard the rows of an embedding; each rank embeds its ids, and gives zeros for the others.
+    """Shard the rows of an embedding; each rank embeds its ids and gives zeros for other ids.
 
-    Torch's `RowwiseParallel` has the backward of all V rows on every rank, and takes `padding_idx`
-    for a row of each rank.
+    Torch's `RowwiseParallel` computes the gradient of all V rows on every rank, and takes
+    `padding_idx` for a row of each rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -179,8 +178,7 @@ def shard_rows(module: nn.Module, tp: DeviceMesh) -> None:
 def _embed(embedding: nn.Embedding, tp: DeviceMesh, ids: Tensor) -> Tensor:
     """ids (B, S), equal on all ranks -> embeddings (B, S, H), zeros for ids of other ranks' rows.
 
-    The module's own forward runs on this rank's rows, with its scale if it has one; its hooks,
-    FSDP2's among them, are around all this.
+    Calls the class's forward, which may scale its output, with this rank's rows as the weight.
     """
     whole = embedding.weight
     rows = local_share(whole)
@@ -196,21 +194,21 @@ def _embed(embedding: nn.Embedding, tp: DeviceMesh, ids: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """A head whose caller computes with its weight (V, H), which FSDP2 gathers for that long."""
+    """A head whose caller computes with its weight (V, H), while FSDP2 has it gathered."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight = linear.weight
 
     def forward(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``compute(hidden, weight)``, with this rank's rows of the weight (V/tp, H)."""
+        """Return ``compute(hidden, weight)`` with this rank's rows of the weight (V/tp, H)."""
         return compute(hidden, local_share(self.weight))
 
 
 def parallelize(text: Any, head: Head | None, border: Border) -> None:
-    """Parallelize a text model of transformers and its head, in place; a tied head is None.
+    """Parallelize a text model of transformers without `tp_problems`, in place; no communication.
 
-    On a device or on meta; `tp_problems` yields none. No communication.
+    head: None if it is tied.
     """
     plan = PLANS[text.config.model_type]
     for layer in text.layers:
@@ -228,30 +226,29 @@ def parallelize(text: Any, head: Head | None, border: Border) -> None:
 
 
 def adapt(wrapper: Wrapper, ctx: FsdpContext) -> None:
-    """Give linears of a wrapper on meta their adapters, in place and sharded over tp as they are.
+    """Give linears of a wrapper on meta adapters, in place and sharded over tp as they are.
 
     Linears that the checkpoint format has as one, such as queries, keys and values, share one
-    `lora_a`. Names in transformers' memory are those of the linears with `lora_a` and `lora_b` in
-    the place of `weight`; a shared `lora_a` has that of the first.
+    `lora_a`, which is named after the first.
     """
     if ctx.adapters is None:
         return
-    ours = {theirs: name for name, theirs in wrapper.hf_names.items()}
+    names = {hf_name: name for name, hf_name in wrapper.hf_names.items()}
     for group in ctx.adapters.groups:
         lora_a = None
-        for theirs in group:
-            name = ours[f"{theirs}.weight"].removesuffix(".weight")
+        for linear_name in group:
+            name = names[f"{linear_name}.weight"].removesuffix(".weight")
             module = wrapper.get_submodule(name)
-            assert isinstance(module, nn.Linear), f"{theirs} is a {type(module)}"
+            assert isinstance(module, nn.Linear), f"{linear_name} is a {type(module)}"
             if lora_a is None:
                 lora_a = _adapter_matrix(module, 1, ctx.adapters.rank)
             module.lora_a, module.lora_b = lora_a, _adapter_matrix(module, 0, ctx.adapters.rank)
-            # First of all hooks: parallel styles then shard or sum the adapter's output too.
+            # Before all other hooks: parallel styles then shard or sum the adapter's output too.
             module.register_forward_hook(partial(_add_update, ctx.adapters.scale), prepend=True)
             # A shared matrix is named by the linear that the wrapper has first.
             wrapper.hf_names |= {
                 f"{name}.lora_a": f"{group[0]}.lora_a",
-                f"{name}.lora_b": f"{theirs}.lora_b",
+                f"{name}.lora_b": f"{linear_name}.lora_b",
             }
 
 
@@ -271,8 +268,8 @@ def _adapter_matrix(module: nn.Linear, dim: int, rank: int) -> nn.Parameter:
 def _add_update(scale: float, module: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
     """A forward hook: output (..., O) plus the adapter's update, with the output's placement.
 
-    A linear with sharded inputs has shares of outputs, and so has its adapter: no communication is
-    added. What every rank has whole gets a share of its gradient on each.
+    A linear with sharded inputs has partial outputs, and so has its adapter: no communication is
+    added. Of whatever every rank has, each rank gives a share of the gradient.
     """
     inputs, lora_a, lora_b = map(local_share, (args[0], module.lora_a, module.lora_b))  # type: ignore[arg-type]
     update = linear(scale * linear(inputs, lora_a), lora_b)

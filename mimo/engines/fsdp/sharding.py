@@ -1,12 +1,12 @@
 """FSDP2 around a wrapper: which part of a parameter a rank has, its names and its weights.
 
-One `fully_shard` for each unit and each end, and one for the root, whose hooks cover the last norm
-and, where one matrix is both, embedding and head. Gradients are summed, never averaged; the one
-division by the global token count happens in `FsdpModule.finish_gradients`.
+`fully_shard` wraps each unit, each end and the root, whose hooks cover the last norm and, if one
+matrix is both, embedding and head. Gradients are summed, never averaged; the one division by the
+global token count happens in `FsdpModule.finish_gradients`.
 
-The tensors of the checkpoint format are made of whole rows of transformers' tensors, so a rectangle
-of one of theirs is a few of ours: plain integers and views. Reading a piece writes into the model.
-Each rank loads its own rectangles: nobody reads or holds a whole tensor that is sharded.
+A tensor of the checkpoint format consists of whole rows of transformers' tensors. So a rectangle of
+one of theirs is a few rectangles of ours, as views: reading a piece writes into the model. Each
+rank loads only its rectangles; no rank reads or holds a whole tensor that is sharded.
 
 Letters: R rows, C columns of a whole parameter or tensor, seen as a matrix of its first dimension
 by all others; a vector has one column.
@@ -33,10 +33,9 @@ from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext, W
 def shard(module: nn.Module, ctx: FsdpContext) -> None:
     """Shard the parameters over the data-parallel ranks, in place; nothing without a mesh.
 
-    module: a `Wrapper`, on meta or not, after tensor parallelism, in `FsdpContext.stored_dtype`.
-    With bf16, weights are gathered and computed in it, while gradients are accumulated and summed
-    in fp32. Inputs are not cast: the wrapper hands on what its layers compute in. Every rank of the
-    mesh calls it; no collective.
+    module: a `Wrapper`, on meta or not, after tensor parallelism, in `FsdpContext.stored_dtype`. In
+    bf16, weights are gathered in bf16 and gradients summed in fp32; inputs are not cast. Every rank
+    of the mesh calls it; no collective.
     """
     if ctx.mesh is None:
         return
@@ -49,7 +48,7 @@ def shard(module: nn.Module, ctx: FsdpContext) -> None:
     wrapper = cast("Wrapper", module)
     units = [*wrapper.ends[:1], *wrapper.units, *wrapper.ends[1:]]
     for unit in (*units, module):
-        # The backward begins with the last two, and wants their weights at once.
+        # The backward begins with the last two and needs their weights at once.
         at_end = unit is module or unit in wrapper.ends[1:]
         fully_shard(
             unit,
@@ -58,7 +57,7 @@ def shard(module: nn.Module, ctx: FsdpContext) -> None:
             reshard_after_forward=ctx.reshard_after_forward and not at_end,
         )
     for embedding in wrapper.ends[:1]:
-        cast("FSDPModule", embedding).set_unshard_in_backward(False)  # it needs no weights there
+        cast("FSDPModule", embedding).set_unshard_in_backward(False)  # it needs no weights then
     for part in _parts(module):
         # Both are needed: a factor alone asks for an operation that gloo lacks.
         part.set_gradient_divide_factor(1.0)
@@ -73,28 +72,20 @@ def shard(module: nn.Module, ctx: FsdpContext) -> None:
         part.set_modules_to_backward_prefetch([following])
 
 
-def reduce_gradients(module: nn.Module, *, now: bool) -> None:
+def reduce_gradients(module: nn.Module, *, now: bool, over_replicas: bool = True) -> None:
     """Set whether the next backward reduces accumulated gradients and frees gathered weights.
 
-    Else gradients stay whole on every rank, and the weights that the backward gathered stay for the
-    next forward.
+    If not, gradients and gathered weights stay whole on every rank. over_replicas: whether a
+    reduction also sums over dp_replicate; if not, the next reduction is added to this one's result.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(now)
         module.set_reshard_after_backward(now)
-
-
-def sum_over_replicas(module: nn.Module, *, now: bool) -> None:
-    """Set whether the next backward that reduces gradients also sums them over dp_replicate.
-
-    Else this rank keeps its part of the sum over dp_shard, to which the next reduction is added.
-    """
-    if isinstance(module, FSDPModule):
-        module.set_requires_all_reduce(now)
+        module.set_requires_all_reduce(over_replicas)
 
 
 def reshard(module: nn.Module) -> None:
-    """Free all gathered weights. They would be stale once the weights change."""
+    """Free all gathered weights, which would be stale after an update."""
     for part in _parts(module):
         part.reshard()
 
@@ -108,10 +99,10 @@ def _parts(module: nn.Module) -> Iterator[FSDPModule]:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rank's rectangle of a parameter, or of a tensor that is sharded like it.
+    """A rank's rectangle of a parameter, or of a tensor that is sharded alike.
 
-    shape: shape of the whole parameter. row, column: position of the first element. values: (rows,
-    columns), the memory itself. copy: which of ``copies`` equal rectangles this is.
+    shape: of the whole parameter. row, column: of the first element. values: (rows, columns), the
+    memory itself. copy: which of ``copies`` equal rectangles this is.
     """
 
     shape: tuple[int, ...]
@@ -127,13 +118,13 @@ class Rectangle:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient: the memory itself, no collective."""
+    """Return this rank's part of a parameter or gradient: the memory itself, no collective."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_rectangle(param: Tensor, mesh: DeviceMesh | None) -> Rectangle:
-    """The rectangle of ``param`` on this rank: rows, cut by FSDP2, of its tensor-parallel part.
+    """Return this rank's rectangle: FSDP2 cuts rows of its tensor-parallel part.
 
     mesh: the module's; None for a plain parameter.
     """
@@ -203,10 +194,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Names:
-    """The tensors of the checkpoint format and the rows that they are made of.
+    """The tensors of the checkpoint format and the rows that they consist of.
 
     shapes: of the format's tensors by name, rows of padding included. parts: by transformers' name,
-    the parts of the format's tensors that it makes. filled: by name, the rows that are not padding.
+    the parts of the format's tensors with rows of it. filled: by name, the rows before padding.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -215,7 +206,7 @@ class Names:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], Sequence[Rows]]]) -> Self:
-        """From name, shape with any padding, and rows in order of every tensor of the format."""
+        """Build it from name, shape with padding, and rows in order, of the format's tensors."""
         shapes: dict[str, tuple[int, ...]] = {}
         parts: dict[str, tuple[Part, ...]] = {}
         filled: dict[str, int] = {}
@@ -229,14 +220,14 @@ class Names:
         return cls(shapes, parts, filled)
 
     def users(self, key: str) -> frozenset[str]:
-        """The names of the tensors that have rows of transformers' tensor ``key``."""
+        """Return the names of the tensors that have rows of transformers' tensor ``key``."""
         assert key in self.parts, f"the key map does not say what is made of {key}"
         return frozenset(part.name for part in self.parts[key])
 
     def pieces(self, key: str, rectangle: Rectangle) -> Iterator[Piece]:
-        """A rectangle of transformers' tensor ``key`` as pieces of ours: views of its values.
+        """Yield a rectangle of transformers' tensor ``key`` as pieces of the format's tensors.
 
-        Keys are names of the format. Rows of padding come as zeros with the last row before them.
+        Pieces are views of its values. Padding follows the last row before it, as zeros.
         """
         for part in self.parts[key]:
             values, row, column = rectangle.values, rectangle.row, rectangle.column
@@ -257,17 +248,17 @@ class Names:
 # ---- its weights
 
 Reader = Callable[[str, slice, slice], Tensor | None]
-"""``(key, rows, columns)`` -> these rows and columns of a matrix, in any dtype, by its name in
-transformers' memory. For any other tensor the columns are ``slice(None)``, and the result has any
-shape. None leaves the rows blank. Called once for each parameter, adapters included."""
+"""``(key, rows, columns)`` -> this part of a matrix, in any dtype; key: its name in transformers'
+memory. For other tensors the columns are ``slice(None)`` and the result has any shape. None leaves
+the rows blank. Called once per parameter, adapters included."""
 
 
 @torch.no_grad()
 def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Reader) -> None:
-    """Give a `Wrapper` that was built and sharded on meta its memory, and weights from ``reader``.
+    """Materialise a `Wrapper` that was built and sharded on meta, with weights from ``reader``.
 
     They are read in the order of `named_parameters`. No collective; every rank reads for itself.
-    Raises ValueError for a tensor of another shape than asked for.
+    Raises ValueError for a tensor of a wrong shape.
     """
     materialise(module, device)
     names = cast("Wrapper", module).hf_names
@@ -289,9 +280,9 @@ def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Read
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give weights on meta memory on the device, with any values; move the rest there.
+    """Give weights on meta uninitialised memory on the device, and move the rest there.
 
-    Tied weights stay tied. Buffers have their values already.
+    Tied weights stay tied. Buffers must have their values.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
     for part in module.modules():
@@ -304,5 +295,5 @@ def materialise(module: nn.Module, device: torch.device) -> None:
         lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device, copy=False)
     )
     for (first, first_name), *others in places.values():
-        for part, name in others:  # `_apply` has parted them
+        for part, name in others:  # `_apply` has made several of one
             setattr(part, name, getattr(first, first_name))

@@ -1,10 +1,10 @@
-"""Towers of transformers with their projectors: packed items to rows.
+"""Towers of transformers with their projectors: packed items to embeddings.
 
-The host prepares what depends on the items' grids alone, ahead of the forward; transformers takes
-it instead of asking the device for it.
+The host prepares whatever depends on the items' grids alone, ahead of the forward, so transformers
+does not wait for the device to read it.
 
-Letters: I items, P patches of all items, C numbers of each, N rows, L levels, H hidden size of the
-language model.
+Letters: I items, P patches of all items, C numbers of each, N embeddings, L levels, H hidden size
+of the language model.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
 
 @dataclass(frozen=True)
 class PreparedItems:
-    """The arguments of a forward beside patches. sizes: rows that each item should become.
+    """The arguments of a forward beside patches.
 
-    packed: the segments, and the windows if some layers attend inside those. options: of the
-    tower's forward.
+    sizes: embeddings of each item. packed: segments, then windows if some layers attend inside
+    windows. options: of the tower's forward.
     """
 
     sizes: tuple[int, ...]
@@ -56,18 +56,17 @@ class PreparedItems:
 
 
 class Tower(Wrapper):
-    """A tower and its projector as they are in a model of transformers; units are its layers.
+    """A tower and its projector from a model of transformers; its units are its layers.
 
-    It plans for its layers itself. make_rows: makes what `run` returns of the rows (N, (1 + L)·H)
-    and the rows of each item.
+    make_rows: (embeddings (N, (1 + L)·H), embeddings of each item) -> the result of `run`.
     """
 
     parts: tuple[str, ...]
-    """Its modules in the whole model."""
+    """Names of its modules in the whole model."""
     layers: str
-    """Where its layers are in it, in forward order."""
+    """Name of the list of its layers."""
     packs = True
-    """True if its attention is packed, by a kernel of ours."""
+    """Whether its attention is packed, by a kernel of ours."""
 
     def __init__(self, config: PretrainedConfig, ctx: FsdpContext, make_rows: MakeRows) -> None:
         super().__init__(ctx)
@@ -77,7 +76,7 @@ class Tower(Wrapper):
             restore_buffers(module)
             self.add_module(part.rpartition(".")[2], module)
             if self.packs and ctx.mesh is not None:
-                # By name alone: transformers would look for a package of that name.
+                # Set directly: transformers would look for a package of that name.
                 module.config._attn_implementation = TOWER_NAME
         self.name_as_in(whole)
         self.config, self.make_rows = config, make_rows
@@ -96,7 +95,7 @@ class Tower(Wrapper):
         """Do all host work for items with these grids (I, 3) int64; in any thread.
 
         copy: brings a host tensor to the device. Without items it prepares a blank one, so that
-        this rank takes part in all that its others do.
+        this rank takes part in all collectives.
         """
         sizes = tuple(self._sizes(grids))
         if not sizes:
@@ -105,9 +104,10 @@ class Tower(Wrapper):
         return to_device(PreparedItems(sizes, grids, packed, options), copy)
 
     def run(self, patches: Any, items: Any) -> Any:
-        """patches: see `values`. items: as prepared, or their grids (I, 3).
+        """Encode items and return the result of `make_rows`.
 
-        Returns what `make_rows` makes; without items of 0 rows that are part of the graph.
+        patches: see `values`. items: as prepared, or their grids (I, 3). Without items, 0
+        embeddings are part of the graph.
         """
         device = next(self.parameters()).device
         if isinstance(items, Tensor):
@@ -133,14 +133,11 @@ class Tower(Wrapper):
 
     @abstractmethod
     def _sizes(self, grids: Tensor) -> list[int]:
-        """Rows of each item."""
+        """The number of embeddings of each item."""
 
     @abstractmethod
     def _pack(self, grids: Tensor) -> tuple[tuple[PackedSegments, ...], dict[str, Any]]:
-        """The segments of the blocks, with plans, and options of transformers' forward.
-
-        All on the host.
-        """
+        """The layers' segments, with plans, and options of transformers' forward; on the host."""
 
     @abstractmethod
     def _rows(self, values: Tensor, items: PreparedItems) -> Tensor:
@@ -201,7 +198,7 @@ class QwenTower(Tower):
 
 
 def _segments(bounds: Tensor) -> PackedSegments:
-    """From the bounds of segments (n + 1,), some perhaps empty; host tensors."""
+    """The segments with these bounds (n + 1,), some perhaps empty; host tensors."""
     return PackedSegments.from_lengths(bounds.diff().tolist(), torch.device("cpu"))
 
 

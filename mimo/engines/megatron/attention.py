@@ -38,8 +38,8 @@ from mimo.ops.segments import PackedSegments, gather_lane
 class SelfAttention(MegatronSelfAttention):
     """Megatron's self-attention with rotary frequencies that are already cut for this rank.
 
-    For packed sequences Megatron would pick the frequencies of each segment itself, in every layer,
-    by bounds that it reads from the device, for which the host waits.
+    For packed sequences Megatron would pick each segment's frequencies in every layer, by bounds
+    that the host reads from the device.
     """
 
     _frequencies: Tensor | None = None  # during a forward
@@ -103,10 +103,10 @@ class CoreAttention(nn.Module):
     whole_items: whether segments may have items whose tokens see each other.
 
     Packed (`PackedSegments`): q (T/C, N, D), k, v (T/C, G, D) -> (T/C, N, D), where the rank
-    holds two chunks of every segment (see `segments`).
+    holds two chunks of every segment (see `mimo.ops.segments`).
     Dense: q (S/C, B, N, D), k, v (S/C, B, G, D) -> (S/C, B, N·D), two chunks of S.
-    Under context parallelism every rank of the group calls forward and backward alike: keys and
-    values are all-gathered, their gradients reduce-scattered.
+    Under context parallelism every rank of the group calls it: keys and values are all-gathered,
+    their gradients reduce-scattered.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class CoreAttention(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """The core attention of other layers, with `PackedSegments.windows` in place of segments.
+    """Core attention inside `PackedSegments.windows` instead of segments.
 
-    A window is a part of a segment in which every token sees every other, such as a square of an
-    image's patches; tokens are ordered so that each window is a stretch of its segment.
+    A window is a stretch of a segment, such as a square of an image's patches, in which every token
+    sees every other.
     """
 
     def __init__(self, core: Callable[..., nn.Module], **options: Any) -> None:
@@ -182,7 +182,7 @@ class WindowAttention(nn.Module):
     def forward(
         self, *args: Any, packed_seq_params: PackedSegments | None = None, **kwargs: Any
     ) -> Tensor:
-        """Attend inside the windows; arguments and result are those of the core attention."""
+        """Attend inside the windows; see `CoreAttention.forward`."""
         windows = packed_seq_params and packed_seq_params.windows
         assert windows is not None, "window attention needs windows"
         return self.core(*args, packed_seq_params=windows, **kwargs)

@@ -1,4 +1,4 @@
-"""Megatron's `TransformerConfig` from what our models and recipes decide, and its group types.
+"""Megatron's `TransformerConfig` for our models and recipes, and its group types.
 
 `gather_sequence`: each rank's (S/tp, ...) -> all (S, ...) on every rank of the group, which all
 call it; the backward reduce-scatters. `scatter_sequence`: (S, B, H), equal on all ranks -> this
@@ -43,18 +43,17 @@ class LoRA:
 
 @dataclass(frozen=True)
 class ModuleContext:
-    """What a family needs to build its part of a module on this rank.
+    """The settings with which a family builds its part of a module on this rank.
 
     groups: the module's process groups, made by `mimo.parallel.groups`.
     num_chunks: model chunks of each stage; several with an interleaved pipeline.
     chunk: the chunk to build; None without interleaving.
     recompute: "none", "selective" (core attention) or "full" (whole layers).
-    scatter_embedding: whether the embedding itself scatters its output over a sequence-parallel
-        group. If not, the caller may write encoders' embeddings into the whole sequence and then
-        scatter it; a forward from token ids alone still scatters inside.
+    scatter_embedding: whether the embedding scatters its output over a sequence-parallel group. If
+        not, `place` gets whole sequences and scatters them; a forward from token ids alone still
+        scatters inside.
     lora: None for layers without adapters.
-    provided: names in the whole module of parameters that a checkpoint is about to fill and that
-        are not drawn.
+    provided: names in the whole module of parameters that a checkpoint is about to fill.
     fp8: how linears compute: a name of `FP8_RECIPES`, or "none".
     """
 
@@ -158,8 +157,8 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         # waits for the whole device, which may be waiting for embeddings received ahead.
         variable_seq_lengths=False,
         batch_p2p_sync=False,
-        # With two stages, batched transfers of an interleaved pipeline would silently swap the
-        # two messages between the same pair of ranks.
+        # With two stages, batched transfers of an interleaved pipeline would swap the two messages
+        # between the same pair of ranks.
         overlap_p2p_comm=ctx.num_chunks > 1,
         batch_p2p_comm=ctx.num_chunks == 1,
         calculate_per_token_loss=True,
@@ -181,9 +180,9 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
 def fused_activation(
     activation: Callable[[Tensor], Tensor], gated: bool, fuse: bool
 ) -> dict[str, Any]:
-    """Return Megatron's flags for an activation: its compiled SwiGLU or GeGLU where it has one.
+    """Return Megatron's flags for an activation: its compiled SwiGLU or GeGLU if it has one.
 
-    Megatron's fused GeGLU is the approximation by tanh, under the name of the exact function.
+    Megatron's fused GeGLU is the approximation by tanh, named like the exact function.
     """
     is_tanh = isinstance(activation, partial) and (
         activation.func is functional.gelu and activation.keywords == {"approximate": "tanh"}

@@ -33,11 +33,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 class CudaToCpu(TorchFunctionMode):
-    """Maps every request for a CUDA device to the CPU.
-
-    Kept thin: it sees every torch call of the process. A subclass given to `install` first may do
-    more, such as count what a device would have to wait for.
-    """
+    """Maps every request for a CUDA device to the CPU; thin, because it sees every torch call."""
 
     device = torch.device("cpu")
     """Result of `torch.cuda.current_device`."""

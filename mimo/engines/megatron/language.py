@@ -123,7 +123,7 @@ def build_gpt(
 
 
 def _scale_output(scale: float, module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """Scale the embedding's output. A hook, because Megatron has no place for a class of ours."""
+    """Scale the embedding's output, by a hook because Megatron hard-codes the class."""
     return output * scale
 
 
@@ -156,10 +156,10 @@ class Head(ColumnParallelLinear):
         """input_ (S, B, H), or (S/t, B, H) under SP -> logits (S, B, V/t) without ``labels``.
 
         With labels (n,) int64 and ``at`` (n,) int64, where s·B + b is token s of sequence b:
-        losses (n,), at least fp32; without ``at`` of all tokens in this order. Only the hidden
-        states of these tokens are multiplied by the weight. Every rank of the tensor-parallel group
-        calls it, with the same labels and places. Under SP all hidden states are gathered, and
-        their gradients reduce-scattered; else the gradients of the n tokens' states are summed.
+        losses (n,), at least fp32; without ``at`` those of all tokens in this order. Only the
+        hidden states of these tokens are multiplied by the weight. Every rank of the
+        tensor-parallel group calls it with equal labels and places. Under SP all hidden states are
+        gathered and their gradients reduce-scattered; else the n tokens' gradients are summed.
         """
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -187,7 +187,7 @@ def _output(
     output_weight: Tensor | None,
     **unused: object,
 ) -> Tensor:
-    """Compute the model's output in the place of Megatron's loss and its logits of all positions.
+    """Compute the model's output instead of Megatron.
 
     labels (n,) at ``at`` (n,) -> losses (n,), or all (B, S) -> (B, S); without labels the logits of
     one sequence at (n,) -> (1, n, V/t).
@@ -212,10 +212,9 @@ BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 class LocalGlobalRope(nn.Module):
-    """Rotary frequencies of plain positions for both kinds of layer, side by side.
+    """Rotary frequencies for both kinds of layer side by side, as `GPTModel.rotary_pos_emb`.
 
-    Takes the place of `GPTModel.rotary_pos_emb`; `LocalGlobalLayer` picks its kind. The position
-    ids of all three axes are equal, so only the first are read.
+    Position ids of all three axes are equal, so only the first are read.
     global_factor: divides the global frequencies (linear scaling).
     """
 
@@ -275,8 +274,7 @@ class LocalGlobalLayer(DeepStackLayer):
 def local_global_layer_spec(config: TransformerConfig, lora: LoRA | None) -> ModuleSpec:
     """Return the spec of a causal layer with norms before and after attention and MLP.
 
-    Its core attention is always ours: Transformer Engine's cannot let the tokens of an item see
-    each other.
+    Core attention is always ours, because Transformer Engine's does not support `whole_items`.
     """
     return layer_spec(
         config,

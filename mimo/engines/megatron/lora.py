@@ -49,10 +49,7 @@ def _cut_like_weight(weight: Any, rows: int, columns: int, dim: int) -> nn.Param
 
 
 def _whole(weight: Any, rows: int, columns: int, sums_slices: bool) -> nn.Parameter:
-    """A whole (rows, columns) matrix on each rank.
-
-    sums_slices: whether a rank's gradient is that of a slice of the sequence.
-    """
+    """A whole matrix on each rank; sums_slices: its gradients are those of sequence slices."""
     parameter = nn.Parameter(weight.new_empty(rows, columns))
     parameter.sequence_parallel = sums_slices  # type: ignore[attr-defined]
     return parameter
@@ -112,8 +109,8 @@ class LoRARowParallelLinear(RowParallelLinear):
 def let_backward_into_layers(block: TransformerBlock) -> None:
     """Make a stack with adapters run backward even if everything before it is frozen.
 
-    Recomputation skips the backward of a layer whose input needs no gradient, as after a frozen
-    embedding; its adapters would silently get none.
+    Recomputation skips the backward of a layer whose input needs no gradient; its adapters would
+    silently get none.
     """
 
     def require_gradient(module: nn.Module, args: tuple, options: dict[str, Any]) -> Any:

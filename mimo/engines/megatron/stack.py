@@ -1,9 +1,8 @@
 """Transformer layers, stacks and projections built from Megatron's parallel linears.
 
-With Transformer Engine, where `mimo.ops.acceleration` chooses it, a layer has its linears and norms
-under the names of ours, so checkpoints and key maps work with and without it. Its linear with a
-norm inside would save a pass over the hidden states, but it keeps the norm's weight under the
-linear's name. A linear with an adapter stays Megatron's own, in 16 bits.
+If `mimo.ops.acceleration` chooses Transformer Engine, a layer has its linears and norms under the
+names of ours, so checkpoints and key maps work with and without it. Its linear with a norm inside
+would store the norm's weight under the linear's name. A linear with an adapter stays Megatron's.
 
 Letters: B sequences (1 for packed) of S local tokens, H hidden, n embeddings of this rank, k
 feature levels of this chunk.
@@ -109,10 +108,9 @@ class MLP(mlp.MLP):
 class DeepStackLayer(TransformerLayer):
     """A decoder layer that adds the first feature level to its output and passes on the others.
 
-    Megatron's block hands a layer the hidden states and a `context` with its mask, meant for
-    cross-attention. Our layers have only self-attention, so that channel is free. Full
-    recomputation takes it as explicit checkpoint arguments and returns its gradients; embeddings
-    that reached a recomputed layer through a closure would lose theirs.
+    Levels come as `context` with its mask, which Megatron's block hands to layers for
+    cross-attention; ours have none. Full recomputation takes these as explicit checkpoint
+    arguments and returns their gradients, which a closure would lose.
 
     Without sequence parallelism every tensor-parallel rank adds all embeddings of the lane, and
     each gradient is equal and complete on every rank. With it each rank adds those of its slice.
@@ -128,10 +126,9 @@ class DeepStackLayer(TransformerLayer):
         """hidden_states (S, B, H), context (k, n, H) -> hidden states and the levels left, or None.
 
         context: embeddings, the first level for this layer, and so on. context_mask: (n,) int64
-        positions, the same for all levels. They count the tokens that this rank holds, under
-        sequence parallelism its slice: b·S + s is token s of sequence b. No position occurs twice.
-        Both go through `GPTModel` as `extra_block_kwargs`, under names that it knows.
-        Even with n = 0 the result depends on them, so that the backward reaches the bridge.
+        positions among this rank's tokens, the same for all levels, none twice: b·S + s is token s
+        of sequence b. Even with n = 0 the result depends on them, so that the backward reaches the
+        bridge.
         """
         hidden = cast("Tensor", super().forward(*args, **kwargs)[0])
         if context is None or context_mask is None:
@@ -155,9 +152,8 @@ def layer_spec(
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer: norm, attention, norm, MLP.
 
-    Causal layers take feature levels, see `DeepStackLayer`.
-    lora: adapters of its linears. core: core attention; None for the best. add: what adds attention
-    and MLP to the residual stream. layer: class of the layer; None for the usual one.
+    Causal layers take feature levels, see `DeepStackLayer`. core: core attention; None for the
+    best. add: adds attention and MLP to the residual stream. layer: its class; None for the usual.
     """
     linears, norm = _linears(config, lora), norm_of(config)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask

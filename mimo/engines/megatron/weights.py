@@ -1,13 +1,12 @@
 """Which part of the whole model's tensors a rank holds: names, rectangles, first values, pieces.
 
 Every parameter is seen as a matrix of its first dimension by all others; a vector has one column.
-Drawing, reading and writing go by rectangles of it, so no rank needs the whole matrix. Weights and
-the optimizer's tensors are cut alike. Every element of the whole model is written into a checkpoint
-by one rank, and every rank reads what it holds.
+Weights are drawn, read and written by rectangles of it, so no rank needs the whole matrix. One rank
+writes each element into a checkpoint, and every rank reads what it holds.
 
 A plain optimizer stores all of a parameter's state on every data-parallel rank. A distributed one
-cuts a buffer of all parameters into equal parts, one per rank, without regard to where a parameter
-ends; so a rank holds a stretch of the flat parameter, perhaps an empty one.
+cuts a buffer of all parameters into equal parts, so a rank holds a stretch of the flat parameter,
+perhaps an empty one.
 
 Letters: R rows, C columns of the whole matrix; R', C' of a rank's part.
 """
@@ -45,9 +44,9 @@ def global_name(name: str, config, pp_rank: int, chunk: int | None) -> str:
 
 
 def stored_name(whole: str, model: nn.Module) -> str:
-    """Return the name under which a parameter of this global name is drawn, saved and loaded.
+    """Return the name under which a parameter is drawn and stored: the embedding's for a tied head.
 
-    A tied output head is the embedding of the first stage: the last stage has a copy.
+    The last stage's tied head is a copy of the first stage's embedding.
     """
     tied = getattr(model, "share_embeddings_and_output_weights", False)
     return _EMBEDDING if whole == _OUTPUT and tied else whole
@@ -58,7 +57,7 @@ class Cut:
     """How a parameter is cut over ``size`` tensor-parallel ranks, of which this is ``rank``.
 
     rows, columns: R' and C'. dim: along which it is cut; None if every rank has all of it.
-    blocks: matrices that are stacked in it, such as gate and up, each of which is cut separately.
+    blocks: stacked matrices, such as gate and up, which are cut separately.
     """
 
     rows: int
@@ -82,12 +81,12 @@ class Cut:
 
     @property
     def whole_rows(self) -> int:
-        """R."""
+        """R, the rows of the whole matrix."""
         return self.rows * (self.size if self.dim == 0 else 1)
 
     @property
     def whole_columns(self) -> int:
-        """C."""
+        """C, the columns of the whole matrix."""
         return self.columns * (self.size if self.dim == 1 else 1)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,10 +98,9 @@ class Cut:
     def rectangles(self, stretch: Tensor, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
         """Cut a stretch of the flat part, its elements from ``start`` on, into rectangles.
 
-        stretch: (n,), contiguous. Yields row and column of the first element in the whole matrix,
-        and the elements (rows, columns), views of ``stretch`` in its order. The stretch is the end
-        of a row, whole rows, and the beginning of another; of stacked matrices it may have rows of
-        several.
+        stretch: (n,), contiguous: the end of a row, whole rows, perhaps of several stacked
+        matrices, and the beginning of a row. Yields row and column of the first element in the
+        whole matrix, and the elements (rows, columns), views of ``stretch`` in its order.
         """
         height, position, end = self.rows // self.blocks, 0, stretch.numel()
         while position < end:
@@ -133,13 +131,13 @@ def initialize_parameters(
 ) -> None:
     """Draw weights N(0, std²), set biases to 0 and norms to a factor of 1, in place.
 
-    Weights are a pure function of seed, parameter name and position in the whole matrix, so a
-    single rank and any layout start alike. The output projections of residual branches use
-    std/sqrt(2·layers), as GPT-2 does. Adapters start without effect: `lora_b` is 0, `lora_a`
-    uniform within ±1/sqrt(inputs), as in peft.
+    Weights are a pure function of seed, parameter name and position in the whole matrix, so all
+    layouts start alike. The output projections of residual branches use std/sqrt(2·layers), as
+    GPT-2 does. Adapters start without effect: `lora_b` is 0, `lora_a` uniform within
+    ±1/sqrt(inputs), as in peft.
 
     provided: names in the whole model of parameters that a checkpoint is about to fill. They are
-        set to NaN instead, so that a parameter that is left out does not go unnoticed.
+        set to NaN, so that a missing one is noticed.
     """
     zero_centered = {  # norms, ours and Transformer Engine's
         id(m.weight) for m in model.modules() if getattr(m, "zero_centered_gamma", False)
@@ -174,10 +172,9 @@ def module_pieces(
     optimizer: MegatronOptimizer | None,
     purpose: Purpose,
 ) -> Iterator[Piece]:
-    """The pieces of a module that this rank writes, or reads. No collective.
+    """Yield the pieces of a module that this rank writes, or reads. No collective.
 
-    Keys are ``<module>.<parameter>`` and those of `key_of`. Both kinds of optimizer have the same
-    form, so either can load what the other saved.
+    Keys are ``<module>.<parameter>`` and those of `key_of`, for both kinds of optimizer.
     """
     if optimizer is not None:
         assert optimizer.optimizer is not None, "a trainable module has parameters"
@@ -206,7 +203,7 @@ def module_pieces(
 def gradient_pieces(
     module: str, chunks: Sequence[nn.Module], groups: ProcessGroupCollection
 ) -> Iterator[Piece]:
-    """The gradients of all trainable parameters on this rank, under the parameters' keys."""
+    """Yield the gradients of all trainable parameters on this rank, under the parameters' keys."""
     for key, cut, param, _ in _parameters(module, chunks, groups):
         if param.requires_grad:
             shape, bounds = cut.whole_shape(tuple(param.shape)), (0, param.numel())
@@ -241,10 +238,7 @@ def _written_bounds(param: Tensor, order: int, rank: int, size: int) -> tuple[in
 def _pieces(
     key: str, shape: tuple[int, ...], cut: Cut, stored: Tensor, start: int, bounds: tuple[int, int]
 ) -> Iterator[Piece]:
-    """The elements bounds[0] .. bounds[1] - 1 of a flat parameter.
-
-    stored: the parameter's elements on this rank, from ``start`` on.
-    """
+    """Yield elements bounds[0] .. bounds[1] - 1; stored: the flat parameter from ``start`` on."""
     stretch = stored.view(-1)[bounds[0] - start : bounds[1] - start]
     for row, column, values in cut.rectangles(stretch, bounds[0]):
         yield Piece(key, shape, row, column, values)
@@ -255,9 +249,8 @@ class _Share:
     """This rank's part of a parameter's optimizer state.
 
     start, end: bounds of the stretch of the flat parameter that is stored on this rank.
-    tensors: by kind, each with end - start elements: Adam's moments, the fp32 master weight of a
-        16-bit parameter, and its moving average if there is one. The memory is the optimizer's:
-        writing to it changes the optimizer.
+    tensors: the optimizer's memory by kind, each with end - start elements: Adam's moments, the
+        fp32 master weight of a 16-bit parameter, the moving average.
     is_replicated: whether every data-parallel rank holds the same.
     step: (), the number of Adam's updates; None without moments.
     """

@@ -95,8 +95,8 @@ def test_only_gated_activations_that_megatron_computes_alike_are_fused(
 ) -> None:
     from mimo.engines.megatron.config import fused_activation
 
-    found = fused_activation(activation, gated, fuse)
-    assert found == {"activation_func": named, "bias_activation_fusion": fused}
+    flags = fused_activation(activation, gated, fuse)
+    assert flags == {"activation_func": named, "bias_activation_fusion": fused}
 
 
 @pytest.mark.parametrize(("activation", "kernel"), [(functional.silu, "swiglu"), (TANH, "geglu")])
@@ -127,8 +127,6 @@ def test_the_fused_gated_activations_are_ours(activation: Any, kernel: str) -> N
 def test_rms_norms_are_those_of_transformers_bit_by_bit(
     dtype: torch.dtype, zero_centered: bool
 ) -> None:
-    from types import SimpleNamespace
-
     from mimo.ops.layers import norm_class
 
     config: Any = SimpleNamespace(
@@ -160,7 +158,7 @@ def test_rms_norms_are_those_of_transformers_bit_by_bit(
 def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Inside a rank: losses and names with our layers, then with stand-ins for TE's and adapters.
 
-    A stand-in computes what ours does, and notes the configuration that it was built with.
+    A stand-in computes what ours does and records the configuration that it was built with.
     """
     import importlib
 
@@ -208,16 +206,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
         return module.build(sizes, ctx, language_steps.NUM_TOKENS, 64, language_steps.SEED)
 
     def loss(model: Any) -> torch.Tensor:
-        one = next(language_steps.microbatches(0, 0, dense=False))
-        from mimo.ops.segments import PackedSegments
-
-        return model(
-            input_ids=one.ids,
-            position_ids=one.positions,
-            attention_mask=None,
-            labels=one.labels,
-            packed_seq_params=PackedSegments.from_lengths(one.lengths or (), one.ids.device),
-        ).sum()
+        return language_steps.losses_of(model)[0].sum()
 
     plain = build()
     stand_in = SimpleNamespace(TEColumnParallelLinear=Column, TERowParallelLinear=Row, TENorm=Norm)
@@ -229,10 +218,11 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
     adapted = build(LoRA(2, 1.0, frozenset({"qkv", "fc2"})))
     layer = adapted.decoder.layers[0]
     return {
-        "names": [[n for n, _ in one.named_parameters()] for one in (plain, stood_in)],
-        "losses": [float(loss(one)) for one in (plain, stood_in)],
+        "names": [[n for n, _ in model.named_parameters()] for model in (plain, stood_in)],
+        "losses": [float(loss(model)) for model in (plain, stood_in)],
         "norm_weights": [
-            [float(p.mean()) for p in one.parameters() if p.dim() == 1] for one in (plain, stood_in)
+            [float(p.mean()) for p in model.parameters() if p.dim() == 1]
+            for model in (plain, stood_in)
         ],
         "fused": fused_linears,
         "norms": norms,
@@ -314,8 +304,7 @@ def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
 )
 def test_8_bits_work_where_the_device_has_them(fp8: str, works: list[Any]) -> None:
     devices = [None, (8, 0), ADA, HOPPER, BLACKWELL, (10, 3), (12, 0)]
-    found = [one for one in devices if fp8_problem(fp8, Machine(one, TE)) is None]
-    assert found == works
+    assert [d for d in devices if fp8_problem(fp8, Machine(d, TE)) is None] == works
     without = fp8_problem(fp8, Machine(HOPPER))
     assert (without is None) == (fp8 == "none")
     assert without is None or "install transformer-engine[pytorch]" in without

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -57,35 +58,10 @@ def run_core_attention(
     rank: int, cp: int, window: int | None, lengths: tuple[int, ...], items: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """This rank's output and gradients of its queries, keys and values."""
-    from mimo.engines.megatron.attention import AttnMaskType, CoreAttention
-    from mimo.engines.megatron.config import (
-        ModuleContext,
-        StackShape,
-        transformer_config,
-    )
-    from mimo.engines.megatron.parallel import prepare_engine
     from mimo.ops.segments import PackedSegments, zigzag_indices
-    from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
-    from mimo.parallel.groups import build_topology
+    from tests.mimo.engines.megatron.test_attention import core_attention
 
-    prepare_engine(1)
-    layout = Layout(language=GridSpec(LANGUAGE, cp=cp), encoders={}, world_size=cp)
-    groups = build_topology(layout).modules[LANGUAGE]
-    shape = StackShape(
-        num_layers=2,
-        hidden_size=HEADS * SIZE,
-        ffn_hidden_size=8,
-        num_heads=HEADS,
-        num_kv_heads=GROUPS,
-        head_size=SIZE,
-        softmax_scale=SCALE,
-        local_window=window,
-        global_every=None if window is None else 2,
-    )
-    config = transformer_config(shape, ModuleContext(groups=groups, dtype=torch.float64))
-    attention = CoreAttention(
-        config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE, pg_collection=groups
-    )
+    attention = core_attention(True, window, SCALE, dist.group.WORLD, whole_items=True)
     mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
     q, k, v, out_gradient = (x[mine] for x in inputs(sum(lengths)))
     for x in (q, k, v):
@@ -142,19 +118,19 @@ def test_the_blocks_of_all_ranks_are_the_mask(lane: Any, window: int | None) -> 
     mask = visible(lengths, items, window)
     for rank in range(cp):
         mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
-        *found, back = item_calls(lengths, items, window, cp, rank)
-        calls = [(call.blocks, cat_rows(call.rows)) for call in found]
-        # What each query of both calls sees, by what blocks and windows mean.
+        text, parts, back = item_calls(lengths, items, window, cp, rank)
+        calls = [(call.blocks, cat_rows(call.rows)) for call in (text, parts)]
+        # The keys that each query of both calls sees, by the definition of blocks and windows.
         seen = []
         for blocks, rows in calls:
             assert len(rows) == sum(blocks.queries)
             for count, (first, end) in zip(blocks.queries, blocks.keys, strict=True):
-                own, key = torch.arange(end - count, end)[:, None], torch.arange(sum(lengths))
+                query, key = torch.arange(end - count, end)[:, None], torch.arange(sum(lengths))
                 sees = (key >= first) & (key < end)
                 if blocks.causal:
-                    sees = sees & (key <= own)
+                    sees = sees & (key <= query)
                 if blocks.window is not None:
-                    sees = sees & (key > own - blocks.window)
+                    sees = sees & (key > query - blocks.window)
                 seen.append(sees.expand(count, -1))
         rows = torch.cat([rows for _, rows in calls])
         assert torch.equal(rows[back], torch.arange(len(mine)))

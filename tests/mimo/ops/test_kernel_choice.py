@@ -24,7 +24,6 @@ from mimo.ops.acceleration import (
 
 CASES = {
     "packed causal": AttentionCase(128, causal=True),
-    "unpacked batch": AttentionCase(128, causal=True),  # as segments of one length
     "context parallel": AttentionCase(128, causal=True, cp_size=2),
     "sliding window": AttentionCase(256, causal=True, window=1024),
     "sliding window, context parallel": AttentionCase(256, causal=True, cp_size=2, window=1024),
@@ -99,22 +98,22 @@ def test_heads_that_no_kernel_takes_get_sdpa() -> None:
         assert f"not {head_size}" in choice.reason
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "unpacked batch"])
+@pytest.mark.parametrize("case", CASES)
 def test_sdpa_builds_masks_where_the_choice_says_so_and_only_there(case: str) -> None:
     from mimo.ops.attention_plan import LayerForm
 
-    asked = CASES[case]
-    window = None if asked.window is None else 10
-    items = ((3, 14), (20, 9)) if asked.whole_items else ()
+    layer = CASES[case]
+    window = None if layer.window is None else 10
+    items = ((3, 14), (20, 9)) if layer.whole_items else ()
     masked = False
-    for rank in range(asked.cp_size):
-        form = LayerForm("sdpa", asked.causal, window, asked.cp_size, rank)
+    for rank in range(layer.cp_size):
+        form = LayerForm("sdpa", layer.causal, window, layer.cp_size, rank)
         plan = form.plan((40, 16, 24), items)
         masked |= any(bucket.masked for call in plan.calls for bucket in call.blocks.buckets)
     assert masked == (case in MASKED_WITHOUT_A_KERNEL)
 
 
-def test_torch_varlen_is_there_only_if_it_takes_grouped_heads(
+def test_torch_varlen_is_used_only_if_it_takes_grouped_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def older(query: object, key: object, value: object) -> None: ...
@@ -126,7 +125,7 @@ def test_torch_varlen_is_there_only_if_it_takes_grouped_heads(
     assert TORCH not in acceleration.this_machine.__wrapped__().installed
 
 
-def test_packages_are_told_by_their_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_recognised_by_their_function(monkeypatch: pytest.MonkeyPatch) -> None:
     # flash-attn 4 installs a package of this name without the function.
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     assert not has_function("flash_attn", "flash_attn_varlen_func")
@@ -188,9 +187,9 @@ def on_machine(monkeypatch: pytest.MonkeyPatch):
             params_dtype=torch.bfloat16,
         )
         chosen = attention.core_attention(config, causal=True)
-        own = attention.CoreAttention(config, 1, AttnMaskType.causal, "self", **options)
+        layer = attention.CoreAttention(config, 1, AttnMaskType.causal, "self", **options)
         # Without Transformer Engine Megatron has a mock in place of its class.
-        return chosen is attention.CoreAttention, own.form
+        return chosen is attention.CoreAttention, layer.form
 
     return build
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.language import LanguageModel
-from mimo.engines.fsdp.sharding import materialise
+from mimo.engines.fsdp.sharding import load, shard
 from mimo.ops.segments import PackedSegments, insert_embeddings
+from tests.fsdp_ranks import Asked
 
 _TEXT = {
     "vocab_size": 96,
@@ -34,13 +34,29 @@ _TEXT = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+_GEMMA_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
 NUM_LEVELS = {"qwen3_vl": 2}
 WITHOUT_ROWS = ("llama", "mistral")
 
 
-def config_of(name: str, **changes: Any) -> Any:
-    """The whole configuration of a tiny model."""
+def config_of(name: str, vision: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    """The whole configuration of a tiny model. changes: of the text part."""
     import transformers as hf
 
     text = {**_TEXT, **changes}
@@ -58,46 +74,37 @@ def config_of(name: str, **changes: Any) -> Any:
         return hf.MistralConfig(**text, sliding_window=6)
     tied = text["tie_word_embeddings"]
     if name == "qwen3_vl":
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-        text["rope_parameters"] = {**rope, "mrope_interleaved": True}
-        vision = {**_VISION, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
-        return hf.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+        text["rope_parameters"] = _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        tower = _QWEN_TOWER | {"deepstack_visual_indexes": [0]} | (vision or {})
+        return hf.Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=tied)
     if name == "qwen2_5_vl":
-        text["head_dim"] = 8
-        text["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [1, 1, 2],
-        }
+        text |= {"head_dim": 8, "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}}
         text |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-        vision = {**_VISION, "out_hidden_size": 32}
-        return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+        tower = _QWEN_TOWER | (vision or {})
+        return hf.Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=tied)
     assert name == "gemma3"
     text |= {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 20}
     text["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     # The row without a gradient is on the second rank of two.
     text["pad_token_id"] = 50
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "image_size": 28,
-        "patch_size": 14,
-        "vision_use_head": False,
-    }
+    tower = _GEMMA_TOWER | (vision or {})
     return hf.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=True
+        text_config=text, vision_config=tower, mm_tokens_per_image=4, tie_word_embeddings=True
     )
 
 
-def plain_model(config: Any) -> Any:
-    """The module of transformers with drawn weights, the same on every rank."""
+def new_model(config: Any, attention: str = "sdpa") -> Any:
+    """The module of transformers in fp32."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     text_only = config.get_text_config() is config
     kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
-    model = kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
+
+
+def plain_model(config: Any) -> Any:
+    """The module of transformers with drawn weights, the same on every rank."""
+    model = new_model(config)
     drawn = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
@@ -181,7 +188,7 @@ def lane_of(name: str, number: int) -> Lane:
 
 @dataclass(frozen=True)
 class Outcome:
-    """losses (m,) of each lane; gradients by name of transformers; of each lane's rows."""
+    """Losses (m,) of each lane; gradients by transformers' name; gradients of each lane's rows."""
 
     losses: list[Tensor]
     gradients: dict[str, Tensor]
@@ -189,38 +196,38 @@ class Outcome:
 
 
 def plain_outcome(name: str, config: Any, lanes: list[Lane]) -> Outcome:
-    """Of the plain module, one sample at a time."""
+    """The outcome of the plain module, one sample at a time."""
     model = plain_model(config)
     text = getattr(model.model, "language_model", model.model)
     losses, of_rows = [], []
     for lane in lanes:
         rows = lane.rows.clone().requires_grad_()
-        found, start = [], 0
+        states, start = [], 0
         for length in lane.lengths:
             inside = slice(start, start + length)
-            own = (lane.places >= start) & (lane.places < start + length)
-            places = lane.places[own] - start
+            is_inside = (lane.places >= start) & (lane.places < start + length)
+            places = lane.places[is_inside] - start
             hidden = text.embed_tokens(lane.ids[None, inside])
             if len(places):
-                hidden = hidden.index_put((torch.zeros_like(places), places), rows[0][own])
-            given: dict[str, Any] = {}
+                hidden = hidden.index_put((torch.zeros_like(places), places), rows[0][is_inside])
+            options: dict[str, Any] = {}
             if name == "qwen3_vl":
                 mask = torch.zeros(1, length, dtype=torch.bool)
                 mask[0, places] = True
-                given["visual_pos_masks"] = mask
-                given["deepstack_visual_embeds"] = list(rows[1:, own])
+                options["visual_pos_masks"] = mask
+                options["deepstack_visual_embeds"] = list(rows[1:, is_inside])
             if lane.bidirectional_spans and lane.batch == 1:
-                given["attention_mask"] = _gemma_masks(text.config, hidden, lane, start)
+                options["attention_mask"] = _gemma_masks(text.config, hidden, lane, start)
             positions = lane.positions[:, None, inside]
             out = text(
                 inputs_embeds=hidden,
                 position_ids=positions if name.endswith("vl") else positions[0],
                 use_cache=False,
-                **given,
+                **options,
             )
-            found.append(out.last_hidden_state[0])
+            states.append(out.last_hidden_state[0])
             start += length
-        logits = model.lm_head(torch.cat(found)[lane.at])
+        logits = model.lm_head(torch.cat(states)[lane.at])
         loss = nn.functional.cross_entropy(logits, lane.labels, reduction="none")
         (loss * lane.factors).sum().backward()
         losses.append(loss.detach())
@@ -242,80 +249,64 @@ def _gemma_masks(config: Any, hidden: Tensor, lane: Lane, start: int) -> Any:
     return create_masks_for_vision_model(config, hidden, None, None, None, blocks)
 
 
-def fill(model: LanguageModel, plain: Any) -> None:
-    """Each rank's parts of the plain module's weights; before FSDP2."""
-    weights = dict(plain.named_parameters())
-    with torch.no_grad():
-        for name, own in model.named_parameters():
-            whole = weights[model.hf_names[name]]
-            if isinstance(own, DTensor):
-                (placement,) = own.placements
-                mesh = own.device_mesh
-                if isinstance(placement, Shard):
-                    whole = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
-                own.to_local().copy_(whole)
-            else:
-                own.copy_(whole)
-
-
-def build(config: Any, ctx: FsdpContext) -> LanguageModel:
-    """A model with the plain module's weights."""
+def build(config: Any, ctx: FsdpContext, device: str = "cpu", sharded: bool = False) -> Any:
+    """A model with the plain module's weights. sharded: by FSDP2, over the data-parallel ranks."""
     model = LanguageModel(config, ctx)
-    materialise(model, torch.device("cpu"))
-    fill(model, plain_model(config))
+    if sharded:
+        shard(model, ctx)
+    weights = {key: weight.detach() for key, weight in plain_model(config).named_parameters()}
+    load(model, ctx, torch.device(device), Asked(weights))
     return model.train()
 
 
-def shard(model: LanguageModel, policy: MixedPrecisionPolicy | None = None) -> None:
-    """FSDP2 over the data-parallel dimensions, with sums."""
-    policy = policy or MixedPrecisionPolicy()
-
-    mesh = model.ctx.mesh
-    assert mesh is not None
-    for part in (*model.units, model):
-        fully_shard(part, mesh=mesh["dp_replicate", "dp_shard"], mp_policy=policy)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-
-
-def run_lane(
-    model: LanguageModel, lane: Lane, **changes: Callable[[Any], Any]
-) -> tuple[Tensor, Tensor]:
+def run_lane(model: Any, lane: Lane, **changes: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
     """One microbatch forward and backward -> losses (m,), and gradients (1 + k, n, H) of the rows,
-    whole on every rank of tp. changes: of what the model is given.
+    whole on every rank of tp. changes: of the model's arguments.
     """
+    rows, mine, inputs = inputs_of(model, lane)
+    inputs |= {key: change(inputs[key]) for key, change in changes.items()}
+    losses = model(**inputs)
+    (losses * lane.factors).sum().backward()
+    assert (rows.grad is None) == (not lane.items), "rows are in the graph, none of them too"
+    gradient = torch.zeros_like(lane.rows)
+    if rows.grad is not None:
+        gradient[:, mine] = rows.grad
+    if cuts_rows(model):
+        dist.all_reduce(gradient, group=model.border.tp.get_group())
+    return losses.detach(), gradient
+
+
+def cuts_rows(model: Any) -> bool:
+    """Whether a rank of tp has only the rows of its part of the sequence."""
+    is_sequence_parallel = model.border is not None and model.border.sequence_parallel
+    return is_sequence_parallel and model.ctx.scatter_embedding
+
+
+def inputs_of(model: Any, lane: Lane) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """This rank's rows (1 + k, n', H) of a lane, which of the n they are, and all arguments."""
     border, length = model.border, len(lane.ids) // lane.batch
     places, mine = lane.places, torch.ones(len(lane.places), dtype=torch.bool)
-    cut = border is not None and border.sequence_parallel and model.ctx.scatter_embedding
-    if border is not None and cut:
+    if cuts_rows(model):
         part = length // border.tp.size()
         token, sequence = places % length, places // length
         token = token - border.tp.get_local_rank() * part
         mine = (token >= 0) & (token < part)
         places = (sequence * part + token)[mine]
     rows = lane.rows[:, mine].requires_grad_()
-    given = {
-        "place": partial(insert_embeddings, embeddings=rows[0], positions=places)
-        if lane.items
-        else None,
-        "levels": (rows[1:], places) if len(rows) > 1 else None,
-        "labels": lane.labels,
-        "loss_at": lane.sequence_first,
-        "packed_seq_params": lane.segments if lane.batch == 1 else None,
-        "position_ids": lane.positions.view(3, lane.batch, length),
-    }
-    given |= {key: change(given[key]) for key, change in changes.items()}
-    losses = model(lane.ids.view(lane.batch, length), **given)
-    (losses * lane.factors).sum().backward()
-    assert (rows.grad is None) == (not lane.items), "rows are in the graph, none of them too"
-    gradient = torch.zeros_like(lane.rows)
-    if rows.grad is not None:
-        gradient[:, mine] = rows.grad
-    if border is not None and cut:
-        dist.all_reduce(gradient, group=border.tp.get_group())
-    return losses.detach(), gradient
+    place = partial(insert_embeddings, embeddings=rows[0], positions=places)
+    return (
+        rows,
+        mine,
+        {
+            "input_ids": lane.ids.view(lane.batch, length),
+            "place": place if lane.items else None,
+            "levels": (rows[1:], places) if len(rows) > 1 else None,
+            "labels": lane.labels,
+            "loss_at": lane.sequence_first,
+            "packed_seq_params": lane.segments if lane.batch == 1 else None,
+            "position_ids": lane.positions.view(3, lane.batch, length),
+        },
+    )
 
 
 def gradients(model: LanguageModel) -> dict[str, Tensor]:
@@ -330,9 +321,9 @@ def gradients(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of every gradient: max|Δ| / max(max|ref|, 1e-6 · global norm)."""
+    """By gradient: max|Δ| / max(max|ref|, 1e-6 · global norm)."""
     assert set(got) == set(want), set(got) ^ set(want)
-    norm = torch.stack([own.double().norm() for own in want.values()]).norm()
+    norm = torch.stack([ref.double().norm() for ref in want.values()]).norm()
     return {
         name: float((got[name] - ref).abs().max() / max(ref.abs().max(), 1e-6 * norm))
         for name, ref in want.items()
@@ -340,5 +331,5 @@ def errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, f
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Of losses or of rows' gradients."""
+    """The error of losses or of rows' gradients."""
     return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0

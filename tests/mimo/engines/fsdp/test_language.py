@@ -1,7 +1,8 @@
+"""Language models of transformers on tensor-parallel and data-parallel ranks: losses, gradients."""
+
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from mimo.engines.fsdp.language import LanguageModel
 from mimo.engines.fsdp.models import Segments, attend, model_problems
 from mimo.engines.fsdp.plans import PLANS, tp_problems
 from mimo.ops.attention_plan import LayerForm
+from mimo.ops.segments import PackedSegments
 from tests.conftest import RunRanks
 from tests.mimo.engines.fsdp.language_cases import (
     LAYOUTS,
@@ -26,11 +28,11 @@ from tests.mimo.engines.fsdp.language_cases import (
     error,
     errors,
     gradients,
+    inputs_of,
     lane_of,
     plain_model,
     plain_outcome,
     run_lane,
-    shard,
 )
 
 NAMES = ("qwen3_vl", "qwen2_5_vl", "gemma3", "llama")
@@ -57,25 +59,22 @@ class Case:
         self.lanes = [lane_of(name, number) for number in range(len(LAYOUTS))]
         self.lanes = self.lanes[: len(self.lanes) // dp * dp]
         self.want = plain_outcome(name, config, self.lanes)
-        self.model = build(config, ctx)
-        self.own: Sequence[int] = range(len(self.lanes))
-        if dp > 1:
-            shard(self.model)
-            assert ctx.mesh is not None
-            self.own = range(ctx.mesh[DP_SHARD].get_local_rank(), len(self.lanes), dp)
-        self.ran = {number: run_lane(self.model, self.lanes[number]) for number in self.own}
+        self.model = build(config, ctx, sharded=dp > 1)
+        first = 0 if ctx.mesh is None or dp == 1 else ctx.mesh[DP_SHARD].get_local_rank()
+        self.numbers = range(first, len(self.lanes), dp)
+        self.results = {number: run_lane(self.model, self.lanes[number]) for number in self.numbers}
 
     def wrong(self) -> dict[str, float]:
-        """What is not exact."""
+        """The errors of what is not exact."""
         found = errors(gradients(self.model), self.want.gradients)
-        for number, (losses, rows) in self.ran.items():
+        for number, (losses, rows) in self.results.items():
             found[f"losses of lane {number}"] = error(losses, self.want.losses[number])
             found[f"rows of lane {number}"] = error(rows, self.want.rows[number])
         return {key: value for key, value in found.items() if not value <= EXACT}
 
     def whole(self) -> dict[str, tuple[float, bool]]:
-        """Of every parameter that is not cut: the error of this rank's gradient, and whether it is
-        known to be a share, to be summed over tp.
+        """By parameter that is not cut: the error of this rank's gradient, and whether it is marked
+        as a share, to be summed over tp.
         """
         wrong = {}
         for name, param in self.model.named_parameters():
@@ -99,8 +98,8 @@ def test_without_a_mesh_it_is_the_plain_module_with_masks_of_segments(name: str)
 def test_without_a_mesh_it_computes_in_bf16_with_frequencies_in_fp32() -> None:
     config, lane = config_of("gemma3"), lane_of("gemma3", 0)
     model = build(config, FsdpContext(None, torch.bfloat16))
-    assert {own.dtype for own in model.parameters()} == {torch.bfloat16}
-    assert {own.dtype for own in model.buffers()} == {torch.float32}
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
     want = plain_outcome("gemma3", config, [lane]).losses[0]
     assert error(run_lane(model, lane)[0], want) < 0.1
 
@@ -110,12 +109,12 @@ def test_it_is_built_on_meta_with_buffers_and_names_of_the_plain_module() -> Non
     before = config.to_dict()
     model = LanguageModel(config, ALONE)
     assert config.to_dict() == before
-    assert all(own.is_meta for own in model.parameters())
+    assert all(weight.is_meta for weight in model.parameters())
     plain = plain_model(config)
-    theirs = dict(plain.model.language_model.named_buffers())
-    ours = {name.removeprefix("text."): own for name, own in model.named_buffers()}
-    assert len(ours) == len(theirs) > 3
-    assert all(torch.equal(ours[name], own) for name, own in theirs.items())
+    expected = dict(plain.model.language_model.named_buffers())
+    buffers = {name.removeprefix("text."): buffer for name, buffer in model.named_buffers()}
+    assert len(buffers) == len(expected) > 3
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.items())
     names = {name for name, _ in plain.named_parameters() if "language_model" in name}
     assert set(model.hf_names.values()) == names, "the head is tied"
     assert set(model.hf_names) == {name for name, _ in model.named_parameters()}
@@ -146,9 +145,9 @@ def test_problems_name_what_there_is() -> None:
 
 def test_kernels_refuse_a_soft_cap_by_name() -> None:
     q = torch.zeros(1, 2, 4, 8)
-    given = {"segments": Segments((), recompute=False), "softcap": 30.0}
+    segments = Segments((), recompute=False)
     with pytest.raises(ValueError, match=r"a soft cap on attention scores \(30"):
-        attend(nn.Module(), q, q, q, None, **given)
+        attend(nn.Module(), q, q, q, None, segments=segments, softcap=30.0)
 
 
 # ------------------------------------------------------------------ tensor-parallel ranks
@@ -181,17 +180,15 @@ def other_ways(case: Case) -> None:
     """Logits, losses of all tokens, whole embeddings, frozen weights: with SP."""
     model, lane = case.model, case.lanes[0]
     losses = case.want.losses[0]
-    chosen = {"loss_at": None, "labels": None}
     with torch.no_grad():
-        given = partial(forward, model, lane)
+        inputs = inputs_of(model, lane)[2] | {"loss_at": None, "labels": None}
         everywhere = torch.zeros(1, len(lane.ids), dtype=torch.int64)
         everywhere[0, lane.at] = lane.labels
-        found = given(loss_at=None, labels=everywhere)
-        assert error(found[0, lane.at], losses) < EXACT
-        for logits in (given(**chosen)[:, lane.at], given(**chosen, logits_at=lane.at)):
+        assert error(model(**inputs | {"labels": everywhere})[0, lane.at], losses) < EXACT
+        for logits in (model(**inputs)[:, lane.at], model(**inputs, logits_at=lane.at)):
             assert logits.shape == (1, len(lane.at), 96)
-            own = nn.functional.cross_entropy(logits[0], lane.labels, reduction="none")
-            assert error(own, losses) < EXACT
+            computed = nn.functional.cross_entropy(logits[0], lane.labels, reduction="none")
+            assert error(computed, losses) < EXACT
     model.requires_grad_(False)
     _, rows = run_lane(model, lane)
     assert error(rows, case.want.rows[0]) < EXACT
@@ -207,35 +204,8 @@ def other_ways(case: Case) -> None:
     assert max(found.values()) < EXACT, found
 
 
-def forward(model: LanguageModel, lane: Any, **given: Any) -> Tensor:
-    return model(
-        lane.ids[None], lane.positions[:, None], packed_seq_params=lane.segments,
-        place=None if not lane.items else partial(only_own, model, lane),
-        levels=own_levels(model, lane), **given,
-    )  # fmt: skip
-
-
-def only_own(model: LanguageModel, lane: Any, text: Tensor) -> Tensor:
-    """Rows of a lane at this rank's places, without gradients."""
-    places, mine = own_places(model, lane)
-    return text.flatten(0, 1).index_copy(0, places, lane.rows[0][mine]).view(text.shape)
-
-
-def own_levels(model: LanguageModel, lane: Any) -> tuple[Tensor, Tensor]:
-    places, mine = own_places(model, lane)
-    return lane.rows[1:, mine], places
-
-
-def own_places(model: LanguageModel, lane: Any) -> tuple[Tensor, Tensor]:
-    assert model.border is not None
-    part = len(lane.ids) // model.border.tp.size()
-    places = lane.places - model.border.tp.get_local_rank() * part
-    mine = (places >= 0) & (places < part)
-    return places[mine], mine
-
-
 def cut_after(model: LanguageModel, place: Any) -> Any:
-    """What puts rows into whole sequences and then cuts them."""
+    """Put rows into whole sequences and then cut them."""
     assert model.border is not None
     tp = model.border.tp
 
@@ -265,8 +235,8 @@ def faults(case: Case) -> None:
     gemma = Case("gemma3", context(1, 2))
     gemma.model.zero_grad()
     gemma.model.text.embed_tokens.padding_idx = 2  # as if it were every rank's
-    for own in gemma.lanes:
-        run_lane(gemma.model, own)
+    for own_lane in gemma.lanes:
+        run_lane(gemma.model, own_lane)
     assert set(gemma.wrong()) == {"model.language_model.embed_tokens.weight"}
 
 
@@ -290,22 +260,20 @@ def computed(case: Case) -> tuple[int, int]:
     attend = LayerForm.attend
     hook = cast("Any", case.model.units[0]).mlp.register_forward_pre_hook(lambda *_: mlp.append(1))
 
-    def counted(form: LayerForm, *given: Any) -> Tensor:
+    def counted(form: LayerForm, *args: Any) -> Tensor:
         attention.append(1)
-        return attend(form, *given)
+        return attend(form, *args)
 
     with pytest.MonkeyPatch.context() as patch, hook:
         patch.setattr(LayerForm, "attend", counted)
-        run_lane(case.model, case.lanes[case.own[0]])
+        run_lane(case.model, case.lanes[case.numbers[0]])
     return len(mlp), len(attention) // len(case.model.units)
 
 
 def bf16_keeps_plans() -> None:
     """FSDP2 casts what modules are called with; plans made ahead have to survive it."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    model = build(config_of("gemma3"), context(2, 2, sequence_parallel=True))
-    shard(model, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    ctx = FsdpContext(mesh_of(2, 2), torch.bfloat16, sequence_parallel=True)
+    model = build(config_of("gemma3"), ctx, sharded=True)
     lane = lane_of("gemma3", dist.get_rank() // 2)
     segments = lane.segments
     forms = model.attention_forms()
@@ -317,8 +285,38 @@ def bf16_keeps_plans() -> None:
     assert all(segments.plans[form] is plan for form, plan in made.items())
     want = plain_outcome("gemma3", config_of("gemma3"), [lane]).losses[0]
     assert error(losses, want) < 0.1
-    assert all(own.isfinite().all() for own in gradients(model).values())
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
 
 
 def test_with_fsdp2_data_tensor_and_sequence_parallel_ranks_are_exact(run_ranks: RunRanks) -> None:
     run_ranks(exact_on_four_ranks, 4, timeout_seconds=150)
+
+
+# ------------------------------------------------------------------ on a GPU
+
+BF16 = 0.05  # of three layers, relative to the largest loss or gradient
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_on_a_gpu_losses_and_gradients_in_bf16_are_near_those_of_the_plain_module(
+    name: str,
+) -> None:
+    from mimo.device import initialize_distributed, local_device
+
+    if not dist.is_initialized():
+        initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)  # type: ignore[attr-defined]
+    device = local_device()
+    axes = (DP_REPLICATE, DP_SHARD, TP)
+    ctx = FsdpContext(init_device_mesh(device.type, (1, 1, 1), mesh_dim_names=axes), torch.bfloat16)
+    config, lane = config_of(name), lane_of("llama", 0)  # of text alone
+    model = build(config, ctx, str(device), sharded=True)
+    expected = plain_outcome("llama", config, [lane])
+    inputs = inputs_of(model, lane)[2]
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    inputs["packed_seq_params"] = PackedSegments.from_lengths(lane.lengths, device)
+    losses = model(**inputs)
+    (losses * lane.factors.to(device)).sum().backward()
+    assert error(losses.detach().cpu(), expected.losses[0]) < BF16
+    for key, gradient in gradients(model).items():
+        assert error(gradient.cpu(), expected.gradients[key]) < BF16, key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,73 +25,46 @@ def step(rank: int, cases: Any) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule
 
-    from mimo.engines.fsdp.language import LanguageModel
     from mimo.engines.fsdp.module import FsdpModule
-    from mimo.engines.fsdp.sharding import load, shard
-    from mimo.ops.segments import insert_embeddings
     from tests.fsdp_job import OPTIMIZER
-    from tests.fsdp_ranks import Asked, norm_of, same_names, sent
+    from tests.fsdp_ranks import norm_of, same_names, sent
     from tests.mimo.engines.fsdp.language_cases import (
-        Lane,
+        build,
         config_of,
+        inputs_of,
         lane_of,
         plain_model,
     )
 
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=(DP_REPLICATE, DP_SHARD, TP))
-    found = []
+    results = []
     for name, recompute, reduce in cases:
-        ctx: Any = FsdpContext(
-            mesh,
-            torch.float32,
-            sequence_parallel=True,
-            recompute=recompute,
-            reduce_gradients=reduce,
-        )
-        config = config_of(name)
-        weights = {key: one.detach() for key, one in plain_model(config).named_parameters()}
-        model = LanguageModel(config, ctx)
-        shard(model, ctx)
-        load(model, ctx, torch.device("cpu"), Asked(weights))
-        same = same_names({key: tuple(one.shape) for key, one in weights.items()})
+        options: Any = {"recompute": recompute, "reduce_gradients": reduce}
+        ctx = FsdpContext(mesh, torch.float32, sequence_parallel=True, **options)
+        config, lane = config_of(name), lane_of(name, rank // 2)
+        model = build(config, ctx, sharded=True)
+        weights = plain_model(config).named_parameters()
+        names = same_names({key: tuple(weight.shape) for key, weight in weights})
         groups: Any = None
-        module = FsdpModule("language", groups, model, ctx, same, OPTIMIZER, 1e-2)
-        lane: Lane = lane_of(name, rank // 2)
-        segments = lane.segments
-        segments.prepare(module.attention_forms())
-        part = len(lane.ids) // 2
-        mine = lane.places // part == rank % 2
-        rows, places = lane.rows[:, mine], lane.places[mine] % part
+        module = FsdpModule("language", groups, model, ctx, names, OPTIMIZER, 1e-2)
+        inputs = inputs_of(model, lane)[2]
+        inputs["packed_seq_params"].prepare(module.attention_forms())
 
         def forward(
-            number: int,
-            chunk: Any,
-            lane: Any = lane,
-            rows: Any = rows,
-            places: Any = places,
-            segments: Any = segments,
+            number: int, chunk: Any, inputs: Any = inputs, factors: Any = lane.factors
         ) -> torch.Tensor:
-            losses = chunk.run(
-                input_ids=lane.ids[None],
-                position_ids=lane.positions[:, None],
-                place=partial(insert_embeddings, embeddings=rows[0], positions=places),
-                levels=(rows[1:], places) if len(rows) > 1 else None,
-                labels=lane.labels,
-                loss_at=lane.sequence_first,
-                packed_seq_params=segments,
-            )
-            return losses * lane.factors / 2
+            return chunk.run(**inputs) * factors / 2
 
         # The last norm, and embedding and head where one matrix is both, are in the root.
-        alone = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        wrapped = [part for part in model.modules() if isinstance(part, FSDPModule)]
         ends = 0 if config.get_text_config().tie_word_embeddings else 2
-        assert len(alone) == len(model.units) + ends + 1, name
+        assert len(wrapped) == len(model.units) + ends + 1, name
         module.begin_step(forward_only=False)
         module.run_language(forward, range(2), [(1, 1)] * 2, False)
         module.finish_gradients(NUM_TOKENS)
-        found.append((norm_of(module), sent(module.gradients())))
+        results.append((norm_of(module), sent(module.gradients())))
     dist.barrier()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -108,8 +80,8 @@ def test_a_step_of_language_models_equals_plain_transformers(
     ranks = run_ranks(step, 4, cases)
     for number, (name, recompute, _) in enumerate(cases):
         want = plain_outcome(name, config_of(name), [lane_of(name, 0), lane_of(name, 1)])
-        expected = {f"language.{key}": one / NUM_TOKENS for key, one in want.gradients.items()}
-        got = assembled([own[number][1] for own in ranks], once=False)
+        expected = {f"language.{key}": g / NUM_TOKENS for key, g in want.gradients.items()}
+        got = assembled([results[number][1] for results in ranks], once=False)
         assert worst(got, expected)[0] < 1e-5, (name, recompute)
-        norm = torch.stack([one.double().norm() for one in expected.values()]).norm()
+        norm = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
         assert ranks[0][number][0] == pytest.approx(norm.item(), rel=1e-5)

@@ -15,13 +15,13 @@ from mimo.engines.fsdp.models import restore_buffers
 from mimo.engines.fsdp.sharding import load, local_rectangle, materialise, shard
 from tests.conftest import RunRanks
 from tests.fsdp_ranks import Asked
-from tests.mimo.engines.fsdp.language_cases import config_of
+from tests.mimo.engines.fsdp.language_cases import config_of, new_model
 
 SHAPES = {"rows": (6, 4), "columns": (5, 4), "vector": (6,), "whole": (3, 2, 2), "tiny": (1,)}
 
 
 def numbered() -> nn.ParameterDict:
-    """Of every element its number."""
+    """Parameters whose elements are their numbers."""
     return nn.ParameterDict(
         {name: torch.arange(float(torch.Size(s).numel())).view(s) for name, s in SHAPES.items()}
     )
@@ -55,7 +55,7 @@ def holds(rank: int) -> dict[str, Any]:
             shard(module, ctx)
             found[f"{tp} {replicate}"] = {
                 "place": mesh.get_coordinate(),
-                **{name: asdict(local_rectangle(one, mesh)) for name, one in module.items()},
+                **{name: asdict(local_rectangle(param, mesh)) for name, param in module.items()},
             }
         topology.close()
     return found
@@ -67,26 +67,23 @@ def test_ranks_hold_every_element_once_or_know_their_copies(run_ranks: RunRanks)
     for case in ranks[0]:
         tp, replicate = map(int, case.split())
         shards = 4 // tp // replicate
-        places = [tuple(own[case].pop("place")) for own in ranks]
+        places = [tuple(results[case].pop("place")) for results in ranks]
         grid = torch.arange(4).view(replicate, shards, tp)
         assert [int(grid[place]) for place in places] == [0, 1, 2, 3], case
         for name, shape in SHAPES.items():
             count: dict[int, torch.Tensor] = {}
-            for own in (rank[case][name] for rank in ranks):
-                assert own["shape"] == shape
+            for part in (rank[case][name] for rank in ranks):
+                assert part["shape"] == shape
                 expected = whole[name].detach().reshape(shape[0], -1)
-                rows, columns = own["values"].shape
-                area = (
-                    slice(own["row"], own["row"] + rows),
-                    slice(own["column"], own["column"] + columns),
-                )
-                assert torch.equal(own["values"], expected[area]), (case, name)
-                seen = count.setdefault(own["copy"], torch.zeros_like(expected))
-                seen[area] += 1
-                copies = own["copies"]
-            # Each of the copies is complete, and nothing in it is there twice.
+                rows, columns = part["values"].shape
+                row, column = part["row"], part["column"]
+                area = slice(row, row + rows), slice(column, column + columns)
+                assert torch.equal(part["values"], expected[area]), (case, name)
+                count.setdefault(part["copy"], torch.zeros_like(expected))[area] += 1
+                copies = part["copies"]
+            # Each of the copies is complete, and no element is in it twice.
             assert sorted(count) == list(range(copies)), (case, name)
-            assert all(bool((one == 1).all()) for one in count.values()), (case, name)
+            assert all(bool((number == 1).all()) for number in count.values()), (case, name)
 
 
 # ---- weights and buffers
@@ -94,23 +91,15 @@ def test_ranks_hold_every_element_once_or_know_their_copies(run_ranks: RunRanks)
 CPU = torch.device("cpu")
 
 
-def whole(name: str, tied: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    config = config_of(name, **({} if name == "gemma3" else {"tie_word_embeddings": tied}))
-    text_only = config.get_text_config() is config
-    kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
-    return kind.from_config(config, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3_vl", "qwen2_5_vl", "gemma3"])
 def test_buffers_are_those_of_a_model_that_was_never_on_meta(name: str) -> None:
-    expected = whole(name, tied=True)
+    config = config_of(name, tie_word_embeddings=True)
+    expected = new_model(config)
     with torch.device("meta"):
-        model = whole(name, tied=True)
+        model = new_model(config)
     assert any(buffer.is_meta for buffer in model.buffers())
     state = torch.get_rng_state()
-    for part in reversed([one for one in model.modules() if isinstance(one, PreTrainedModel)]):
+    for part in reversed([m for m in model.modules() if isinstance(m, PreTrainedModel)]):
         restore_buffers(part)
     materialise(model, CPU)
     assert torch.equal(torch.get_rng_state(), state)  # no weight has been drawn
@@ -118,10 +107,10 @@ def test_buffers_are_those_of_a_model_that_was_never_on_meta(name: str) -> None:
         assert torch.equal(model.get_buffer(key), buffer), key
     assert model.lm_head.weight is model.get_input_embeddings().weight
     model.hf_names = {key: key for key, _ in model.named_parameters()}
-    weights = {key: one.detach() for key, one in expected.named_parameters()}
+    weights = {key: weight.detach() for key, weight in expected.named_parameters()}
     load(model, FsdpContext(None, torch.float32), CPU, Asked(weights))
-    for key, one in model.named_parameters():
-        assert torch.equal(one, weights[key]), key
+    for key, weight in model.named_parameters():
+        assert torch.equal(weight, weights[key]), key
 
 
 def test_a_buffer_that_nobody_computes_and_a_tensor_of_another_shape_are_refused() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mimo.device import send
 from tests.cases import quick
+from tests.mimo.engines.fsdp.language_cases import config_of, new_model
 
 GRIDS = {
     "qwen2_5_vl": [(1, 4, 6), (2, 8, 4), (1, 2, 2), (1, 10, 12)],
@@ -22,73 +23,34 @@ GRIDS = {
 }
 
 
-def config_of(kind: str) -> Any:
-    import transformers as hf
-
-    text = {
-        "vocab_size": 64,
+QWEN = {"depth": 3, "hidden_size": 32, "intermediate_size": 48}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": QWEN | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen3_vl": QWEN
+    | {"patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 36},
+    "gemma3": {
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-    }
-    vision: dict[str, Any] = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-    }
-    if kind == "qwen2_5_vl":
-        text |= {
-            "head_dim": 16,
-            "rope_parameters": {
-                "mrope_section": [2, 3, 3],
-                "rope_type": "default",
-                "rope_theta": 1e4,
-            },
-        }
-        vision |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
-        return hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    if kind == "qwen3_vl":
-        vision |= {
-            "patch_size": 16,
-            "deepstack_visual_indexes": [0, 1],
-            "num_position_embeddings": 36,
-        }
-        return hf.Qwen3VLConfig(text_config=text, vision_config=vision)
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
         "num_hidden_layers": 3,
         "image_size": 40,
         "patch_size": 10,
-        "vision_use_head": False,
-    }
-    return hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    },
+}
 
 
 def drawn(kind: str) -> tuple[Any, Tensor, Tensor]:
     """A whole model with random weights, values (P, C) of all items in our order, and grids."""
-    from transformers import AutoModelForImageTextToText
-
     torch.manual_seed(3)
-    config = config_of(kind)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").double()
+    config = config_of(kind, TOWERS[kind])
+    model = new_model(config, "eager").double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
     grids = torch.tensor(GRIDS[kind])
     patch = config.vision_config.patch_size
     depth = 3 if kind == "gemma3" else 6
-    return (
-        model,
-        torch.randn(int(grids.prod(1).sum()), depth * patch**2, dtype=torch.float64),
-        grids,
-    )
+    num_patches = int(grids.prod(1).sum())
+    return model, torch.randn(num_patches, depth * patch**2, dtype=torch.float64), grids
 
 
 def images_of(values: Tensor, side: int, block: int, patch: int) -> Tensor:
@@ -111,8 +73,8 @@ def expected_rows(kind: str, model: Any, values: Tensor, grids: Tensor) -> Tenso
         pixels = images_of(values, 4, 2, 10)
         return model.model.get_image_features(pixels).pooler_output.flatten(0, 1)
     rows = []
-    for item, own in zip(grids, values.split(grids.prod(1).tolist()), strict=True):
-        made = model.model.visual(own, grid_thw=item[None])
+    for item, patches in zip(grids, values.split(grids.prod(1).tolist()), strict=True):
+        made = model.model.visual(patches, grid_thw=item[None])
         rows.append(torch.cat((made.pooler_output, *(made.get("deepstack_features") or ())), -1))
     return torch.cat(rows)
 

@@ -60,8 +60,8 @@ def value_and_gradients(attend, tensors: list[Tensor]) -> dict[str, Tensor]:
     """``attend(q, k, v)`` and the gradients of its inputs, in the dtype of ``tensors``."""
     inputs = [t.detach().clone().requires_grad_() for t in tensors[:3]]
     output = attend(*inputs)
-    found = torch.autograd.grad(output, inputs, tensors[3].reshape(output.shape))
-    return dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *found), strict=True))
+    gradients = torch.autograd.grad(output, inputs, tensors[3].reshape(output.shape))
+    return dict(zip(("output", "dq", "dk", "dv"), (output.detach(), *gradients), strict=True))
 
 
 # ------------------------------------------------------- functions that run inside ranks
@@ -72,8 +72,9 @@ def core_attention(
     window: int | None = None,
     softmax_scale: float | None = None,
     cp: dist.ProcessGroup | None = None,
+    **options: bool,
 ) -> CoreAttention:
-    """For heads of HEAD_SIZE, as a layer spec builds it."""
+    """Core attention for heads of HEAD_SIZE, as a layer spec builds it."""
     from mimo.engines.megatron.attention import AttnMaskType, CoreAttention
     from mimo.engines.megatron.config import ProcessGroupCollection, TransformerConfig
 
@@ -88,7 +89,9 @@ def core_attention(
     )
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     groups = None if cp is None else ProcessGroupCollection(cp=cp)
-    return CoreAttention(config, 1, mask, "self", softmax_scale=softmax_scale, pg_collection=groups)
+    return CoreAttention(
+        config, 1, mask, "self", softmax_scale=softmax_scale, pg_collection=groups, **options
+    )
 
 
 def check_packed(
@@ -213,25 +216,21 @@ def describe_segments(rank: int, lengths: list[int], real: list[int] | None = No
 
     from mimo.ops.segments import PackedSegments
 
-    made = PackedSegments.from_lengths(lengths, torch.device("cpu"), real)
+    segments = PackedSegments.from_lengths(lengths, torch.device("cpu"), real)
     for field in fields(PackedSeqParams):  # layers of Megatron read them by name
-        assert hasattr(made, field.name)
-    assert made.cu_seqlens_q is made.cu_seqlens_kv
-    assert made.cu_seqlens_q_padded is made.cu_seqlens_kv_padded
-    assert made.cu_seqlens_q.dtype == torch.int32
-    assert all(type(n) is int for n in made.lengths)
+        assert hasattr(segments, field.name)
+    assert segments.cu_seqlens_q is segments.cu_seqlens_kv
+    assert segments.cu_seqlens_q_padded is segments.cu_seqlens_kv_padded
+    assert segments.cu_seqlens_q.dtype == torch.int32
+    assert all(type(n) is int for n in segments.lengths)
+    assert segments.qkv_format == "thd"
     return {
-        "format": made.qkv_format,
-        "bounds": made.cu_seqlens_q.tolist(),
-        "padded bounds": made.cu_seqlens_q_padded.tolist(),
-        "padding between": made.pad_between_seqs,
-        "longest": (made.max_seqlen_q, made.max_seqlen_kv),
-        "lengths": made.lengths,
+        "bounds": segments.cu_seqlens_q.tolist(),
+        "padded bounds": segments.cu_seqlens_q_padded.tolist(),
+        "padding between": segments.pad_between_seqs,
+        "longest": (segments.max_seqlen_q, segments.max_seqlen_kv),
+        "lengths": segments.lengths,
     }
-
-
-def kernel_used(rank: int) -> str:
-    return core_attention(causal=True).form.kernel
 
 
 # ------------------------------------------------------------------------------- tests
@@ -277,38 +276,18 @@ def test_dense_masks_and_biases_are_refused(run_ranks: RunRanks) -> None:
     run_ranks(check_refusals, 1)
 
 
-def test_segment_metadata_counts_tokens_and_drops_empty_segments(run_ranks: RunRanks) -> None:
-    (made,) = run_ranks(describe_segments, 1, [3, 0, 1, 4, 0])
-    assert made == {
-        "format": "thd",
-        "bounds": [0, 3, 4, 8],
-        "padded bounds": [0, 3, 4, 8],
-        "padding between": False,
-        "longest": (4, 4),
-        "lengths": (3, 1, 4),
-    }
-
-
-def test_segment_metadata_tell_padding_behind_a_segment_from_its_tokens(
-    run_ranks: RunRanks,
+@pytest.mark.parametrize(
+    ("lengths", "real", "expected"),
+    [
+        ([3, 0, 1, 4, 0], None, ([0, 3, 4, 8], [0, 3, 4, 8], False, (4, 4), (3, 1, 4))),
+        ([4, 0, 8, 4], [3, 0, 8, 1], ([0, 3, 11, 12], [0, 4, 12, 16], True, (8, 8), (4, 8, 4))),
+        ([], None, ([0], [0], False, (0, 0), ())),
+    ],
+    ids=["empty segments", "padding", "no tokens"],
+)
+def test_segment_metadata_counts_tokens_with_and_without_padding(
+    run_ranks: RunRanks, lengths: list[int], real: list[int] | None, expected: tuple
 ) -> None:
-    (made,) = run_ranks(describe_segments, 1, [4, 0, 8, 4], [3, 0, 8, 1])
-    assert made == {
-        "format": "thd",
-        "bounds": [0, 3, 11, 12],
-        "padded bounds": [0, 4, 12, 16],
-        "padding between": True,
-        "longest": (8, 8),
-        "lengths": (4, 8, 4),
-    }
-
-
-def test_segment_metadata_of_no_tokens_is_empty(run_ranks: RunRanks) -> None:
-    (made,) = run_ranks(describe_segments, 1, [])
-    assert made["bounds"] == made["padded bounds"] == [0]
-    assert made["longest"] == (0, 0)
-    assert made["lengths"] == ()
-
-
-def test_without_a_gpu_sdpa_is_used(run_ranks: RunRanks) -> None:
-    assert run_ranks(kernel_used, 1) == ["sdpa"]
+    (described,) = run_ranks(describe_segments, 1, lengths, real)
+    names = ("bounds", "padded bounds", "padding between", "longest", "lengths")
+    assert described == dict(zip(names, expected, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.conftest import RunRanks
 from tests.mimo.engines.megatron.test_attention import (
     HEAD_SIZE,
+    HEADS,
     TOLERANCE,
     core_attention,
     draw,
@@ -21,10 +22,8 @@ from tests.mimo.engines.megatron.test_attention import (
     value_and_gradients,
 )
 
-NAMES = ("output", "dq", "dk", "dv")
 # Multiples of 2·cp in units of 2·cp: uneven, equal, and the smallest segment there is.
 UNITS = [3, 1, 3, 7, 2]
-HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, key/value heads
 
 
 def rows_of_rank(lengths: list[int], cp: int, rank: int) -> Tensor:
@@ -35,11 +34,6 @@ def rows_of_rank(lengths: list[int], cp: int, rank: int) -> Tensor:
         rows += [chunks[rank], chunks[2 * cp - 1 - rank]]
         start += length
     return torch.cat(rows)
-
-
-def batch_rows(batch: int, length: int, cp: int, rank: int) -> Tensor:
-    """The same for a dense batch of B sequences, laid end to end."""
-    return rows_of_rank([length] * batch, cp, rank)
 
 
 # ------------------------------------------------------- functions that run inside ranks
@@ -56,15 +50,13 @@ def attend_packed(
     attention = core_attention(causal, window, cp=cp)
     segments = PackedSegments.from_lengths(lengths, torch.device("cpu"))
     rows = rows_of_rank(lengths, cp.size(), rank)
-    found = []
-    for heads, kv_heads in HEADS:
-        share = [t[rows].to(dtype) for t in draw(sum(lengths), heads, kv_heads)]
-        found.append(
-            value_and_gradients(
-                lambda q, k, v: attention(q, k, v, None, packed_seq_params=segments), share
-            )
+    shares = [[t[rows].to(dtype) for t in draw(sum(lengths), *heads)] for heads in HEADS]
+    return [
+        value_and_gradients(
+            lambda q, k, v: attention(q, k, v, None, packed_seq_params=segments), share
         )
-    return found
+        for share in shares
+    ]
 
 
 def attend_dense(
@@ -74,7 +66,7 @@ def attend_dense(
     cp = dist.group.WORLD
     assert cp is not None
     attention = core_attention(causal, window, cp=cp)
-    rows = batch_rows(batch, length, cp.size(), rank)
+    rows = rows_of_rank([length] * batch, cp.size(), rank)
     share = [t[rows] for t in draw(batch * length, 4, 2)]
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,17 +133,34 @@ def refused_lengths(rank: int) -> list[str]:
 
 
 def compare(
-    shares: list[dict[str, Tensor]], expected: dict[str, Tensor], rows: list[Tensor], tol: float
+    shares: list[dict[str, Tensor]], expected: dict[str, Tensor], lengths: list[int], tol: float
 ) -> None:
-    for name in NAMES:
-        for share, own in zip(shares, rows, strict=True):
+    for rank, share in enumerate(shares):
+        rows = rows_of_rank(lengths, len(shares), rank)
+        for name, tensor in share.items():
             torch.testing.assert_close(
-                share[name].double(),
-                expected[name][own],
+                tensor.double(),
+                expected[name][rows],
                 rtol=tol,
                 atol=tol,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+
+
+def compare_packed(
+    results: list[list[dict[str, Tensor]]],
+    lengths: list[int],
+    causal: bool,
+    window: int | None,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    for number, heads in enumerate(HEADS):
+        expected = value_and_gradients(
+            lambda q, k, v: naive_attention(q, k, v, lengths, causal, HEAD_SIZE**-0.5, window),
+            [t.to(dtype).double() for t in draw(sum(lengths), *heads)],
+        )
+        compare([shares[number] for shares in results], expected, lengths, tolerance)
 
 
 @pytest.mark.parametrize("cp", [2, pytest.param(3, marks=pytest.mark.slow), 4])
@@ -164,14 +173,8 @@ def test_shares_of_packed_segments_equal_the_whole(
     run_ranks: RunRanks, cp: int, causal: bool, window: int | None
 ) -> None:
     lengths = [2 * cp * n for n in UNITS]
-    found = run_ranks(attend_packed, cp, lengths, causal, window, torch.float32)
-    rows = [rows_of_rank(lengths, cp, rank) for rank in range(cp)]
-    for number, (heads, kv_heads) in enumerate(HEADS):
-        expected = value_and_gradients(
-            lambda q, k, v: naive_attention(q, k, v, lengths, causal, HEAD_SIZE**-0.5, window),
-            [t.double() for t in draw(sum(lengths), heads, kv_heads)],
-        )
-        compare([one[number] for one in found], expected, rows, TOLERANCE)
+    results = run_ranks(attend_packed, cp, lengths, causal, window, torch.float32)
+    compare_packed(results, lengths, causal, window, torch.float32, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +182,9 @@ def test_shares_of_packed_segments_equal_the_whole(
 )
 def test_shares_keep_their_dtype(run_ranks: RunRanks, dtype: torch.dtype, tolerance: float) -> None:
     lengths = [4 * n for n in UNITS]
-    found = run_ranks(attend_packed, 2, lengths, True, None, dtype)
-    assert {tensor.dtype for one in found for part in one for tensor in part.values()} == {dtype}
-    rows = [rows_of_rank(lengths, 2, rank) for rank in range(2)]
-    for number, (heads, kv_heads) in enumerate(HEADS):
-        expected = value_and_gradients(
-            lambda q, k, v: naive_attention(q, k, v, lengths, True, HEAD_SIZE**-0.5),
-            [t.to(dtype).double() for t in draw(sum(lengths), heads, kv_heads)],
-        )
-        compare([one[number] for one in found], expected, rows, tolerance)
+    results = run_ranks(attend_packed, 2, lengths, True, None, dtype)
+    assert {t.dtype for shares in results for share in shares for t in share.values()} == {dtype}
+    compare_packed(results, lengths, True, None, dtype, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -199,13 +196,12 @@ def test_shares_of_a_dense_batch_equal_the_whole(
     run_ranks: RunRanks, causal: bool, window: int | None
 ) -> None:
     batch, length, cp = 2, 24, 2
-    found = run_ranks(attend_dense, cp, batch, length, causal, window)
+    shares = run_ranks(attend_dense, cp, batch, length, causal, window)
     expected = value_and_gradients(
         lambda q, k, v: naive_attention(q, k, v, [length] * batch, causal, HEAD_SIZE**-0.5, window),
         [t.double() for t in draw(batch * length, 4, 2)],
     )
-    rows = [batch_rows(batch, length, cp, rank) for rank in range(cp)]
-    compare(found, expected, rows, TOLERANCE)
+    compare(shares, expected, [length] * batch, TOLERANCE)
 
 
 def test_any_segments_on_any_number_of_ranks_are_cut_into_the_right_blocks(

@@ -85,11 +85,11 @@ class _Largest(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, list | tuple) else (found,):
-            if isinstance(one, torch.Tensor):
-                self.elements = max(self.elements, one.numel())
-        return found
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
 
 
 def largest_while_building(rank: int) -> tuple[int, int, int]:
@@ -148,8 +148,8 @@ def names_drawn(run_ranks: RunRanks, recipe: Recipe, start: Start) -> set[str]:
 
     layout = check_recipe(recipe, None)
     run_dir = make_run_dir(recipe, resumes=isinstance(start, Resume))
-    found = run_ranks(trained, layout.world_size, recipe, layout, run_dir, start)
-    return {name.partition(":")[2] for one in found for name in one}
+    by_rank = run_ranks(trained, layout.world_size, recipe, layout, run_dir, start)
+    return {name.partition(":")[2] for names in by_rank for name in names}
 
 
 @pytest.mark.slow

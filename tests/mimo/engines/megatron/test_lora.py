@@ -72,7 +72,7 @@ class Adapted:
 def adapted_and_merged(
     rank: int, package: str, name: str, settings: dict[str, Any], targets: Any, recompute: str
 ) -> Adapted:
-    """Both models of a family on one rank in fp64, one forward and backward each."""
+    """Both models of a family on one rank in fp64, after a forward and backward."""
     from mimo.engines.megatron.config import LoRA, ModuleContext
     from mimo.engines.megatron.parallel import prepare_engine
     from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
@@ -88,9 +88,7 @@ def adapted_and_merged(
     rest: tuple = (OUTPUT_SIZE, language_steps.SEED)
     if package == "mimo.families.languages":
         rest = (language_steps.NUM_TOKENS, 64, language_steps.SEED)
-    model, merged = (
-        family.build(sizes, one, *rest) for one in (replace(ctx, lora=lora), replace(ctx))
-    )
+    model, merged = (family.build(sizes, c, *rest) for c in (replace(ctx, lora=lora), ctx))
     params = dict(model.named_parameters())
     for number, (key, param) in enumerate(params.items()):
         param.requires_grad_(is_adapter(key))
@@ -122,8 +120,6 @@ def adapted_and_merged(
 
 
 def _loss(model: nn.Module, sizes: Any, package: str) -> Tensor:
-    from mimo.ops.segments import PackedSegments
-
     if package == "encoders":
         side = sizes.image_size // sizes.patch_size if hasattr(sizes, "image_size") else None
         grids = [[1, side, side]] * 2 if side else [[1, 6, 4], [1, 2, 2]]
@@ -132,16 +128,8 @@ def _loss(model: nn.Module, sizes: Any, package: str) -> Tensor:
         patches = noise(1, sum(h * w for _, h, w in grids), numbers).double()
         rows = model(patches, torch.tensor(grids)).values
         return (rows * noise(2, *rows.shape)).sum()
-    one = next(language_steps.microbatches(0, 0, dense=False))
-    assert one.lengths is not None
-    losses = model(
-        input_ids=one.ids,
-        position_ids=one.positions,
-        attention_mask=None,
-        labels=one.labels,
-        packed_seq_params=PackedSegments.from_lengths(one.lengths, one.ids.device),
-    )
-    return (losses * one.loss_mask).sum()
+    losses, loss_mask = language_steps.losses_of(model)
+    return (losses * loss_mask).sum()
 
 
 def check_linear(name: str, linear: Linear) -> None:
@@ -182,11 +170,11 @@ def test_parts_of_a_weight_are_merged_without_the_others(dim: int, stride: int) 
     whole = merged_weight(weight, a, b, 0.5)
     torch.testing.assert_close(whole, weight + 0.5 * b @ a)
     for rank in range(2):
-        own_weight = tensor_parallel_slice(weight, rank, 2, dim, stride)
-        own_a = a if dim == 0 else tensor_parallel_slice(a, rank, 2, 1, 1)
-        own_b = b if dim == 1 else tensor_parallel_slice(b, rank, 2, 0, stride)
+        weight_part = tensor_parallel_slice(weight, rank, 2, dim, stride)
+        a_part = a if dim == 0 else tensor_parallel_slice(a, rank, 2, 1, 1)
+        b_part = b if dim == 1 else tensor_parallel_slice(b, rank, 2, 0, stride)
         part = tensor_parallel_slice(whole, rank, 2, dim, stride)
-        torch.testing.assert_close(merged_weight(own_weight, own_a, own_b, 0.5), part)
+        torch.testing.assert_close(merged_weight(weight_part, a_part, b_part, 0.5), part)
 
 
 def test_a_bf16_weight_is_rounded_once_when_it_is_merged() -> None:
