@@ -109,8 +109,8 @@ class BridgeEnd:
         """Return `BridgePlan.receives` with each row's index among the rows of all sharers."""
 
         def incoming() -> Exchange:
-            own = self.own_rows(plan)
-            return replace(plan.receives(self.rank), index=np.arange(own.start, own.stop))
+            rows = self.own_rows(plan)
+            return replace(plan.receives(self.rank), index=np.arange(rows.start, rows.stop))
 
         return plan.cached("incoming", self.rank, incoming)
 

@@ -15,7 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bridge import BridgeError, BridgeReceiver, BridgeSender, FlatEmbeddings, check_plans
+from bridge import (
+    BridgeError,
+    BridgeReceiver,
+    BridgeSender,
+    FlatEmbeddings,
+    TransferWatch,
+    check_plans,
+)
 from tests.bridge.two_grids import (
     CASES,
     HIDDEN,
@@ -64,8 +71,10 @@ def recorded() -> Iterator[list[tuple[str, int, Any]]]:
         dist.batch_isend_irecv = batch
 
 
-def check_rows_and_gradients(rank: int, case: Case) -> None:
+def check_rows_and_gradients(rank: int, case: Case, is_watched: bool = False) -> None:
     end, plans = build_end(rank, case), case.plans()
+    if is_watched:
+        end.end = replace(end.end, watch=TransferWatch())
     for _ in range(2):  # nothing of the first step may be left over in the second
         end.begin(plans)
         if isinstance(end, BridgeSender):
@@ -237,6 +246,11 @@ def test_rows_and_gradients_equal_those_moved_in_one_process_bit_for_bit(
     run_ranks: RunRanks, name: str
 ) -> None:
     run_ranks(check_rows_and_gradients, CASES[name].num_ranks, CASES[name])
+
+
+def test_watched_transfers_move_the_same_rows_and_gradients(run_ranks: RunRanks) -> None:
+    case = Case(2, 2, 1, 2, timeout_seconds=30)
+    run_ranks(check_rows_and_gradients, case.num_ranks, case, True)
 
 
 @pytest.mark.parametrize("name", ["2 lanes tp2 to 4 lanes tp1", "1 lane tp4 to 2 lanes tp2"])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 Kind = Literal["error", "wait", "blocking copy", "object collective"]
 
 _ROOT = Path(__file__).parents[2]
-# Of torch and of helpers: who calls them says more.
+# Frames of torch and of helpers; their callers say more.
 _SKIPPED_FRAMES = (
     "/torch/",
     "/tests/device_model/shadow",
@@ -55,17 +55,17 @@ class Record:
 
 def _site() -> str:
     """Like ``megatron/core/x.py:1 < mimo/y.py:2``, innermost first."""
-    found: list[str] = []
+    lines: list[str] = []
     for frame in frames():
         name = frame.f_code.co_filename
         if any(part in name for part in _SKIPPED_FRAMES):
             continue
         if name.startswith(str(_ROOT)) and "site-packages" not in name:
-            found.append(f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}")
+            lines.append(f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}")
             break
-        if not found:
-            found.append(f"{name.split('site-packages/')[-1]}:{frame.f_lineno}")
-    return " < ".join(found)
+        if not lines:
+            lines.append(f"{name.split('site-packages/')[-1]}:{frame.f_lineno}")
+    return " < ".join(lines)
 
 
 def frames() -> Iterator[Any]:

@@ -1,24 +1,19 @@
-"""Makes the ranks of a test, which talk over gloo, wait for each other as ranks with NCCL do.
+"""Makes the ranks of a test, which use gloo, wait for each other as ranks with NCCL do.
 
-Gloo forgives much that stops a GPU: its messages are independent of each other, need no
-connection, and nothing waits for a whole device. `behave_like_nccl` replaces torch's
-point-to-point calls in one rank, Megatron's as well as the bridge's, by calls under NCCL's rules:
+`behave_like_nccl` puts a rank's point-to-point messages under NCCL's rules, which gloo lacks:
 
 - Order: a group's batches run one after the other, whoever their peers are. So do the single
-  messages of a pair of ranks, which have a communicator of their own.
-- Connections: the first message from one rank to another in a communicator blocks both hosts
-  until the other one makes its call for it, too. A collective makes no such connection. One in
-  the middle of a step is refused at once, unless a test wants to see what comes of it.
+  messages of a pair of ranks, which have their own communicator.
+- Connections: the first message of a pair of ranks in a communicator blocks both hosts until both
+  have made their call. In the middle of a step it is refused, unless a test asks for it.
 - Devices: `torch.cuda.synchronize` waits for every message that was started, receives that were
   posted ahead of their use included.
 - One queue, on request: with CUDA_DEVICE_MAX_CONNECTIONS=1 a message that waits for the one
-  before it holds up whatever the device is given afterwards.
+  before it holds up all later work of the device.
 
-Waiting for a message blocks the host, where NCCL only makes the device wait. That is the same for
-deadlocks: what a host does meanwhile, the device would do only afterwards.
-
-A wait that takes too long is a deadlock and fails, with the messages' names: what blocks a host or
-a whole device after `limit_seconds`; a wait for single messages, which may follow from it, later.
+Waiting for a message blocks the host, where NCCL only blocks the device; deadlocks are the same.
+Whatever blocks a host or a device for `limit_seconds` fails as a deadlock and names its messages;
+a wait for single messages, which may follow from it, fails later.
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ class _Call:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Who sends, and who receives."""
+        """Sender and receiver."""
         me = dist.get_rank()
         return (self.peer, me) if self.incoming else (me, self.peer)
 
@@ -66,7 +61,7 @@ class _Call:
         return f"{shape} from rank {source} to rank {destination} in {self.group.group_desc}"
 
     def over_gloo(self, group: dist.ProcessGroup, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Start a message to the same peer; not by torch's calls, which are replaced."""
+        """Start a message to the same peer, below torch's calls, which are replaced."""
         start = group.recv if self.incoming else group.send
         return start([tensor], dist.get_group_rank(group, self.peer), tag)
 
@@ -147,8 +142,8 @@ class _Stream:
             work = self._queue.get()
             try:
                 started = [call.over_gloo(call.group, call.tensor, self.tag) for call in work.calls]
-                for one in started:
-                    one.wait()
+                for message in started:
+                    message.wait()
             except Exception as error:
                 work.error = error
             work.done.set()
@@ -173,7 +168,7 @@ class _Device:
             tag = _SINGLE_TAG if single else _BATCH_TAG
             self._streams[key] = _Stream(" ".join(map(str, key)), tag, self.limit_seconds)
         work = self._streams[key].start(calls, self.one_queue, self.may_connect)
-        self._started = [one for one in self._started if not one.is_completed()] + [work]
+        self._started = [w for w in self._started if not w.is_completed()] + [work]
         return work
 
     def synchronize(self, *unused: Any) -> None:
@@ -198,17 +193,17 @@ def behave_like_nccl(
     device = _Device(one_queue, limit_seconds)
     run = MimoModel.run
 
-    def step(*given: Any, **named: Any) -> Any:
+    def step(*args: Any, **kwargs: Any) -> Any:
         device.may_connect = connects_late
-        return run(*given, **named)
+        return run(*args, **kwargs)
 
     MimoModel.run = step  # type: ignore[method-assign]
 
     def single(incoming: bool) -> Callable[..., _Work]:
-        def start(tensor: Any, peer: Any = None, group: Any = None, tag: int = 0, **named: Any):
+        def start(tensor: Any, peer: Any = None, group: Any = None, tag: int = 0, **kwargs: Any):
             assert not tag, "NCCL has no tags"
-            peer = named.pop("src" if incoming else "dst", peer)
-            assert not named, f"the device model does not know {named}"
+            peer = kwargs.pop("src" if incoming else "dst", peer)
+            assert not kwargs, f"the device model does not know {kwargs}"
             return device.start([_Call(incoming, tensor, peer, group or _world())], single=True)
 
         return start
@@ -216,17 +211,17 @@ def behave_like_nccl(
     isend, irecv = single(incoming=False), single(incoming=True)
 
     def batch(operations: Sequence[dist.P2POp]) -> list[_Work]:
-        calls = [
-            _Call(one.op is irecv, one.tensor, one.peer, one.group or _world())
-            for one in operations
+        return [
+            device.start(
+                [_Call(o.op is irecv, o.tensor, o.peer, o.group or _world()) for o in operations]
+            )
         ]
-        return [device.start(calls)]
 
     replaced = {
         "isend": isend,
         "irecv": irecv,
-        "send": lambda *given, **named: isend(*given, **named).wait() and None,
-        "recv": lambda *given, **named: irecv(*given, **named).wait() and None,
+        "send": lambda *args, **kwargs: isend(*args, **kwargs).wait() and None,
+        "recv": lambda *args, **kwargs: irecv(*args, **kwargs).wait() and None,
         "batch_isend_irecv": batch,
     }
     for name, function in replaced.items():

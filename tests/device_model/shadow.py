@@ -1,16 +1,14 @@
-"""A device that isn't there: CPU tensors labelled as its own, and what a real one would object to.
+"""A simulated device: CPU tensors are labelled as the device's, and its objections recorded.
 
-A storage is labelled when it is made on, or copied to, a CUDA device (which a function mode sees),
-or by an operation on labelled tensors (which a dispatch mode sees); every other one is the host's.
-Values are computed on the CPU either way. What is found out:
+A storage is labelled when it is made on, or copied to, a CUDA device (seen by a function mode), or
+by an operation on labelled tensors (seen by a dispatch mode); every other one is the host's. Values
+are computed on the CPU either way. Recorded are, in the threads that are watched:
 
 - errors: operations on tensors of both places, tensors of the host in collectives and messages,
-  barriers that do not say which device they mean, `.numpy()` of a device's tensor.
-- waits: places where the host waits until the device has done all that was queued before.
+  barriers without a device, `.numpy()` of a device's tensor.
+- waits: the host waits until the device has done all that was queued before.
 - blocking copies: from pageable memory to the device; the host waits for the copy itself.
 - object collectives: pickled, in two messages, with a wait in between.
-
-Not seen: work of other threads, in which nothing is labelled.
 """
 
 from __future__ import annotations
@@ -53,9 +51,9 @@ _OBJECT_COLLECTIVES = {
 
 
 class Labels:
-    """Storages of the device, and those of the host whose memory is pinned.
+    """Storages of the device, and pinned ones of the host, by weak references.
 
-    A weak reference keeps a storage's identity from being used again, so no label outlives it.
+    A weak reference keeps a storage's identity from being reused.
     """
 
     def __init__(self) -> None:
@@ -94,11 +92,11 @@ class Labels:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 class _Operations(TorchDispatchMode):
-    """Sees every operation, those of a backward too: checks its inputs, labels its results."""
+    """Checks the inputs of every operation, of a backward too, and labels its results."""
 
     def __init__(self, labels: Labels, record: Record) -> None:
         super().__init__()
@@ -107,22 +105,22 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
-        held = [self.labels.on_device(one) for one in inputs]
+        on_device = [self.labels.on_device(tensor) for tensor in inputs]
         name = func._schema.name
         if name.startswith("c10d::"):
-            self._check_collective(name, func, args, held)
+            self._check_collective(name, func, args, on_device)
             return func(*args, **kwargs)
-        if not any(held):
+        if not any(on_device):
             return func(*args, **kwargs)
-        self._check(name, args, kwargs, inputs, held)
-        known = {self.labels.key(one) for one in inputs}
+        self._check(name, args, kwargs, inputs, on_device)
+        known = {self.labels.key(tensor) for tensor in inputs}
         out = func(*args, **kwargs)
-        for one in _tensors(out):
-            if self.labels.key(one) not in known:
-                self.labels.put(one, on_device=True)
+        for tensor in _tensors(out):
+            if self.labels.key(tensor) not in known:
+                self.labels.put(tensor, on_device=True)
         return out
 
-    def _check(self, name, args, kwargs, inputs: list[Tensor], held: list[bool]) -> None:
+    def _check(self, name, args, kwargs, inputs: list[Tensor], on_device: list[bool]) -> None:
         note = self.record.note
         if name == "aten::_local_scalar_dense":
             note("wait", ".item()")
@@ -138,25 +136,22 @@ class _Operations(TorchDispatchMode):
         elif name in _INDEXING:
             self._check_index(name, args)
         # A tensor of the host without dims is a number, which may take part anywhere.
-        elif any(one.dim() and not here for one, here in zip(inputs, held, strict=True)):
+        elif any(t.dim() and not placed for t, placed in zip(inputs, on_device, strict=True)):
             note("error", f"tensors of host and device in {name}")
 
     def _check_copy(self, to: Tensor, source: Tensor, non_blocking: bool) -> None:
-        there, here = self.labels.on_device(to), self.labels.on_device(source)
-        if there == here or not source.numel():
+        to_device = self.labels.on_device(to)
+        if to_device == self.labels.on_device(source) or not source.numel():
             return
-        host = source if there else to
-        if non_blocking and self.labels.pinned(host):
+        if non_blocking and self.labels.pinned(source if to_device else to):
             return
-        if there:
-            # A number travels with the kernel that fills the tensor.
-            if source.dim():
-                self.record.note("blocking copy", "copy_ from the host")
-        else:
+        if not to_device:
             self.record.note("wait", "copy_ to the host")
+        elif source.dim():  # a number travels with the kernel that fills the tensor
+            self.record.note("blocking copy", "copy_ from the host")
 
     def _check_index(self, name: str, args: Any) -> None:
-        values = [one for one in (args[0], *args[2:3]) if isinstance(one, Tensor) and one.dim()]
+        values = [t for t in (args[0], *args[2:3]) if isinstance(t, Tensor) and t.dim()]
         if not all(map(self.labels.on_device, values)):
             self.record.note("error", f"tensors of host and device in {name}")
         for index in _tensors(args[1]):
@@ -166,23 +161,20 @@ class _Operations(TorchDispatchMode):
             if index.dtype in (torch.bool, torch.uint8) and not fills:
                 self.record.note("wait", f"data-dependent shape of a mask in {name}")
 
-    def _check_collective(self, name: str, func: Any, args: Any, held: list[bool]) -> None:
+    def _check_collective(self, name: str, func: Any, args: Any, on_device: list[bool]) -> None:
         calls = {f.f_code.co_name for f in frames() if "distributed_c10d" in f.f_code.co_filename}
         if name == "c10d::barrier":
-            named = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
+            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
             if not named.get("device_ids"):
                 self.record.note("error", "a barrier without device_ids")
         elif objects := calls & _OBJECT_COLLECTIVES:
             self.record.note("object collective", objects.pop())
-        elif not all(held):
+        elif not all(on_device):
             self.record.note("error", f"a tensor of the host in {name}")
 
 
 class ShadowDevice(CudaToCpu):
-    """Stands for a GPU: give it to `install`, then call `watch`; see the module.
-
-    record: what it has seen.
-    """
+    """Stands for a GPU: pass it to `install`, then call `watch`. record: the events so far."""
 
     device = CUDA
 
@@ -195,15 +187,17 @@ class ShadowDevice(CudaToCpu):
             get.is_cuda.__get__: self.labels.on_device,
             get.to: self._to,
             get.cuda: self._cuda,
-            get.cpu: lambda tensor, **unused: self._move(tensor, to_device=False),
+            get.cpu: lambda tensor, **_: self._move(tensor, to_device=False),
             get.pin_memory: self._pin,
             get.is_pinned: lambda tensor, *a: self.labels.pinned(tensor),
             get.tolist: self._tolist,
             get.numpy: self._numpy,
             get.__array__: self._numpy,
             get.__deepcopy__: self._deepcopy,
-            get.backward: self._tensor_backward,
-            torch.autograd.backward: self._backward,
+            get.backward: self._backward,
+            torch.autograd.backward: lambda tensors, grad_tensors=None, *args, **kwargs: (
+                self._backward(tensors, grad_tensors, *args, **kwargs)
+            ),
         }
 
     def watch(self) -> None:
@@ -212,21 +206,21 @@ class ShadowDevice(CudaToCpu):
         work: Any = dist.Work
         wait = work.wait
 
-        def wait_unseen(*args: Any) -> Any:
-            # Gloo finishes some collectives here, by copies from memory of its own.
+        def wait_unwatched(*args: Any) -> Any:
+            # Gloo finishes some collectives in it, by copies from its memory.
             with _disable_current_modes():
                 return wait(*args)
 
-        work.wait = wait_unseen
+        work.wait = wait_unwatched
 
     def place(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, for threads in which nothing is seen or labelled."""
+        """Return a copy on the device, in threads that are not watched."""
         placed = tensor.clone()
         self.labels.put(placed, on_device=True)
         return placed
 
     def synchronize(self, device: Any = None) -> None:
-        """What `torch.cuda.synchronize` does."""
+        """Stand in for `torch.cuda.synchronize`."""
         self.record.note("wait", "torch.cuda.synchronize")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -241,10 +235,10 @@ class ShadowDevice(CudaToCpu):
         if place is None or torch.device(place).type == "meta":
             return out
         on_device = torch.device(place).type == "cuda"
-        for one in _tensors(out):
-            if on_device and not self.labels.on_device(one) and func in _FROM_VALUES:
+        for tensor in _tensors(out):
+            if on_device and not self.labels.on_device(tensor) and func in _FROM_VALUES:
                 self.record.note("blocking copy", f"{func.__name__}(..., device)")
-            self.labels.put(one, on_device)
+            self.labels.put(tensor, on_device)
         return out
 
     def _cuda(self, tensor: Tensor, device: object = None, non_blocking: bool = False, **unused):
@@ -256,14 +250,14 @@ class ShadowDevice(CudaToCpu):
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rest, device, dtype = list(args), kwargs.pop("device", None), kwargs.pop("dtype", None)
         other = kwargs.pop("other", None)
-        for one in rest:
-            if isinstance(one, str | torch.device):
-                device = one
-            elif isinstance(one, torch.dtype):
-                dtype = one
-            elif isinstance(one, Tensor):
-                other = one
-        flags = [one for one in rest if isinstance(one, bool)]
+        for arg in rest:
+            if isinstance(arg, str | torch.device):
+                device = arg
+            elif isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, Tensor):
+                other = arg
+        flags = [arg for arg in rest if isinstance(arg, bool)]
         non_blocking = kwargs.pop("non_blocking", flags[0] if flags else False)
         copy = kwargs.pop("copy", flags[1] if len(flags) > 1 else False)
         if other is not None:
@@ -275,7 +269,7 @@ class ShadowDevice(CudaToCpu):
         to_device = on_device if device is None else torch.device(device).type == "cuda"
         if to_device == on_device:
             return tensor.to(dtype, copy=copy, **kwargs)
-        # Between devices the cast comes first; what it makes is not pinned.
+        # Between devices the cast comes first; its result is not pinned.
         return self._move(tensor.to(dtype, **kwargs), to_device, non_blocking)
 
     def _move(self, tensor: Tensor, to_device: bool, non_blocking: bool = False) -> Tensor:
@@ -311,15 +305,10 @@ class ShadowDevice(CudaToCpu):
         self.labels.put(copied, self.labels.on_device(tensor))
         return copied
 
-    def _tensor_backward(
-        self, tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        self._backward(tensor, gradient, *args, **kwargs)
-
     def _backward(
         self,
         tensors: Any,
-        grad_tensors: Any = None,
+        gradient: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         **unused: Any,
@@ -330,8 +319,8 @@ class ShadowDevice(CudaToCpu):
 
         assert not any(unused.values()), f"not supported here: {unused}"
         outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        given = _tensor_or_tensors_to_tuple(grad_tensors, len(outputs))
-        gradients = _make_grads(outputs, given, is_grads_batched=False)
+        slopes = _tensor_or_tensors_to_tuple(gradient, len(outputs))
+        gradients = _make_grads(outputs, slopes, is_grads_batched=False)
         with self:
             _engine_run_backward(
                 outputs,
@@ -350,17 +339,14 @@ _FROM_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_t
 
 
 def pose_as_device() -> Record:
-    """Make this process, which has no GPU, believe in one; before anything of Megatron is built.
-
-    Returns what will be seen of it.
-    """
+    """Simulate a GPU in this process, before anything of Megatron is built -> its events."""
     import mimo.device
     from mimo.engines.megatron.cpu import install
 
     shadow = ShadowDevice()
     install(shadow)
     mimo.device.DEVICE_WITHOUT_GPU = CUDA
-    # What is staged arrives in a thread in the background, where nothing is seen.
+    # Staged tensors arrive in a background thread, which is not watched.
     staging: Any = mimo.device.Staging
     staging.copy = lambda self, tensor: shadow.place(tensor)
     staging.join = lambda self, parts: shadow.place(torch.cat(list(parts)))

@@ -1,4 +1,4 @@
-"""No layout deadlocks where NCCL's rules hold, and each way in which one did is noticed."""
+"""No layout deadlocks under NCCL's rules, and each former deadlock is detected."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WITH_BRIDGE = {
 }
 
 
-_SOON = 4.0  # seconds until what is known to be a deadlock counts as one
+_SOON = 4.0  # seconds after which a known deadlock counts as one
 
-# ---------------------------- defects as they once were, put back inside ranks like a GPU's
+# ---------------------------- former defects, put back inside ranks like a GPU's
 
 
 def exchange_shapes() -> None:
@@ -158,7 +158,7 @@ def test_every_layout_with_a_bridge_takes_the_steps_of_one_rank_under_the_rules_
 @pytest.mark.parametrize(
     ("name", "run_ahead"), [("dp2 → pp2", 1), ("dp2 → dp3 · recompute", 6), ("pp2 → pp3", 6)]
 )
-def test_a_given_run_ahead_is_as_safe_as_the_automatic_one(
+def test_an_explicit_run_ahead_is_as_safe_as_the_automatic_one(
     verifier: Verifier, name: str, run_ahead: int
 ) -> None:
     check(run(verifier, SWEPT[name], behave_like_nccl, run_ahead))

@@ -51,10 +51,6 @@ def _message(tensor: Tensor) -> None:
         dist.recv(_device(), 0)
 
 
-def _objects() -> None:
-    dist.all_gather_object([""] * dist.get_world_size(), "an object")
-
-
 def _reuse_memory() -> None:
     """Memory of a device's tensors is freed, and the host gets it again."""
     for _ in range(200):
@@ -62,7 +58,7 @@ def _reuse_memory() -> None:
         _host().tolist()
 
 
-# What is done, and what the device would say: None, or a kind and words of the event.
+# An action, and the device's objection: None, or a kind and words of the event.
 CASES: dict[str, tuple[Callable[[], object], tuple[str, str] | None]] = {
     "work on the device": (lambda: _train(_device()), None),
     "work on the host": (lambda: _host().nonzero().tolist(), None),
@@ -110,7 +106,7 @@ CASES: dict[str, tuple[Callable[[], object], tuple[str, str] | None]] = {
         lambda: _device().repeat_interleave(_device().long()),
         ("wait", "repeat_interleave"),
     ),
-    "synchronize": (torch.cuda.synchronize, ("wait", "synchronize")),
+    "synchronize": (lambda: torch.cuda.synchronize(), ("wait", "synchronize")),
     "a backward that waits": (_backward_that_waits, ("wait", ".item()")),
     "a pageable copy": (lambda: _host().to(DEVICE), ("blocking copy", "to the device")),
     "a pageable copy that need not block": (
@@ -121,7 +117,10 @@ CASES: dict[str, tuple[Callable[[], object], tuple[str, str] | None]] = {
     "torch.tensor": (lambda: torch.tensor([1, 2], device=DEVICE), ("blocking copy", "tensor(")),
     "an index on the host": (lambda: _device()[[0, 1]], ("blocking copy", "index on the host")),
     "copy_ from the host": (lambda: _device().copy_(_host()), ("blocking copy", "copy_")),
-    "objects": (_objects, ("object collective", "all_gather_object")),
+    "objects": (
+        lambda: dist.all_gather_object([""] * 2, "an object"),
+        ("object collective", "all_gather_object"),
+    ),
 }
 
 
@@ -130,15 +129,12 @@ def run_cases(rank: int) -> dict[str, list[tuple[str, str, str]]]:
     from tests.device_model.shadow import pose_as_device
 
     record = pose_as_device()
-    found = {}
+    events = {}
     for name, (call, _) in CASES.items():
         record.events.clear()
-        if name == "synchronize":  # replaced after this module was imported
-            torch.cuda.synchronize()
-        else:
-            call()
-        found[name] = [(event.kind, event.what, event.site) for event in record.events]
-    return found
+        call()
+        events[name] = [(event.kind, event.what, event.site) for event in record.events]
+    return events
 
 
 def test_events_are_those_of_a_device(run_ranks: RunRanks) -> None:

@@ -1,7 +1,7 @@
-"""What a run would ask of a GPU: no tensor of the host in the wrong place, and hardly a wait.
+"""Runs put every tensor in the right place and hardly wait for the device.
 
-Whole runs of tiny models on ranks of the CPU that believe in a device, see `shadow`: start, steps,
-validation, checkpoint, and the same from a checkpoint. An event is named with the line it is at.
+Whole runs of tiny models on ranks with a simulated device, see `shadow`: start, steps, validation,
+checkpoint, and the same from a checkpoint. An event is named with its line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # Megatron takes long to import, and only ranks need it
     Events = Counter[Event]
 
 WAITS_PER_STEP = 1
-"""Of the host for the device: for norm, loss and all else that is summed."""
+"""The host waits once for the device: for norm, loss and all other sums."""
 
 NO_STEP = ("setup", "validation", "checkpoint")
 """Activities that may wait: they happen once, or rarely."""
@@ -107,8 +107,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "gemma, cp2, recomputed"))
 def test_steps_stay_within_the_budget(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
-    own = [one.replace("DIRECTORY", str(recipe.parent)) for one in LAYOUTS[layout]]
-    check(watch(run_ranks, load_recipe(recipe, [*COMMON, *own])))
+    overrides = [key.replace("DIRECTORY", str(recipe.parent)) for key in LAYOUTS[layout]]
+    check(watch(run_ranks, load_recipe(recipe, [*COMMON, *overrides])))
 
 
 def test_validation_and_checkpoints_put_every_tensor_where_it_belongs(
@@ -128,10 +128,10 @@ def test_validation_and_checkpoints_put_every_tensor_where_it_belongs(
     longer = load_recipe(recipe, [*settings, "train.steps=2", "name=resumed"])
     anew = load_recipe(recipe, [*settings, "train.steps=1", "name=anew"])
     starts = [(whole, FromScratch()), (longer, Resume(saved)), (anew, FromWeights(saved))]
-    found = watch_runs(run_ranks, starts)
-    check(found, waits_per_step=WAITS_PER_STEP + 1)  # for the plans that are compared
-    activities = {event.activity for events in found for event in events}
-    assert activities >= {*NO_STEP, "norm and loss"}, "all of it was watched"
+    by_run = watch_runs(run_ranks, starts)
+    check(by_run, waits_per_step=WAITS_PER_STEP + 1)  # for the plans that are compared
+    activities = {event.activity for events in by_run for event in events}
+    assert activities >= {*NO_STEP, "norm and loss"}, "all activities were watched"
 
 
 @pytest.mark.slow
@@ -141,15 +141,15 @@ def test_waits_do_not_become_more_with_microbatches_and_layers(
     sizes = [*COMMON, *DISJOINT]
     small = [*sizes, "language.model.num_layers=3", "train.micro_batch_size=6"]
     large = [*sizes, "language.model.num_layers=6", "train.micro_batch_size=2"]
-    few, many = (watch(run_ranks, load_recipe(recipe, one)) for one in (small, large))
+    few, many = (watch(run_ranks, load_recipe(recipe, size)) for size in (small, large))
     for before, after in zip(few, many, strict=True):
         assert waits(after) == waits(before), "\n".join(map(str, waits(after)))
         assert blocking(after).keys() <= blocking(before).keys(), "other copies, too"
 
 
-def check(found: Sequence[Events], waits_per_step: int = WAITS_PER_STEP) -> None:
+def check(by_run: Sequence[Events], waits_per_step: int = WAITS_PER_STEP) -> None:
     """Fail, naming lines, for events of any rank that a run must not have."""
-    for events in found:
+    for events in by_run:
         wrong = [str(event) for event in events if _is_wrong(event)]
         assert not wrong, "\n".join(wrong)
         per_step: Counter[int] = Counter()
@@ -175,23 +175,18 @@ def _is_wrong(event: Event) -> bool:
 
 
 def waits(events: Events) -> Events:
-    """Those of steps."""
-    return Counter(
-        {
-            event: count
-            for event, count in events.items()
-            if event.kind == "wait" and event.activity not in NO_STEP
-        }
-    )
+    """The waits in steps."""
+    in_steps = {e: n for e, n in events.items() if e.activity not in NO_STEP}
+    return Counter({event: n for event, n in in_steps.items() if event.kind == "wait"})
 
 
 def blocking(events: Events) -> Counter[str]:
     """Copies in steps that block the host, by what and where."""
-    found: Counter[str] = Counter()
+    copies: Counter[str] = Counter()
     for event, count in events.items():
         if event.kind == "blocking copy" and event.activity not in NO_STEP:
-            found[f"{event.what} at {event.site}"] += count
-    return found
+            copies[f"{event.what} at {event.site}"] += count
+    return copies
 
 
 def watch(run_ranks: RunRanks, recipe: Recipe) -> list[Events]:
@@ -201,14 +196,14 @@ def watch(run_ranks: RunRanks, recipe: Recipe) -> list[Events]:
 
 
 def watch_runs(run_ranks: RunRanks, starts: Sequence[tuple[Recipe, Start]]) -> list[Events]:
-    """The same of several runs after one another in one world, run after run."""
+    """The same for several runs after one another in one world, run after run."""
     runs = []
     for recipe, start in starts:
         run_dir = Path(recipe.train.run_dir) / recipe.name
         run_dir.mkdir(parents=True, exist_ok=True)
         runs.append((recipe, check_recipe(recipe, None), run_dir, start))
-    found = run_ranks(run_watched, runs[0][1].world_size, runs)
-    by_run = [events for run in zip(*found, strict=True) for events in run]
+    by_rank = run_ranks(run_watched, runs[0][1].world_size, runs)
+    by_run = [events for run in zip(*by_rank, strict=True) for events in run]
     total: Counter[str] = sum(map(blocking, by_run), Counter())
     print(*(f"{count:5d} blocking: {what}" for what, count in total.most_common()), sep="\n")
     return by_run
@@ -234,9 +229,9 @@ def run_watched(rank: int, runs: Sequence[tuple[Recipe, Layout, Path, Start]]) -
 
     patched: Any = train_rank
     patched.HangMonitor = WatchedMonitor
-    found = []
+    by_run = []
     for recipe, layout, run_dir, start in runs:
         record.step, record.activity, record.events = -1, "setup", Counter()
         train_rank.train_in_world(recipe, layout, run_dir, start)
-        found.append(record.events)
-    return found
+        by_run.append(record.events)
+    return by_run

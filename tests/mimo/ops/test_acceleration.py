@@ -287,7 +287,7 @@ def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
         for module in (acceleration, config, stack):
             module.layer_choice = lambda dtype: plain  # type: ignore[attr-defined]
     job = language_steps.Job(dtype=torch.bfloat16, steps=3, optimizer="adam", learning_rate=0.01)
-    return torch.tensor([one["loss"] for one in language_steps.train(rank, job)["metrics"]])
+    return torch.tensor([step["loss"] for step in language_steps.train(rank, job)["metrics"]])
 
 
 # ------------------------------------------------------------------------------------ FP8

@@ -52,21 +52,21 @@ def _attend(
 ) -> Tensor:
     """Blocks one by one; the last query stands on the last key, -1 means no limit."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    found = []
+    outputs = []
     for i in range(len(of_q) - 1):
         rows, keys = slice(*of_q[i : i + 2].tolist()), slice(*of_k[i : i + 2].tolist())
         num_queries, num_keys = rows.stop - rows.start, keys.stop - keys.start
-        own = torch.arange(num_keys - num_queries, num_keys)[:, None]
+        query = torch.arange(num_keys - num_queries, num_keys)[:, None]
         key = torch.arange(num_keys)
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
         if window[0] >= 0:
-            seen &= key >= own - window[0]
+            seen &= key >= query - window[0]
         if window[1] >= 0:
-            seen &= key <= own + window[1]
+            seen &= key <= query + window[1]
         scores = torch.einsum("qnd,knd->nqk", q[rows], k[keys]) * SCALE
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        found.append(torch.einsum("nqk,knd->qnd", weights, v[keys]))
-    return torch.cat(found)
+        outputs.append(torch.einsum("nqk,knd->qnd", weights, v[keys]))
+    return torch.cat(outputs)
 
 
 @pytest.fixture
@@ -319,12 +319,12 @@ def test_another_copy_may_bring_plans_and_their_values_arrive() -> None:
     assert expected.lane is not None
     assert torch.equal(plan.back, expected.back)
     assert torch.equal(plan.lane.to_shares, expected.lane.to_shares)
-    for call, own in zip(plan.calls, expected.calls, strict=True):
+    for call, expected_call in zip(plan.calls, expected.calls, strict=True):
         for name in ("query_bounds", "key_bounds", "rows"):
-            there = getattr(call.blocks, name)
-            assert torch.equal(there, getattr(own.blocks, name))
-            assert there.untyped_storage().data_ptr() == copies[0].untyped_storage().data_ptr()
-            assert there.data_ptr() % 16 == 0
+            sent = getattr(call.blocks, name)
+            assert torch.equal(sent, getattr(expected_call.blocks, name))
+            assert sent.untyped_storage().data_ptr() == copies[0].untyped_storage().data_ptr()
+            assert sent.data_ptr() % 16 == 0
     # What is made of them for another device plans anew.
     assert not replace(segments, max_seqlen_q=1).plans
 

@@ -45,9 +45,9 @@ def states() -> Tensor:
 
 def labels() -> Tensor:
     """(15,) int64: the first and the last token, and the one with the large logit, among them."""
-    found = torch.arange(COUNT) * 23 % NUM_TOKENS
-    found[:3] = torch.tensor([0, NUM_TOKENS - 1, 2])
-    return found
+    tokens = torch.arange(COUNT) * 23 % NUM_TOKENS
+    tokens[:3] = torch.tensor([0, NUM_TOKENS - 1, 2])
+    return tokens
 
 
 def world() -> dist.ProcessGroup:
@@ -96,10 +96,10 @@ def test_losses_and_gradients_equal_those_of_whole_logits_without_padding(
 ) -> None:
     of_dtypes = run_ranks(losses_here, ranks, width, COUNT)
     for dtype in TOLERANCES:
-        check_losses([one[dtype] for one in of_dtypes], dtype, width)
+        check_losses([by_dtype[dtype] for by_dtype in of_dtypes], dtype, width)
 
 
-def check_losses(found: list[tuple[Tensor, ...]], dtype: torch.dtype, width: int) -> None:
+def check_losses(by_rank: list[tuple[Tensor, ...]], dtype: torch.dtype, width: int) -> None:
     """Compare what the ranks got with PyTorch's on whole logits in fp64."""
     hidden, weight = states().requires_grad_(), head(width).requires_grad_()
     logits = hidden @ weight[:NUM_TOKENS].T
@@ -107,13 +107,13 @@ def check_losses(found: list[tuple[Tensor, ...]], dtype: torch.dtype, width: int
     loss = functional.cross_entropy(logits, labels(), reduction="none")
     (loss * noise(2, COUNT)).sum().backward()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for got, *_ in found:
+    for got, *_ in by_rank:
         assert got.dtype == wide
         tolerance = TOLERANCES[dtype]
         torch.testing.assert_close(got.double(), loss, rtol=tolerance, atol=tolerance)
-    of_hidden = torch.stack([one[1].double() for one in found]).sum(0)
-    of_weight = torch.cat([one[2] for one in found])
-    assert of_weight.dtype == found[0][1].dtype == dtype
+    of_hidden = torch.stack([shares[1].double() for shares in by_rank]).sum(0)
+    of_weight = torch.cat([shares[2] for shares in by_rank])
+    assert of_weight.dtype == by_rank[0][1].dtype == dtype
     assert not of_weight[NUM_TOKENS:].any(), "padding got a gradient"
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -123,8 +123,8 @@ def check_losses(found: list[tuple[Tensor, ...]], dtype: torch.dtype, width: int
 
 
 def test_without_loss_tokens_gradients_are_zeros_of_the_right_shape(run_ranks: RunRanks) -> None:
-    for one in run_ranks(losses_here, 2, 304, 0):
-        loss, of_hidden, of_weight = one[torch.float32]
+    for by_dtype in run_ranks(losses_here, 2, 304, 0):
+        loss, of_hidden, of_weight = by_dtype[torch.float32]
         assert loss.shape == (0,)
         assert of_hidden.shape == (0, HIDDEN)
         assert torch.equal(of_weight, torch.zeros(152, HIDDEN))
@@ -142,25 +142,25 @@ def test_the_loss_of_a_label_that_is_no_token_is_not_a_number(
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(
     run_ranks: RunRanks, frozen: str
 ) -> None:
-    for both, one in run_ranks(gradients_with_one_frozen, 1, frozen):
-        assert one[frozen] is None
+    for both, partial in run_ranks(gradients_with_one_frozen, 1, frozen):
+        assert partial[frozen] is None
         kept = "weight" if frozen == "hidden" else "hidden"
-        assert torch.equal(one[kept], both[kept])
+        assert torch.equal(partial[kept], both[kept])
 
 
 def gradients_with_one_frozen(rank: int, frozen: str) -> list[dict[str, Tensor | None]]:
     """Inside a rank: the gradients with nothing frozen, then with one of the two."""
     from mimo.ops.cross_entropy import linear_cross_entropy
 
-    found = []
+    gradients = []
     for fixed in ("", frozen):
-        given = {"hidden": states(), "weight": head(304)}
-        for name, tensor in given.items():
+        inputs = {"hidden": states(), "weight": head(304)}
+        for name, tensor in inputs.items():
             tensor.requires_grad_(name != fixed)
-        args = (given["hidden"], given["weight"], labels(), NUM_TOKENS, world())
+        args = (inputs["hidden"], inputs["weight"], labels(), NUM_TOKENS, world())
         linear_cross_entropy(*args).sum().backward()
-        found.append({name: tensor.grad for name, tensor in given.items()})
-    return found
+        gradients.append({name: tensor.grad for name, tensor in inputs.items()})
+    return gradients
 
 
 # -------------------------------------------------------------------------------- memory
@@ -202,9 +202,9 @@ def largest_of_a_step(rank: int, at_once: int) -> tuple[dict[torch.dtype, int], 
     with Largest() as largest:
         trainer.step(0)
     loss_tokens = [
-        int(one.loss_mask.sum())
+        int(batch.loss_mask.sum())
         for lane in range(language_steps.NUM_LANES)
-        for one in language_steps.microbatches(0, lane, dense=False)
+        for batch in language_steps.microbatches(0, lane, dense=False)
     ]
     return largest.elements, loss_tokens
 
@@ -231,8 +231,8 @@ def step_without_loss_tokens(rank: int, sp: bool) -> dict[str, float]:
     drawn = language_steps.microbatches
 
     def without_loss(step: int, lane: int, dense: bool) -> Any:
-        for one in drawn(step, lane, dense):
-            yield replace(one, loss_mask=torch.zeros_like(one.loss_mask))
+        for batch in drawn(step, lane, dense):
+            yield replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
 
     language_steps.microbatches = without_loss
     job = language_steps.Job(grid={"tp": 2, "sp": sp})

@@ -31,7 +31,7 @@ def operators(function: object) -> set[str]:
     assert callable(function)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
-    return {one.key for one in profile.key_averages()}
+    return {event.key for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -43,8 +43,8 @@ def test_products_are_exact(size: tuple[int, int, int], transposed: bool) -> Non
     right = noise(1, k, n).T if transposed else noise(1, n, k)
     exact = left.double() @ right.double().T
     whole = torch.zeros(m + 2, n)
-    for found in (product(left, right), product(left, right, out=whole[1 : m + 1])):
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * k**0.5)
+    for result in (product(left, right), product(left, right, out=whole[1 : m + 1])):
+        torch.testing.assert_close(result.double(), exact, rtol=0, atol=1e-5 * k**0.5)
     torch.testing.assert_close(whole[1 : m + 1].double(), exact, rtol=0, atol=1e-5 * k**0.5)
     assert not whole[0].any()
     assert not whole[-1].any()
@@ -55,7 +55,7 @@ def test_only_large_products_in_single_precision_are_onednns() -> None:
     large, small = (noise(0, m, k), noise(1, n, k)), (noise(0, 5, k), noise(1, n, k))
     assert ONEDNN in operators(lambda: product(*large))
     assert ONEDNN not in operators(lambda: product(*small))
-    assert ONEDNN not in operators(lambda: product(*(one.double() for one in large)))
+    assert ONEDNN not in operators(lambda: product(*(matrix.double() for matrix in large)))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -67,21 +67,21 @@ def test_gradients_of_linears_are_exact(tokens: int) -> None:
 
 def test_gradients_by_onednn_equal_those_in_double_precision() -> None:
     m, k, n = SIZES[-1]
-    given, slope = (noise(0, m, 1, k), noise(1, n, k)), noise(2, m, 1, n)
+    inputs, slope = (noise(0, m, 1, k), noise(1, n, k)), noise(2, m, 1, n)
 
     def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        x, weight = (one.to(dtype).requires_grad_() for one in given)
+        x, weight = (tensor.to(dtype).requires_grad_() for tensor in inputs)
         return torch.autograd.grad(linear(x, weight), (x, weight), slope.to(dtype))
 
-    for found, exact in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * n**0.5)
+    for gradient, exact in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
+        torch.testing.assert_close(gradient.double(), exact, rtol=0, atol=1e-5 * n**0.5)
 
 
 def test_frozen_linear_keeps_no_input() -> None:
     x, weight = noise(0, 3, 4).requires_grad_(), noise(1, 5, 4)
     y = linear(x, weight)
     node: Any = y.grad_fn
-    assert [one is weight for one in node.saved_tensors if one is not None] == [True]
+    assert [tensor is weight for tensor in node.saved_tensors if tensor is not None] == [True]
     y.sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
 
@@ -126,7 +126,7 @@ def cases(tokens: int, size: int) -> dict[str, Case]:
     wide = torch.zeros(tokens, 1, 2, 2 * size, dtype=torch.float64)
     wide += noise(0, *wide.shape)
     weight, turns = noise(1, size), angles(tokens, size)
-    found: dict[str, Case] = {
+    by_name: dict[str, Case] = {
         "rotate": (
             lambda x: rotate(turns, x[..., :size])[0],
             lambda x: plain_rotation(x[..., :size], turns),
@@ -143,19 +143,19 @@ def cases(tokens: int, size: int) -> dict[str, Case]:
         "GeGLU": functional.gelu,
         "GeGLU by tanh": tanh_gelu,
     }.items():
-        found[name] = (
+        by_name[name] = (
             partial(gate, activation=activation),
             partial(plain_gate, activation=activation),
             [wide],
         )
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", cases(1, 2))
 def test_gradients_of_gates_norms_and_rotations_are_exact(name: str, tokens: int) -> None:
-    ours, _, given = cases(tokens, 6)[name]
-    assert torch.autograd.gradcheck(ours, [one.requires_grad_() for one in given])
+    ours, _, inputs = cases(tokens, 6)[name]
+    assert torch.autograd.gradcheck(ours, [tensor.requires_grad_() for tensor in inputs])
 
 
 # In 16 bits the norm is torch's.
@@ -170,15 +170,15 @@ BITS = [
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("name", "dtype"), BITS, ids=str)
 def test_bits_are_those_of_the_plain_form(name: str, dtype: torch.dtype, tokens: int) -> None:
-    ours, plain, given = cases(tokens, 64)[name]
-    found = []
+    ours, plain, inputs = cases(tokens, 64)[name]
+    results = []
     for function in (ours, plain):
-        leaves = [one.to(dtype).requires_grad_() for one in given]
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
         output = function(*leaves)
         gradients = torch.autograd.grad(output, leaves, noise(3, *output.shape).to(dtype))
-        found.append((output, *gradients))
-    for own, expected in zip(*found, strict=True):
-        assert torch.equal(own, expected)
+        results.append((output, *gradients))
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_frozen_norm_has_no_gradient_of_its_weight() -> None:

@@ -35,14 +35,14 @@ _TEXT = {
     "tie_word_embeddings": False,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_QWEN_TOWER = {
+_QWEN_TOWER: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_heads": 2,
     "out_hidden_size": 32,
 }
-_GEMMA_TOWER = {
+_GEMMA_TOWER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_attention_heads": 2,
@@ -55,7 +55,7 @@ NUM_LEVELS = {"qwen3_vl": 2}
 WITHOUT_ROWS = ("llama", "mistral")
 
 
-def config_of(name: str, vision: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+def config_of(name: str, vision: dict[str, Any] | None = None, **changes: Any) -> Any:
     """The whole configuration of a tiny model. changes: of the text part."""
     import transformers as hf
 

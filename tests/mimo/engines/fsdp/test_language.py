@@ -200,8 +200,8 @@ def other_ways(case: Case) -> None:
     losses, rows = run_lane(whole, lane_of("qwen2_5_vl", 1), place=partial(cut_after, whole))
     assert error(losses, want.losses[0]) < EXACT
     assert error(rows, want.rows[0]) < EXACT
-    found = errors(gradients(whole), want.gradients)
-    assert max(found.values()) < EXACT, found
+    wrong = errors(gradients(whole), want.gradients)
+    assert max(wrong.values()) < EXACT, wrong
 
 
 def cut_after(model: LanguageModel, place: Any) -> Any:

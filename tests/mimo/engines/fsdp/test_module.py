@@ -42,7 +42,7 @@ FOUR = [Job(shard=2, tp=2), Job(replicate=2, shard=2)]
 def trained(run_ranks: RunRanks, jobs: list[Job]) -> list[tuple[Outcome, list[int]]]:
     """What each job gave, and how often a rank reduced gradients in each step."""
     results = run_ranks(train, jobs[0].world, jobs)
-    of_jobs = [[own[number] for own in results] for number in range(len(jobs))]
+    of_jobs = [[rank_results[number] for rank_results in results] for number in range(len(jobs))]
     return [(outcome(ranks), ranks[0]["reductions"]) for ranks in of_jobs]
 
 
@@ -56,8 +56,8 @@ def assert_equals_one_rank(job: Job, got: Outcome) -> None:
 
 @pytest.mark.slow
 def test_steps_on_two_ranks_equal_those_of_plain_transformers_on_one(run_ranks: RunRanks) -> None:
-    found = trained(run_ranks, TWO)
-    for job, (got, reductions) in zip(TWO, found, strict=True):
+    results = trained(run_ranks, TWO)
+    for job, (got, reductions) in zip(TWO, results, strict=True):
         # Once a step for every layer that learns and for the root, not once a microbatch.
         expected = LAYERS + 1 - job.frozen.count("layers.0.") if job.shard > 1 else 0
         if job.plant == "always reduce":
@@ -105,15 +105,17 @@ def passes_through(rank: int, plain: bool) -> dict[str, Any]:
     learning = replace(frozen, frozen=())
     half = replace(learning, dtype=torch.bfloat16)
     topology = make_topology(frozen)
-    found: dict[str, Any] = {}
-    own = microbatches(frozen, 0, rank)[0]
+    results: dict[str, Any] = {}
+    batch = microbatches(frozen, 0, rank)[0]
     for number in range(2):  # weights that are gathered are given up, and gathered again
         module = build(frozen, topology, plain=plain)
-        rows = torch.zeros(*own.ids.shape, 32, requires_grad=True)
+        rows = torch.zeros(*batch.ids.shape, 32, requires_grad=True)
         module.begin_step(forward_only=False)
         with Counted() as counted:
             losses = module.run_language(
-                lambda _, chunk, rows=rows: chunk.run(**own.inputs, place=lambda text: text + rows),
+                lambda _, chunk, rows=rows: chunk.run(
+                    **batch.inputs, place=lambda text: text + rows
+                ),
                 [0],
                 [(1, 1)],
                 False,
@@ -121,8 +123,8 @@ def passes_through(rank: int, plain: bool) -> dict[str, Any]:
         module.finish_gradients(3)
         module.update(1e-2, 1.0)
         assert rows.grad is not None
-        found[f"rows {number}"], found["reduced"] = rows.grad, counted.reductions
-        found["norm"] = norm_of(module)
+        results[f"rows {number}"], results["reduced"] = rows.grad, counted.reductions
+        results["norm"] = norm_of(module)
         assert not list(module.gradients())
 
     module = build(learning, topology, plain=plain)
@@ -130,9 +132,9 @@ def passes_through(rank: int, plain: bool) -> dict[str, Any]:
     for name in ("before", "after"):
         with torch.no_grad():
             losses = module.run_language(
-                lambda _, chunk: chunk.run(**own.inputs), [0], [(1, 1)], True
+                lambda _, chunk: chunk.run(**batch.inputs), [0], [(1, 1)], True
             )
-        found[name] = losses[0]
+        results[name] = losses[0]
         if name == "before":
             lanes = 1 if plain else 2
             train_step(module, learning, 0, 0 if plain else rank, lanes)
@@ -142,9 +144,9 @@ def passes_through(rank: int, plain: bool) -> dict[str, Any]:
     if not plain:
         module = build(half, topology)
         train_step(module, half, 0, rank, 2)
-        found["half"] = sent(module.gradients())
+        results["half"] = sent(module.gradients())
     topology.close()
-    return found
+    return results
 
 
 def test_a_frozen_model_hands_gradients_on_and_an_evaluation_sees_updated_weights(

@@ -80,7 +80,7 @@ def run(module: Any, case: Case, lanes: range) -> None:
     module.begin_step(forward_only=False)
     if not case.colocated:
         module.run_encoder(
-            lambda own, tower: tower(own, len(own)).square().sum(), batches, batches, False
+            lambda batch, tower: tower(batch, len(batch)).square().sum(), batches, batches, False
         )
         return
     half = len(batches) // 2
@@ -89,22 +89,22 @@ def run(module: Any, case: Case, lanes: range) -> None:
     encode(module, torch.cat(batches[half:]))
 
 
-def encode(module: Any, own: Tensor) -> None:
-    rows = module.encode(own, len(own))
+def encode(module: Any, batch: Tensor) -> None:
+    rows = module.encode(batch, len(batch))
     torch.autograd.backward([rows], [2 * rows.detach()])
 
 
 def of_ranks(rank: int, cases: list[Case]) -> list[Any]:
-    found = []
+    results = []
     for case in cases:
         topology = make_topology(Job(shard=case.shard))
         module = make(case, topology)
         with Counted() as counted:
             run(module, case, range(rank, rank + 1))
         module.finish_gradients(7)
-        found.append((counted.reductions, sent(module.gradients())))
+        results.append((counted.reductions, sent(module.gradients())))
         topology.close()
-    return found
+    return results
 
 
 CASES = [
@@ -123,12 +123,12 @@ def test_lanes_without_items_take_part_and_gradients_equal_one_ranks(run_ranks: 
         run(module, case, range(2))
         module.finish_gradients(7)
         expected = assembled([sent(module.gradients())], once=True)
-        got = assembled([own[number][1] for own in results], once=False)
+        got = assembled([rank_results[number][1] for rank_results in results], once=False)
         assert worst(got, expected)[0] < 1e-5, case
         # Two layers and the root, once or in each backward.
         backwards = 2 if case.colocated else case.microbatches
         reductions = 3 if case.reduce_gradients == "step" else 3 * backwards
-        assert [own[number][0] for own in results] == [reductions] * 2, case
+        assert [rank_results[number][0] for rank_results in results] == [reductions] * 2, case
 
 
 def test_run_ahead_is_one_forward_and_one_backward_in_turns() -> None:

@@ -108,9 +108,9 @@ def megatron_saves(rank: int, folder: Path, dtype: torch.dtype = torch.float32) 
     """After a step, so that its optimizer has a state."""
     from tests import language_steps
 
-    own = trainer(dtype)
-    own.step(0)
-    language_steps.save(own, folder)
+    job_trainer = trainer(dtype)
+    job_trainer.step(0)
+    language_steps.save(job_trainer, folder)
 
 
 def megatron_passes_on(
@@ -118,9 +118,9 @@ def megatron_passes_on(
 ) -> None:
     from tests import language_steps
 
-    own = trainer(dtype)
-    language_steps.load(own, source, 1)
-    language_steps.save(own, target)
+    job_trainer = trainer(dtype)
+    language_steps.load(job_trainer, source, 1)
+    language_steps.save(job_trainer, target)
 
 
 def passes_on(
@@ -152,21 +152,26 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors, without the rows that pad the vocabulary: Megatron draws them like others."""
     from mimo.checkpoint.reading import describe, read
 
-    found = read(folder, describe(folder))
-    for key, one in found.items():
+    tensors = read(folder, describe(folder))
+    for key, tensor in tensors.items():
         if "word_embeddings" in key and ".step." not in key:
-            assert one.shape[0] == 128
-            found[key] = one[: JOB.vocabulary]
-    return found
+            assert tensor.shape[0] == 128
+            tensors[key] = tensor[: JOB.vocabulary]
+    return tensors
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / str(number) for number in range(5)]
+    for folder in folders:
+        folder.mkdir()
+    return folders
 
 
 @pytest.mark.slow
 def test_checkpoints_go_from_megatron_over_meshes_to_one_rank_and_back_bit_for_bit(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, folders: list[Path]
 ) -> None:
-    folders = [tmp_path / str(number) for number in range(5)]
-    for folder in folders:
-        folder.mkdir()
     first, cut, hybrid, lone, back = folders
     run_ranks(megatron_saves, 1, first)
     asked = run_ranks(passes_on, 4, CUT, first, cut, False, 0)
@@ -180,43 +185,39 @@ def test_checkpoints_go_from_megatron_over_meshes_to_one_rank_and_back_bit_for_b
         "step",
     }
     for folder in (cut, hybrid, lone, back):
-        found = whole(folder)
-        assert found.keys() == expected.keys()
-        assert not [key for key, one in expected.items() if not torch.equal(found[key], one)]
-    # Nobody has read more than its own part.
-    for own in asked:
-        assert own["model.layers.0.mlp.down_proj.weight"] == 32 * 48 / 4
-        assert own["model.embed_tokens.weight"] == 100 * 32 / 2
+        tensors = whole(folder)
+        assert tensors.keys() == expected.keys()
+        assert not [
+            key for key, tensor in expected.items() if not torch.equal(tensors[key], tensor)
+        ]
+    # No rank has read more than its part.
+    for elements in asked:
+        assert elements["model.layers.0.mlp.down_proj.weight"] == 32 * 48 / 4
+        assert elements["model.embed_tokens.weight"] == 100 * 32 / 2
 
 
 @pytest.mark.slow
 def test_fp32_weights_of_a_run_in_bf16_go_from_megatron_and_back(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, folders: list[Path]
 ) -> None:
-    folders = [tmp_path / str(number) for number in range(3)]
-    for folder in folders:
-        folder.mkdir()
-    first, cut, back = folders
+    first, cut, back, *_ = folders
     half = torch.bfloat16
     run_ranks(megatron_saves, 1, first, half)
     run_ranks(passes_on, 2, replace(JOB, shard=2, dtype=half), first, cut, False, 0)
     run_ranks(megatron_passes_on, 1, cut, back, half)
-    expected, ours, theirs = map(whole, folders)
-    for key, one in expected.items():
-        assert torch.equal(theirs[key], one), key
+    expected, fsdp_saved, megatron_saved = map(whole, folders[:3])
+    for key, tensor in expected.items():
+        assert torch.equal(megatron_saved[key], tensor), key
         if key.startswith("optimizer.fp32_param."):
-            assert torch.equal(ours[key.removeprefix("optimizer.fp32_param.")], one), key
-            assert key not in ours
+            assert torch.equal(fsdp_saved[key.removeprefix("optimizer.fp32_param.")], tensor), key
+            assert key not in fsdp_saved
 
 
 @pytest.mark.slow
 def test_training_goes_on_alike_on_another_mesh_and_on_one_rank(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, folders: list[Path]
 ) -> None:
-    folders = [tmp_path / str(number) for number in range(3)]
-    for folder in folders:
-        folder.mkdir()
-    first, cut, lone = folders
+    first, cut, lone, *_ = folders
     run_ranks(megatron_saves, 1, first)
     run_ranks(passes_on, 4, CUT, first, cut, False, 2)
     run_ranks(passes_on, 1, JOB, first, lone, True, 2)

@@ -62,8 +62,8 @@ def images_of(values: Tensor, side: int, block: int, patch: int) -> Tensor:
             for left in range(0, side, block):
                 for y in range(top, top + block):
                     for x in range(left, left + block):
-                        here = values[at].view(3, patch, patch)
-                        image[:, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] = here
+                        pixels = values[at].view(3, patch, patch)
+                        image[:, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] = pixels
                         at += 1
     return images
 
@@ -135,8 +135,8 @@ def test_rows_and_gradients_are_those_of_the_whole_model(kind: str, run_ranks: A
     for with_mesh, recompute in ((False, "none"), (True, "selective"), (True, "full")):
         (errors,) = run_ranks(run_both, 1, kind, with_mesh, recompute)
         # The whole model's rotary frequencies were made in fp32. A key's bias has no gradient.
-        found = {name: e for name, e in errors.items() if e > 1e-6 and "k_proj.bias" not in name}
-        assert not found, (with_mesh, recompute, found)
+        wrong = {name: e for name, e in errors.items() if e > 1e-6 and "k_proj.bias" not in name}
+        assert not wrong, (with_mesh, recompute, wrong)
 
 
 def without_items(rank: int, kind: str) -> list[bool]:

@@ -100,11 +100,11 @@ def test_gpu_kernel_equals_sdpa_in_bf16(
     if choice.kernel != kernel:
         pytest.skip(choice.reason)
     tensors = gpu_inputs(sum(GPU_LENGTHS) // cp[0])
-    found = [
+    by_both = [
         value_and_gradients(by_kernel(name, cp, causal, window, items), tensors)
         for name in (kernel, "sdpa")
     ]
-    check_equal(*found)
+    check_equal(*by_both)
 
 
 @pytest.mark.gpu

@@ -56,22 +56,22 @@ def test_every_layout_draws_the_same_weights_bit_for_bit(run_ranks: RunRanks, ti
     assert (head in expected) is not tied
     assert tied or not np.array_equal(expected[head], expected[embedding])
     for grid in GRIDS.values() if tied else [GRIDS["tp2 pp2 vpp2"]]:
-        found = drawn(run_ranks, replace(job, grid=grid))
-        assert found.keys() == expected.keys()
+        weights = drawn(run_ranks, replace(job, grid=grid))
+        assert weights.keys() == expected.keys()
         for name, value in expected.items():
-            np.testing.assert_array_equal(found[name], value, err_msg=f"{name} with {grid}")
+            np.testing.assert_array_equal(weights[name], value, err_msg=f"{name} with {grid}")
 
 
 def test_blocks_are_independent_and_distributed_as_asked(run_ranks: RunRanks) -> None:
-    found = drawn(run_ranks, Job(settings=WIDE, steps=0))
-    embedding = found["language.embedding.word_embeddings.weight"]
+    weights = drawn(run_ranks, Job(settings=WIDE, steps=0))
+    embedding = weights["language.embedding.word_embeddings.weight"]
     assert embedding.shape == (600, 320)
     blocks = [embedding[:256, :256], embedding[256:512, :256]]
     correlation = np.corrcoef(blocks[0].ravel(), blocks[1].ravel())[0, 1]
     assert abs(correlation) < 0.02
     assert embedding.std() == pytest.approx(0.1, rel=0.02)
     assert abs(embedding.mean()) < 0.002
-    residual = found["language.decoder.layers.0.mlp.linear_fc2.weight"]
+    residual = weights["language.decoder.layers.0.mlp.linear_fc2.weight"]
     assert residual.std() == pytest.approx(0.1 / 8**0.5, rel=0.02)
     # Every number is its own: a block that was used twice would show here.
     assert np.unique(embedding).size > 0.98 * embedding.size

@@ -103,8 +103,8 @@ def adapted_and_merged(
                 a, b = params[f"{linear}.lora_a"], params[f"{linear}.lora_b"]
                 param.copy_(merged_weight(param, a, b, ALPHA / RANK))
     losses = []
-    for one in (model, merged):
-        losses.append(_loss(one, sizes, package))
+    for built in (model, merged):
+        losses.append(_loss(built, sizes, package))
         losses[-1].backward()
     weights = dict(merged.named_parameters())
     linears = {}
@@ -286,8 +286,8 @@ def test_bf16_steps_follow_those_in_fp32(
 @pytest.mark.parametrize("module", ["language", "encoders.vision"])
 def test_adapters_have_defaults_and_take_what_is_given(recipe: Path, module: str) -> None:
     def read(*overrides: str) -> LoRA | None:
-        found = load_recipe(recipe, overrides)
-        return (found.language if module == "language" else found.encoders["vision"]).lora
+        parsed = load_recipe(recipe, overrides)
+        return (parsed.language if module == "language" else parsed.encoders["vision"]).lora
 
     assert read() is None
     assert read(f"{module}.lora={{}}") == LoRA(rank=16, alpha=32.0, targets=TARGETS)

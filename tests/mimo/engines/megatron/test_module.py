@@ -70,8 +70,8 @@ def steps_with_overwriting_linears(rank: int, path: Path, overrides: list[str]) 
                     num_linears += 1
     assert num_linears == 4 * (2 + 2), "four linears in each of two layers of both modules"
     watched = WatchedSteps(trainer.model.modules, dist.get_rank())
-    found = train_watched(trainer, dataset, watched, tiny.NUM_STEPS)
-    return {"metrics": found.metrics, "shards": found.shards}
+    steps = train_watched(trainer, dataset, watched, tiny.NUM_STEPS)
+    return {"metrics": steps.metrics, "shards": steps.shards}
 
 
 def test_in_8_bits_every_group_of_a_step_adds_to_the_weight_gradients(

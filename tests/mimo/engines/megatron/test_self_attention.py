@@ -25,11 +25,11 @@ JOBS = {
 @pytest.mark.parametrize("job", quick_values(JOBS, "packed, cp2"))
 def test_cut_frequencies_equal_those_that_megatron_picks(run_ranks: RunRanks, job: Job) -> None:
     """Packed segments with positions of images, forward and backward, bit for bit."""
-    found = run_ranks(train_with_both, math.prod(int(n) for n in job.grid.values()), job)
-    for ours, megatrons, fuses in found:
+    by_rank = run_ranks(train_with_both, math.prod(int(n) for n in job.grid.values()), job)
+    for ours, megatrons, fuses in by_rank:
         assert ours["metrics"] == megatrons["metrics"]
-        for own, other in zip(ours["shards"], megatrons["shards"], strict=True):
-            assert (own.gradients[0] == other.gradients[0]).all(), own.name
+        for shard, other in zip(ours["shards"], megatrons["shards"], strict=True):
+            assert (shard.gradients[0] == other.gradients[0]).all(), shard.name
         assert not fuses, "the packed kernel starts each segment's positions from 0"
 
 
