@@ -1,4 +1,4 @@
-"""Which encoder lane encodes which item.
+"""Assigns items to encoder lanes.
 
 Each item goes to the least loaded lane, largest item first (longest processing time first; R. L.
 Graham, Bounds on multiprocessing timing anomalies, 1969: at most 4/3 of the best possible maximum).

@@ -1,4 +1,4 @@
-"""What a tower produces, and the checks before a bridge moves it.
+"""The output of a tower, and the checks before a bridge moves it.
 
 A tower counts rows per item (`ItemRows`); a bridge moves rows of samples (`FlatEmbeddings`). The
 rows that a tower produced are compared with the plan, and in checked mode all ranks' plans with

@@ -1,4 +1,4 @@
-"""Which rank needs which position, and which rank holds and sends which row, in pure integers.
+"""Maps positions to the ranks that need them, and rows to the ranks that send them: integers only.
 
 All lanes of one side lie one after the other on a line. A `ShardMap` says which rank holds which
 stretch of that line: the destination of a bridge is one. Any sharding (contiguous shards of a
@@ -326,4 +326,4 @@ class SequenceShardedSource:
 
 
 Source = ReplicatedSource | SequenceShardedSource
-"""Where the rows of all encoder lanes are."""
+"""The holders of the rows of all encoder lanes."""

@@ -1,4 +1,4 @@
-"""Which fast kernels a machine has, and which of them layers and their attention use.
+"""The fast kernels of a machine, and the choice of them for layers and their attention.
 
 Every choice is a pure function of the request, the dtype and a `Machine`, so all are tested without
 a GPU; only `this_machine` looks at the hardware. Light to import, because recipes are checked with
@@ -103,7 +103,7 @@ def this_machine() -> Machine:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Which implementation of a layer's parts is used.
+    """The implementation of a layer's parts.
 
     transformer_engine: for linears and norms; the linears add weight gradients to DDP's sums.
     fused_activation: Megatron's compiled gated activations.
@@ -142,7 +142,7 @@ _HOPPER = 9
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What a layer needs of its core attention, over segments laid end to end.
+    """The demands of a layer on its core attention, over segments laid end to end.
 
     causal: False if all tokens of a segment see each other. cp_size: ranks that share each segment.
     window: keys that a query sees, its own included; None for all.

@@ -54,7 +54,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """How layers attend: what a plan depends on besides the segments.
+    """A form of attention: all that a plan depends on besides the segments.
 
     kernel: its name in `KERNELS`. window: keys that a query sees, its own included; None for all.
     """

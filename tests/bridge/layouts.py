@@ -152,7 +152,7 @@ class Case:
 
     @functools.cached_property
     def held(self) -> dict[int, list[Row]]:
-        """What each encoder rank holds."""
+        """The rows on each encoder rank."""
         content = {}
         for lane, t in np.ndindex(*self.encoder_ranks.shape):
             rows = self.lane_rows[lane]
@@ -181,7 +181,7 @@ class Case:
 
     @functools.cached_property
     def local_sequence(self) -> dict[int, list[Row]]:
-        """What stands at each local position of each language rank."""
+        """The row or token at each local position of each language rank."""
         content = {}
         for lane, c, t in np.ndindex(*self.language_ranks.shape):
             sequence = self.cp_sequence[lane, c]
@@ -200,14 +200,14 @@ class Case:
         return content
 
     def rows_of(self, sequence: Sequence[Row]) -> list[Row]:
-        """Those positions of a sequence that take a row from the encoder."""
+        """The positions of a sequence that take a row from the encoder."""
         rows = set(self.rows)
         return [row for row in sequence if row in rows]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the messages of a plan carried, when every rank did what its exchanges say.
+    """The content of a plan's messages, if every rank follows its exchanges.
 
     arrived: per language rank, the rows in message order and the local index of each.
     returned: per language rank, the rows it sent gradients of. collected: per encoder rank.

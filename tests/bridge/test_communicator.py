@@ -108,7 +108,7 @@ def run_microbatch(end: BridgeSender | BridgeReceiver, case: Case, m: int, plan:
 
 
 def messages_per_microbatch(rank: int, case: Case) -> list[list[tuple[str, int, bool]]]:
-    """What this rank sends and receives for each microbatch; the flag: on the backward group."""
+    """This rank's messages by microbatch; the flag: on the backward group."""
     end, plans = build_end(rank, case), case.plans()
     by_microbatch = []
     for m, plan in enumerate(plans):
@@ -133,7 +133,7 @@ def messages_of_frozen(rank: int, case: Case) -> list[tuple[str, int, bool]]:
 
 
 def planning_left_to_a_step(rank: int, case: Case) -> set[tuple[str, int]]:
-    """What `BridgeEnd.stage` did not work out, although a step needs it."""
+    """Parts of a plan that a step needs and `BridgeEnd.stage` did not compute."""
     end, plan = build_end(rank, case), case.plan(0)
     end.end.stage(plan, torch.clone)
     staged = set(plan.cache)

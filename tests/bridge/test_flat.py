@@ -1,4 +1,4 @@
-"""What a tower produced becomes rows per sample, or is refused: by items, in pure integers."""
+"""A tower's rows per item become rows per sample, or are refused."""
 
 from __future__ import annotations
 

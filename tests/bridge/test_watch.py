@@ -1,4 +1,4 @@
-"""The watch over transfers: silent while they finish, in the same words as on the CPU when late."""
+"""The watch over transfers: silent while they finish, with the CPU's errors when they are late."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def message(work: Work, peer: int, rows: int = 4) -> Message:
 
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """What threads have raised meanwhile."""
+    """Exceptions that threads have raised meanwhile."""
     raised: list[BaseException] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
     return raised

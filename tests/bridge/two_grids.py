@@ -242,7 +242,7 @@ def receive_all(receiver: BridgeReceiver, case: Case) -> list[torch.Tensor]:
 
 
 def local_slice(case: Case, sequence: torch.Tensor, number: int) -> torch.Tensor:
-    """What one of a language lane's ranks holds of the lane's sequence (T, H)."""
+    """A language rank's part of its lane's sequence (T, H)."""
     c, t = divmod(number, case.language_tp)
     if case.language_cp > 1:
         chunks = sequence.chunk(2 * case.language_cp)

@@ -1,4 +1,4 @@
-"""What a device would have noticed of a rank, and at which line."""
+"""Events of a rank that a device would notice, with their lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Event:
 
 @dataclass
 class Record:
-    """How often each event happened on one rank, and what the rank is doing now."""
+    """Counts of one rank's events, and the rank's present activity."""
 
     events: Counter[Event] = field(default_factory=Counter)
     step: int = -1

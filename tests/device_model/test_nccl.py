@@ -103,7 +103,7 @@ def _leave_unconnected() -> None:
 
 
 def in_one_queue() -> None:
-    """As with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for."""
+    """One queue per device: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for."""
     behave_like_nccl(one_queue=True)
 
 

@@ -190,7 +190,7 @@ def blocking(events: Events) -> Counter[str]:
 
 
 def watch(run_ranks: RunRanks, recipe: Recipe) -> list[Events]:
-    """What a device would have noticed of a run from scratch, by rank."""
+    """The events of a run from scratch, by rank."""
     make_run_dir(recipe, resumes=False)
     return watch_runs(run_ranks, [(recipe, FromScratch())])
 

@@ -29,7 +29,7 @@ from mimo.ops.segments import PackedSegments
 NAME = "mimo_segments"
 """The `attn_implementation` of language models."""
 TOWER_NAME = "mimo_flash_segments"
-"""That of towers: with "flash" in the name, transformers makes one call for all segments."""
+"""The one of towers: with "flash" in the name, transformers makes one call for all segments."""
 
 # Arguments of transformers' attention functions that no kernel of ours computes.
 _REFUSED = {

@@ -1,4 +1,4 @@
-"""Which part of the whole model's tensors a rank holds: names, rectangles, first values, pieces.
+"""A rank's part of the whole model's tensors: names, rectangles, first values, pieces.
 
 Every parameter is seen as a matrix of its first dimension by all others; a vector has one column.
 Weights are drawn, read and written by rectangles of it, so no rank needs the whole matrix. One rank
@@ -54,7 +54,7 @@ def stored_name(whole: str, model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut over ``size`` tensor-parallel ranks, of which this is ``rank``.
+    """The cut of a parameter over ``size`` tensor-parallel ranks, of which this is ``rank``.
 
     rows, columns: R' and C'. dim: along which it is cut; None if every rank has all of it.
     blocks: stacked matrices, such as gate and up, which are cut separately.

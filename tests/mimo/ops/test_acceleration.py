@@ -1,4 +1,4 @@
-"""What layers are made of on which machine, and that it changes nothing but their speed."""
+"""The implementation of layers depends on the machine, and changes nothing but their speed."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
             super().__init__(*args, **noted(options))
 
     class Norm:
-        """As Megatron's wrapper: what it makes is not of its class."""
+        """Like Megatron's wrapper: an instance is of another class."""
 
         made = 0
 

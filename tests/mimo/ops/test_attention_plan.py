@@ -38,7 +38,7 @@ NO_ITEMS: tuple[tuple[int, int], ...] = ()
 
 @dataclass
 class Recorded:
-    """What a variable-length kernel was given."""
+    """The arguments of a variable-length kernel."""
 
     bounds: tuple[Tensor, Tensor]
     heads: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Which kernel each kind of layer gets on which machine, and that none falls to a dense mask."""
+"""Each kind of layer gets the best kernel of a machine, and none of a GPU needs a dense mask."""
 
 from __future__ import annotations
 

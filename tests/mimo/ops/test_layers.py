@@ -107,7 +107,7 @@ def angles(tokens: int, size: int) -> Tensor:
 
 
 def plain_rotation(x: Tensor, frequencies: Tensor) -> Tensor:
-    """As Megatron's unfused embedding."""
+    """The rotation of Megatron's unfused embedding."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = frequencies.cos().to(x.dtype), frequencies.sin().to(x.dtype)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -142,7 +142,7 @@ class Lane:
 
     @property
     def segments(self) -> PackedSegments:
-        """What layers get of a packed lane."""
+        """The metadata of a packed lane for layers."""
         return PackedSegments.from_lengths(
             self.lengths, torch.device("cpu"), items=self.items if self.bidirectional_spans else ()
         )

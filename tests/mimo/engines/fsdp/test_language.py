@@ -255,7 +255,7 @@ def exact_on_four_ranks(rank: int) -> None:
 
 
 def computed(case: Case) -> tuple[int, int]:
-    """How often a step computes a layer's MLP, and its core attention."""
+    """Count a step's computations of a layer's MLP, and of its core attention."""
     mlp, attention = [], []
     attend = LayerForm.attend
     hook = cast("Any", case.model.units[0]).mlp.register_forward_pre_hook(lambda *_: mlp.append(1))

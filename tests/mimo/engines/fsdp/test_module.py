@@ -40,7 +40,7 @@ FOUR = [Job(shard=2, tp=2), Job(replicate=2, shard=2)]
 
 
 def trained(run_ranks: RunRanks, jobs: list[Job]) -> list[tuple[Outcome, list[int]]]:
-    """What each job gave, and how often a rank reduced gradients in each step."""
+    """Outcome of each job, and the number of gradient reductions in each step."""
     results = run_ranks(train, jobs[0].world, jobs)
     of_jobs = [[rank_results[number] for rank_results in results] for number in range(len(jobs))]
     return [(outcome(ranks), ranks[0]["reductions"]) for ranks in of_jobs]

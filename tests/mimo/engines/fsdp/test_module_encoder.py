@@ -37,7 +37,7 @@ class Tower(nn.Module):
 
 
 def patches(lane: int, number: int) -> Tensor:
-    """Of one microbatch; lane 1 has none at all."""
+    """A microbatch of a lane; lane 1 has no items."""
     generator = torch.Generator().manual_seed(10 * lane + number)
     return torch.randn(0 if lane == 1 else ROWS + number, WIDTH, generator=generator)
 

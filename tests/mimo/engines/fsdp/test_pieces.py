@@ -1,4 +1,4 @@
-"""What an fsdp module saves and loads: on any mesh, and with Megatron's checkpoints."""
+"""Checkpoints of an fsdp module: on any mesh, and from and to Megatron's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_of_padding_are_zeros_that_no_parameter_has() -> None:
 
 
 def names() -> Names:
-    """Those of Megatron's Qwen3, as a recipe makes them of the family's key map."""
+    """The names of Megatron's Qwen3, made of the family's key map as by a recipe."""
     from mimo.families.languages import qwen3
     from tests.language_steps import NUM_TOKENS, SETTINGS
 

@@ -28,7 +28,7 @@ def numbered() -> nn.ParameterDict:
 
 
 def holds(rank: int) -> dict[str, Any]:
-    """What a rank holds of each parameter on dp_replicate 1, 2 with tp 1, 2."""
+    """A rank's part of each parameter, by grid: dp_replicate 1, 2 with tp 1, 2."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from mimo.parallel.grids import GridSpec, Layout

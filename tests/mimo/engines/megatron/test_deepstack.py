@@ -34,7 +34,7 @@ NUM_LEVELS = 2  # of three layers
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computed segment by segment, under our names.
+    """The results of transformers, segment by segment, under our names.
 
     levels, level_gradients: (levels, n, H). places: (n,) of their rows in the packed sequence.
     """

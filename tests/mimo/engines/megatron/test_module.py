@@ -30,7 +30,7 @@ def steps_with_overwriting_linears(rank: int, path: Path, overrides: list[str]) 
     from mimo.parallel.build import build_layout
 
     class Linear(torch.autograd.Function):
-        """As Transformer Engine's: the first gradient of a step overwrites DDP's sum."""
+        """Like Transformer Engine's linear: a step's first gradient overwrites DDP's sum."""
 
         @staticmethod
         def forward(ctx: Any, x: Any, weight: Any, is_first: bool) -> Any:
