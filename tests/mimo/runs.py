@@ -102,6 +102,12 @@ def bad_samples(recipe: Path, run: str = "tiny") -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def shards(recipe: Path, *names: str, split: str = "sources") -> str:
+    """Return the override that takes the shards of these names, beside the recipe, as a split."""
+    paths = ", ".join(f"{{path: '{recipe.parent}/{name}-*.tar'}}" for name in names)
+    return f"data.{split}=[{paths}]"
+
+
 def corrupt(recipe: Path, name: str = "train") -> None:
     """Break pixels inside the first item: its header, which the index reads, stays good."""
     shard = recipe.parent / f"{name}-00000.tar"

@@ -23,7 +23,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.dataset import open_dataset
 from mimo.parallel.connections import SHARED_MEMORY
 from tests.conftest import RunRanks
-from tests.mimo.runs import corrupt, open_trainer
+from tests.mimo.runs import corrupt, open_trainer, shards
 
 STEPS = 5
 # Not packed by the thread that trains: the names, and where each is called.
@@ -40,6 +40,7 @@ PREPARING = (
     ("data.index.reader.SampleReader", "patches"),
 )
 ONE_RANK = ("encoders.vision.placement=colocated",)
+VALIDATED = ("train.validate_every=2", "train.validation_batches=2")
 
 
 @pytest.fixture
@@ -206,8 +207,7 @@ def train_and_share(rank: int, path: Path, shared: bool, overrides: list[str]) -
 def test_the_training_thread_neither_reads_nor_plans_nor_packs_whatever_is_prepared_ahead(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
-    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
-    validated = [shard, "train.validate_every=2", "train.validation_batches=2"]
+    validated = [shards(recipe, "train", split="validation"), *VALIDATED]
     losses, idle = [], []
     for mib, settings in ((0, validated), (512, validated), (512, [])):
         overrides = [*settings, f"data.prefetch_mib={mib}"]
@@ -275,9 +275,8 @@ def test_an_error_in_the_background_reaches_the_training_thread_as_it_was(
 def test_ranks_of_a_lane_on_one_host_decode_once_for_all_of_them_and_learn_the_same(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
-    pair = ["language.grid.tp=2", "encoders.vision.grid.tp=2", *ONE_RANK]
-    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
-    pair += [shard, "train.validate_every=2", "train.validation_batches=2"]
+    pair = ["language.grid.tp=2", "encoders.vision.grid.tp=2", *ONE_RANK, *VALIDATED]
+    pair.append(shards(recipe, "train", split="validation"))
     runs = [
         run_ranks(train_and_share, 2, recipe, shared, [*pair, f"data.workers={workers}"])
         for shared, workers in ((False, 0), (True, 0), (True, 1), (False, 2))

@@ -18,7 +18,7 @@ from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, run
+from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, run, shards
 
 
 def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
@@ -26,8 +26,7 @@ def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
 ) -> None:
     # Both sources are in every step, and each begins new epochs before and after the checkpoint.
     tiny.write_samples(recipe.parent, (1, 0, 2, 0, 1), name="other")
-    paths = ", ".join(f'{{path: "{recipe.parent}/{name}-*.tar"}}' for name in ("train", "other"))
-    sources = [f"data.sources=[{paths}]", "data.shuffle_block=1"]
+    sources = [shards(recipe, "train", "other"), "data.shuffle_block=1"]
     settings = [*LAYOUT, *ADAM, *sources, "train.steps=6", "train.save_every=3"]
     run(run_ranks, recipe, *settings, "name=whole")
     # The interrupted run: same recipe, ended after its checkpoint at step 3.
@@ -138,8 +137,7 @@ def test_a_source_that_is_added_on_resuming_joins_and_the_other_goes_on(
     settings = [*ADAM, "encoders.vision.placement=colocated", "train.global_batch_size=8"]
     run(run_ranks, recipe, *settings, "data.shuffle_block=null", "train.steps=2")
     checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
-    paths = ", ".join(f'{{path: "{recipe.parent}/{name}-*.tar"}}' for name in ("train", "other"))
-    more = ["data.shuffle_block=null", "train.steps=4", f"data.sources=[{paths}]"]
+    more = ["data.shuffle_block=null", "train.steps=4", shards(recipe, "train", "other")]
     run(run_ranks, recipe, *settings, *more, resume_from=checkpoint)
     epochs = [line["epochs"] for line in metrics(recipe)]
     assert epochs[:2] == [{"0": 8 / 12}, {"0": 16 / 12}]

@@ -17,6 +17,7 @@ from mimo.train.restarts import is_requeued
 from tests.mimo import tiny
 from tests.mimo.checkpoint.hf import folders
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
+from tests.mimo.runs import shards
 
 
 def launched(recipe: Path) -> Path:
@@ -173,8 +174,7 @@ def test_a_resume_from_another_folder_is_refused_and_one_that_has_moved_is_not(
     tiny.write_samples(tmp_path)
     model = folders.make("qwen3_vl", tmp_path / "model")
     path = folders.write_recipe(model, tmp_path / "recipe.yaml")
-    sources = f"data.sources=[{{path: '{tmp_path}/train-*.tar'}}]"
-    settings = [sources, f"train.run_dir={tmp_path}/runs", "train.steps=9"]
+    settings = [shards(path, "train"), f"train.run_dir={tmp_path}/runs", "train.steps=9"]
     trained(path, *settings)
     other = shutil.copytree(model, tmp_path / "other")
     for folder in (other, folders.make("qwen3_vl", tmp_path / "wider", num_layers=4)):

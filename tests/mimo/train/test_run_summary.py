@@ -19,7 +19,7 @@ from mimo.train.run_summary import num_parameters, precision_warnings, summary_o
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.model.test_fsdp_runs import make
-from tests.mimo.runs import LAYOUT, run
+from tests.mimo.runs import LAYOUT, run, shards
 
 ADAPTERS = ["language.lora={rank: 2, targets: [qkv, fc2]}", "encoders.vision.freeze=tower"]
 
@@ -77,7 +77,7 @@ def test_parameters_are_counted_as_modules_hold_them(
 
 
 def test_a_summary_has_sizes_layout_data_tokens_epochs_and_precision(recipe: Path) -> None:
-    more = f"data.validation=[{{path: '{recipe.parent}/more-*.tar'}}]"
+    more = shards(recipe, "more", split="validation")
     summary = facts(recipe, *LAYOUT, more, "train.steps=7")
     assert [*summary] == [
         *("model vision", "model language", "layout", "data.sources.0", "data.validation.0"),
@@ -100,8 +100,7 @@ def test_a_summary_has_sizes_layout_data_tokens_epochs_and_precision(recipe: Pat
 def test_epochs_are_of_each_source_and_of_the_whole_run_also_where_it_is_resumed(
     recipe: Path,
 ) -> None:
-    paths = [f"{{path: '{recipe.parent}/{name}-*.tar'}}" for name in ("train", "more")]
-    both = [f"data.sources=[{', '.join(paths)}]", "data.shuffle_block=1", "train.steps=2"]
+    both = [shards(recipe, "train", "more"), "data.shuffle_block=1", "train.steps=2"]
     assert facts(recipe, *both)["run"] == "2 steps, about 1 to 6 epochs"
     half = Progress(step=1, samples=12)
     resumed = facts(recipe, *both, progress=half)

@@ -36,6 +36,7 @@ from tests.mimo.runs import (
     mimo_here,
     open_trainer,
     run,
+    shards,
 )
 
 
@@ -198,7 +199,7 @@ def _observe(rank: int, path: Path) -> tuple[list[str], float, dict[str, float]]
 def test_validation_loss_is_the_mean_over_held_out_tokens(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
-    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
+    shard = shards(recipe, "train", split="validation")
     # Two batches of unequal numbers of tokens. The first source of training is another one.
     tiny.write_samples(recipe.parent, (6, 0, 5, 6, 0, 0, 0, 6))
     tiny.write_samples(recipe.parent, (3, 1, 2), name="other")
@@ -222,7 +223,7 @@ def test_several_validation_sources_have_the_losses_that_each_has_alone(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
     tiny.write_samples(recipe.parent, (3, 1, 2), name="other")
-    shards = [recipe.parent / f"{name}-00000.tar" for name in ("train", "other")]
+    paths = [recipe.parent / f"{name}-00000.tar" for name in ("train", "other")]
     every = ["train.validate_every=1", "train.validation_batches=1", "train.steps=1"]
 
     def losses(name: str, chosen: list[Path]) -> dict[str, float]:
@@ -230,8 +231,8 @@ def test_several_validation_sources_have_the_losses_that_each_has_alone(
         run(run_ranks, recipe, *LAYOUT, *every, f"data.validation=[{sources}]", f"name={name}")
         return metrics(recipe, name)[-1]
 
-    one, other = (losses(f"alone_{n}", [path])["validation_loss"] for n, path in enumerate(shards))
-    both = losses("both", shards)
+    one, other = (losses(f"alone_{n}", [path])["validation_loss"] for n, path in enumerate(paths))
+    both = losses("both", paths)
     assert one != pytest.approx(other, rel=1e-4)
     assert both["validation_loss_0"] == pytest.approx(one, rel=1e-6)
     assert both["validation_loss_1"] == pytest.approx(other, rel=1e-6)
@@ -262,8 +263,8 @@ CONSOLE = re.compile(
 
 @pytest.mark.slow
 def test_the_console_shows_our_lines_alone_and_the_log_files_the_rest(recipe: Path) -> None:
-    shard = f"data.validation=[{{path: '{recipe.parent}/train-*.tar'}}]"
-    settings = [shard, "train.validate_every=2", "train.log_every=1", "train.save_every=1"]
+    settings = [shards(recipe, "train", split="validation"), "train.validate_every=2"]
+    settings += ["train.log_every=1", "train.save_every=1"]
     for arguments, steps in ((["train.steps=2"], "12"), (["train.steps=3", "--resume"], "3")):
         done = mimo("train", recipe, *settings, *arguments)
         assert (done.returncode, done.stderr) == (0, "")
