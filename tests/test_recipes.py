@@ -280,7 +280,7 @@ def test_a_recipe_states_the_memory_of_each_role_that_the_formula_gives(
     assert expected in path.read_text(), f"the header should say\n{expected}"
 
 
-def test_there_is_a_recipe_for_each_published_model_and_each_family(models: Path) -> None:
+def test_there_is_a_recipe_for_each_published_model_and_each_family() -> None:
     assert {path.stem for path in LARGE} == {
         "qwen2_5_vl_7b_sft",
         "qwen3_vl_8b_pretrain",
