@@ -103,11 +103,9 @@ def train_step(
 
     # ---- forward and backward of the modules of this rank
     observer.at(step, "forward and backward")
-    is_early = step < batches.steps.start + _CHECKED_STEPS
-    compares = recipe.bridge.check == "always" or (
-        recipe.bridge.check == "first_steps" and is_early
-    )
-    rank_loss = run_modules(model, batch, check=compares)
+    num_checked = {"always": math.inf, "first_steps": _CHECKED_STEPS, "never": 0}
+    checks = step - batches.steps.start < num_checked[recipe.bridge.check]
+    rank_loss = run_modules(model, batch, check=checks)
     del batch  # its memory, before another batch is copied to the device
 
     # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
@@ -115,12 +113,14 @@ def train_step(
     model.finish_gradients(plan.num_loss_tokens)
     observer.gradients_complete(step, model.modules)
 
-    # ---- norms: one sum carries the loss, the last update's change, a later batch's bad samples
+    # ---- samples of a later step: the sum below carries which of them cannot be read
     observer.at(step, "data of a later step")
     with SPANS.span(RANK, "data"):
         batches.read_ahead()
-    idle_seconds = sum(sender.end.clock.seconds for sender in model.senders.values())
+
+    # ---- the one sum over all ranks: loss, norms, the last update's change, times
     observer.at(step, "norm and loss")
+    idle_seconds = sum(sender.end.clock.seconds for sender in model.senders.values())
     train, rates = recipe.train, learning_rates(recipe, step)
     norms: dict[str, Tensor] = {}
     for name, module in model.modules.items():
