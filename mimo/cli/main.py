@@ -19,12 +19,13 @@ from mimo.cli.data import (
     tiny,
 )
 from mimo.cli.inspect import compare, evaluate, generate, logs, report, status
-from mimo.cli.options import Command, readable_errors
+from mimo.cli.options import Command, Group, readable_errors
 from mimo.cli.train import check, train
 from mimo.cli.verify import experiment, parity, replay, verify
 from mimo.runtime.ranks import set_variables
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from mimo.errors import InputError
 
@@ -30,9 +30,16 @@ EmaOption = Annotated[
 JsonOption = Annotated[Path | None, typer.Option(help="Write every figure to this file.")]
 
 _REMOVED = {
+    "bench": "use python -m benchmarks.bridge, .train, .data or .checkpoint in a clone",
+    "fit": "override the grid with fewer lanes, for example language.grid.dp=6",
+    "prepare": "use python -m examples.digits in a clone",
+    "quickstart": "use make train in a clone",
+    "top": "use mimo status",
     "--elastic": "after a loss of nodes, override language.grid.dp with fewer lanes",
+    "--dtype": "tiny checkpoints are fp32",
+    "--tie": "tiny checkpoints tie embedding and head as their family does",
 }
-"""Options of earlier versions, and what to use instead."""
+"""Commands and options of earlier versions, and what to use instead."""
 
 
 def readable_errors(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -48,6 +55,16 @@ def readable_errors(command: Callable[..., int | None]) -> Callable[..., None]:
         raise typer.Exit(code or 0)
 
     return run
+
+
+class Group(TyperGroup):
+    """A group of commands that names the replacement of a command that was removed."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, or None. Raises BadParameter for one that was removed."""
+        if cmd_name in _REMOVED:
+            raise typer.BadParameter(f"mimo {cmd_name} was removed; {_REMOVED[cmd_name]}")
+        return super().get_command(ctx, cmd_name)
 
 
 class Command(TyperCommand):
