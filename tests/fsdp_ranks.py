@@ -199,14 +199,15 @@ def planted(mistake: str) -> Iterator[None]:
 
 def outcome(ranks: Sequence[dict[str, Any]]) -> Outcome:
     """Of one job, from what its ranks have."""
-    tensors = []
-    for kind in ("gradients", "weights"):
+
+    def join(kind: str) -> dict[str, Tensor]:
         whole = assembled([rank[kind] for rank in ranks], once=kind == "weights")
-        tensors.append({key.removeprefix("language."): values for key, values in whole.items()})
+        return {key.removeprefix("language."): tensor for key, tensor in whole.items()}
+
     norms = ranks[0]["norms"]
     assert all(rank["norms"] == norms for rank in ranks)
     totals = [math.fsum(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
-    return Outcome(*tensors, norms, totals)
+    return Outcome(join("gradients"), join("weights"), norms, totals)
 
 
 def worst(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
