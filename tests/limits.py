@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("mimo", "bridge", "data", "encoders")
 # The goal is 40,000 source lines, 28,000 of code, and 42,000 test lines; until then nothing grows.
 LIMITS = {
-    "source lines": 43_700,
-    "source lines of code": 30_000,
-    "source files": 230,
-    "test lines": 48_300,
+    "source lines": 41_600,
+    "source lines of code": 28_900,
+    "source files": 210,
+    "test lines": 45_200,
     "entries of mimo": 18,
     "README lines": 150,
 }
