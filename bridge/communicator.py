@@ -106,7 +106,7 @@ class BridgeSender:
         collects = plan.collects(end.rank)
         start_receiving(end, microbatch, "gradients", collects, gradient).wait()
         self._without_gradient.remove(microbatch)
-        # A rank that sends back the gradient of rows has received them, so their buffer is free.
+        # A gradient came back, so its rows have arrived: their buffer may be used again.
         self._sent.popleft().wait()
         if end.gather is None:  # all other rows are padding
             gradient[collects.num_rows :].zero_()
@@ -192,6 +192,10 @@ class BridgeReceiver:
         return rows.to(end.dtype)
 
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
+        """Send back the gradients (n, H) of the rows that came over the bridge, not of copies.
+
+        Returns None, because the graph's input on this rank is the anchor.
+        """
         plan, end = self._plans[microbatch], self.end
         received = gradient.detach()[end.own_rows(plan)]
         returns = plan.returns(end.rank)

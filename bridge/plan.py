@@ -93,9 +93,9 @@ class BridgePlan:
     | `sends` rows | `receives` rows | rows of the rank; positions on the rank |
     | `collects` gradients | `returns` gradients | rows of the rank; rows that it received |
 
-    A sender takes ``rows[sends.index]`` and adds up gradients by ``gradient[collects.index] =
-    arrived``. A receiver puts ``arrived`` at ``receives.index`` and answers with
-    ``gradient_of_arrived[returns.index]``.
+    A sender takes ``rows[sends.index]`` and writes arriving gradients to
+    ``gradient[collects.index]``; each row's comes back once. A receiver puts ``arrived`` at
+    ``receives.index`` and answers with ``gradient_of_arrived[returns.index]``.
     """
 
     source_rank: Ints
@@ -122,9 +122,10 @@ class BridgePlan:
         """Cut every item's run where the receiver changes, then where the sender changes.
 
         returning: needed when ``destination`` has copies (`delivery: replicated`). It maps each
-            position to the one rank that returns the gradient of the row there, to the sender of
-            its copy. `sharded_destination(..., sequence_parallel=False, ...)` gives even shares to
-            the TP ranks of the position's CP rank, which all have the complete gradient.
+            position to the one rank that returns the gradient of the row there. It returns it to
+            whoever sent that rank's copy. `sharded_destination(..., sequence_parallel=False, ...)`
+            gives even shares to the TP ranks of the position's CP rank, which all have the
+            complete gradient.
         """
         assert destination.copies == 1 or returning is not None, "copies need a returning map"
         copies = destination.copies
@@ -168,9 +169,9 @@ class BridgePlan:
     def part(
         self, pieces: slice, runs: ItemRuns, held: Ints, whole: Callable[[], BridgePlan] | None
     ) -> BridgePlan:
-        """Return one microbatch's plan, if this is that of several, planned side by side as lanes.
+        """Cut one microbatch out of a plan of several, whose lanes are numbered one after another.
 
-        pieces: the microbatch's. runs, held: all its items, and their `held_rows`.
+        pieces: its rows of the table. runs, held: all its items, and their `held_rows`.
         """
         columns = {name: getattr(self, name)[pieces] for name in (*_COLUMNS, "returned", "item")}
         return BridgePlan(
@@ -202,6 +203,7 @@ class BridgePlan:
 
         def returns() -> Exchange:
             mine = np.flatnonzero(self.destination_rank == rank)
+            # Received rows lie message after message, by sender; number them in that order.
             mine = mine[np.argsort(self.source_rank[mine], kind="stable")]
             received = offsets(self.length[mine])[:-1]  # where each piece begins among them
             kept = self.returned[mine]
@@ -213,8 +215,8 @@ class BridgePlan:
     def collects(self, rank: int) -> Exchange:
         """Return the rows of ``rank`` of the encoder whose gradients come back to it.
 
-        If TP ranks hold the same rows, the other rows' gradients come back to the other ranks: the
-        lane's gradient is the sum over its TP ranks.
+        If TP ranks hold the same rows, each gets the gradients of a part of them; `share_out` then
+        gives every TP rank those of all.
         """
         if self.returned.all():
             return self.sends(rank)

@@ -227,11 +227,11 @@ class MimoModel:
                     rows = _flat_embeddings(output, senders, range(number, number + 1))
                     pairs = zip(senders.values(), rows, strict=True)
                     tokens = [sender.send(number, part_of_rows) for sender, part_of_rows in pairs]
-                    output = torch.stack(tokens).sum()
+                    output = torch.stack(tokens).sum()  # its backward reaches every link
             return self._note_backward(output, part, number)
 
         has_backward = module.trains and not forward_only
-        # Time outside of the forward passes is backward, or a wait inside of it.
+        # The span holds what the spans inside leave over: backward, or a wait inside of it.
         with torch.set_grad_enabled(has_backward), SPANS.span(module.name, "backward"):
             items = [batch.items for batch in batches]
             module.run_encoder(forward, list(enumerate(batches)), items, not has_backward)
@@ -252,6 +252,7 @@ class MimoModel:
         for start in range(0, len(batches), size):
             group = range(start, min(start + size, len(batches)))
             with ExitStack() as stack:
+                # Only the last group of microbatches reduces gradients.
                 if group.stop < len(batches) and not forward_only:
                     for other in self.modules.values():
                         stack.enter_context(other.accumulate_only())
@@ -317,6 +318,7 @@ class MimoModel:
                 )
             return self._note_backward(output, part, number)
 
+        # position_ids are (3, B, S); the schedule takes (S, B).
         sizes = cast("Any", [batches[number].position_ids.shape[:0:-1] for number in group])
         has_backward = (module.trains or self.trains_encoders) and not forward_only
         with torch.set_grad_enabled(has_backward), SPANS.span(module.name, "backward"):

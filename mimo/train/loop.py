@@ -66,8 +66,8 @@ class Trainer:
         """Train from ``self.progress``, yielding each step's metrics.
 
         It ends with the last step, or after one with which all ranks agree on `early_stop`.
-        bad_samples: on the one rank that lists them. owes_validation: the run ended between the
-        last step and the validation after it, if one is due there.
+        bad_samples: on the one rank that lists them. owes_validation: the run that is
+        resumed stopped before the validation of its last step; if one was due, it comes first.
         Raises FloatingPointError as `AnomalyDetector.check` does.
         """
         train, layout = self.recipe.train, self.topology.layout
@@ -97,7 +97,7 @@ class Trainer:
             for step in steps:
                 profiler.start_step(step)
                 self._count_skipped(step, batches.upcoming, dataset, bad_samples)
-                # The reduction tells all ranks; the next save raises the reason.
+                # The sum in `train_step` tells all ranks; the next save raises the reason.
                 self.early_stop.local_reasons = (SAVE_FAILED,) if self.saver.has_failed else ()
                 result = train_step(
                     step=step,
@@ -130,7 +130,7 @@ class Trainer:
                 if validation and _is_due(train.validate_every, done) and not stops:
                     observer.at(step, "validation")
                     yield {"step": done, **self.validate(validation, decoding)}
-                if saves:  # only now, so that no line of a step before a checkpoint is missing
+                if saves:  # after the caller wrote this step's line: no checkpoint is newer
                     self.saver.on_progress()
                     self.saver.publish()
                 if stops:

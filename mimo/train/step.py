@@ -120,13 +120,16 @@ def train_step(
 
     # ---- the one sum over all ranks: loss, norms, the last update's change, times
     observer.at(step, "norm and loss")
+    # Before `take_waited_seconds` below sets the clocks to 0.
     idle_seconds = sum(sender.end.clock.seconds for sender in model.senders.values())
     train, rates = recipe.train, learning_rates(recipe, step)
     norms: dict[str, Tensor] = {}
     for name, module in model.modules.items():
         with SPANS.span(name, "gradients"):
             norms[name] = module.squared_norm()
+    # On a GPU the period that begins here is reported two steps later.
     SPANS.end_period(measures=is_logged(train, step + 2))
+    # Of the last update; what this step changes goes into the next sum.
     changes, model.squared_changes = model.squared_changes, {}
     waited, logged = batches.take_waited_seconds(), is_logged(train, step)
     terms = StepSums(
@@ -149,7 +152,7 @@ def train_step(
     is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not is_skipped:
         started += wait_for_copy(partial(observer.at, step, "update"))  # the save's time
-        clip, measured = train.clip_grad_norm, is_logged(train, step + 1)
+        clip, measured = train.clip_grad_norm, is_logged(train, step + 1)  # see `changes` above
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         for name, module in model.modules.items():
             with SPANS.span(name, "update"):
