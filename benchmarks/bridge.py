@@ -146,7 +146,7 @@ class Workload:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """Of each language lane: some text comes last."""
+        """Return the number of tokens of each language lane, which ends with some text."""
         runs, tp = self.runs, self.case.language_tp
         ends = np.zeros(self.case.language_lanes, np.int64)
         np.maximum.at(ends, runs.destination_lane, runs.position + runs.rows)

@@ -49,7 +49,7 @@ class StepTime:
 
     @property
     def ms(self) -> float:
-        """Of the slower rank."""
+        """Milliseconds that the slower rank takes."""
         return max(self.sender_ms, self.receiver_ms)
 
 

@@ -323,7 +323,10 @@ def compete(
                 rows,
                 way,
                 {name: [*map(Run, own)] for name, own in zip(runs, slowest.tolist(), strict=True)},
-                {name: [own[rank] for rank in needed_rows] for name, own in received.items()},
+                {
+                    name: [num_bytes[rank] for rank in needed_rows]
+                    for name, num_bytes in received.items()
+                },
                 [number * hidden * DTYPE.itemsize for number in needed_rows.values()],
             )
         )

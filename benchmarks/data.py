@@ -113,7 +113,7 @@ class Workload:
 
     @property
     def num_batches(self) -> int:
-        """Of a pass."""
+        """The number of batches in a pass over the samples."""
         return self.num_samples // BATCH
 
     @property
@@ -360,7 +360,7 @@ def main(
     runs: dict[str, dict[str, list[Run]]] = {}
     for where, name in turns:
         runs.setdefault(where, {})[name] = passes[f"{name}: {where}"]
-    contests = [Contest(where, own) for where, own in runs.items()]
+    contests = [Contest(place, of_place) for place, of_place in runs.items()]
     installed = sorted(INSTALL[package] for package in INSTALL.keys() - missing)
     report = Report(
         title="The input path of loaders on the same photos",

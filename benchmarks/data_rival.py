@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that goes to the device."""
+        """Size of all that goes to the device."""
         return sum(tensor.nbytes for tensor in (self.input_ids, self.pixels, *self.others))
 
     def samples(self) -> Iterator[tuple[str, Tensor, Tensor]]:

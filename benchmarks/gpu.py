@@ -6,9 +6,7 @@ Result:    not measured yet; runs/gpu_check/index.html and gpu_check.json say wh
 
 It prints versions and kernels, trains five small jobs on the GPU and on the CPU and compares their
 losses, compares the speed of one stack of Qwen3-VL-8B's width with transformers, and runs the tests
-that are marked `gpu`. The stack trains in bf16 on sequences of equal length, so neither side pads.
-Ours keeps weights and optimizer state in fp32 beside the bf16 weights, transformers' model keeps
-all of it in bf16. The vocabulary is small, so that nearly all work is in the layers.
+that are marked `gpu`.
 """
 
 from __future__ import annotations
@@ -22,18 +20,15 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.train import write_shard
-from data.text.digits import DIGITS, conversation, write_tokenizer
+from benchmarks.gpu_speed import QWEN3_VL_8B, Stack, compare_speed, read_steps
 from examples.digits.scans import prepare_digits
 from mimo.device import SHARE_GPUS
 from mimo.report.page import Part, Section, render
@@ -69,6 +64,18 @@ class Check:
     passed: bool
     value: str
     seconds: float
+
+
+def attempt(name: str, work: Callable[[], tuple[bool, str]]) -> Check:
+    """Call ``work``, which returns whether it passed and what is worth knowing; print the check."""
+    start = time.monotonic()
+    try:
+        passed, value = work()
+    except (RuntimeError, OSError) as failure:
+        passed, value = False, str(failure)
+    check = Check(name, passed, value, time.monotonic() - start)
+    print(check, flush=True)
+    return check
 
 
 def command(
@@ -141,8 +148,7 @@ def train(name: str, device: str, folder: Path, variables: Mapping[str, str]) ->
         folder=folder,
         variables=variables,
     )
-    lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
-    return [metrics["loss"] for metrics in map(json.loads, lines) if "loss" in metrics]
+    return [step["loss"] for step in read_steps(folder / "runs" / run)]
 
 
 def compare_losses(on_gpu: Sequence[float], on_cpu: Sequence[float]) -> float:
@@ -162,144 +168,13 @@ def run_jobs(names: Sequence[str], folder: Path, gpu: Mapping[str, str]) -> list
     with ThreadPoolExecutor(1) as beside:
         on_cpu = {name: beside.submit(train, name, "cpu", folder, CPU) for name in names}
         for name in names:
-            start = time.monotonic()
-            try:
+
+            def compare(name: str = name) -> tuple[bool, str]:
                 error = compare_losses(train(name, "gpu", folder, gpu), on_cpu[name].result())
-                passed, value = error <= LOSS_TOLERANCE, f"largest difference of losses {error:.2e}"
-            except (RuntimeError, OSError) as failure:
-                passed, value = False, str(failure)
-            checks.append(Check(f"train {name}", passed, value, time.monotonic() - start))
-            print(checks[-1], flush=True)
+                return error <= LOSS_TOLERANCE, f"largest difference of losses {error:.2e}"
+
+            checks.append(attempt(f"train {name}", compare))
     return checks
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Sizes of the layers, and of a step: microbatches of `sequences` with about `words` tokens."""
-
-    num_layers: int = 4
-    hidden_size: int = 4096
-    ffn_hidden_size: int = 12288
-    num_attention_heads: int = 32
-    num_query_groups: int = 8
-    head_size: int = 128
-    words: int = 2000
-    sequences: int = 4
-    microbatches: int = 2
-    steps: int = 12
-    precision: str = "bf16"
-
-
-_SIZES = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_size"
-_WARM_UP_STEPS = 3
-QWEN3_VL_8B = Stack()
-"""The width of Qwen3-VL-8B's language model, with 4 of its 36 layers."""
-
-
-def compare_speed(stack: Stack, folder: Path, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Tokens per second and MFU of ours and of transformers, one after the other."""
-    recipe = write_stack(stack, folder / "stack")
-    mimo("train", recipe, folder=folder, variables=variables)
-    lines = (folder / "stack/runs/stack/metrics.jsonl").read_text().splitlines()
-    steps = [line for line in map(json.loads, lines) if "loss" in line][_WARM_UP_STEPS:]
-    ours = statistics.median(step["tokens_per_second"] for step in steps)
-    mfu = steps[-1]["mfu"] and statistics.median(step["mfu"] for step in steps)
-    length = round(steps[0]["tokens"] / (stack.sequences * stack.microbatches))
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        attention, theirs = pool.submit(transformers_rate, stack, length).result()
-    ratio = ours / theirs
-    return {
-        "ratio": ratio,
-        "contestants": {
-            "ours": {"tokens_per_second": ours, "mfu": mfu},
-            f"transformers, {attention}": {
-                "tokens_per_second": theirs,
-                "mfu": mfu and mfu / ratio,
-            },
-        },
-        "note": f"{stack}; {length} tokens to a sequence",
-    }
-
-
-def write_stack(stack: Stack, folder: Path) -> Path:
-    """Write a step's samples of equally many tokens, and our recipe: the language model alone."""
-    folder.mkdir(parents=True)
-    write_tokenizer(folder / "tokenizer")
-    rng = np.random.default_rng(0)
-
-    def digits() -> str:
-        return " ".join(DIGITS[n] for n in rng.integers(len(DIGITS), size=stack.words // 2))
-
-    def sample(number: int) -> dict[str, Any]:
-        content = json.dumps({"messages": conversation([], digits(), digits())}).encode()
-        return {"__key__": f"sample{number:04d}", "json": content}
-
-    num_samples = stack.sequences * stack.microbatches
-    write_shard(folder / "train-00000.tar", map(sample, range(num_samples)))
-    half = stack.head_size // 2
-    side = 5 * half // 16  # as Qwen3-VL divides 64: 24, 20, 20
-    model = {name: getattr(stack, name) for name in _SIZES.split()}
-    model["mrope_section"] = [half - 2 * side, side, side]
-    content = {
-        "name": "stack",
-        "language": {"family": "qwen3", "grid": {"dp": 1}, "model": model},
-        "data": {
-            "sources": [{"path": str(folder / "train-*.tar")}],
-            "tokenizer": str(folder / "tokenizer"),
-            "sequence_length": 2 * stack.words,
-        },
-        "train": {
-            "steps": stack.steps,
-            "global_batch_size": stack.sequences * stack.microbatches,
-            "micro_batch_size": stack.sequences,
-            "precision": stack.precision,
-            "learning_rate": 1e-4,
-            "log_every": 1,
-            "run_dir": str(folder / "runs"),
-        },
-    }
-    path = folder / "stack.yaml"
-    path.write_text(json.dumps(content))  # which is YAML as well
-    return path
-
-
-def transformers_rate(stack: Stack, length: int) -> tuple[str, float]:
-    """Name of the attention, and median tokens per second of transformers' Qwen3; in a process."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from mimo.device import local_device, synchronize
-    from mimo.ops.acceleration import has_function
-
-    device = local_device(0)
-    has_flash = device.type == "cuda" and has_function("flash_attn", "flash_attn_varlen_func")
-    attention = "flash_attention_2" if has_flash else "sdpa"
-    config = Qwen3Config(
-        vocab_size=64,
-        num_hidden_layers=stack.num_layers,
-        hidden_size=stack.hidden_size,
-        intermediate_size=stack.ffn_hidden_size,
-        num_attention_heads=stack.num_attention_heads,
-        num_key_value_heads=stack.num_query_groups,
-        head_dim=stack.head_size,
-    )
-    model: Any = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.bfloat16
-    )
-    model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(0, config.vocab_size, (stack.sequences, length), device=device)
-    rates = []
-    for _ in range(stack.steps):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(stack.microbatches):
-            (model(input_ids=ids, labels=ids, use_cache=False).loss / stack.microbatches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize()
-        rates.append(ids.numel() * stack.microbatches / (time.perf_counter() - start))
-    return attention, statistics.median(rates[_WARM_UP_STEPS:])
 
 
 def run_tests(folder: Path, variables: Mapping[str, str], seconds: float) -> list[Check]:
@@ -353,14 +228,14 @@ def main(
             print("gpu-check needs a GPU, and torch sees none here", file=sys.stderr)
             return 2
         checks = run_jobs(jobs, folder, variables)
-        begun = time.monotonic()
-        try:
-            speeds = compare_speed(stack, folder, variables)
-            value = f"{speeds['ratio']:.2f} x transformers"
-            checks.append(Check("speed", True, value, time.monotonic() - begun))
-        except (RuntimeError, OSError) as failure:
-            speeds = dict[str, Any]()
-            checks.append(Check("speed", False, str(failure), time.monotonic() - begun))
+        speeds = dict[str, Any]()
+
+        def compare() -> tuple[bool, str]:
+            run = partial(mimo, "train", folder=folder, variables=variables)
+            speeds.update(compare_speed(stack, folder, run))
+            return True, f"{speeds['ratio']:.2f} x transformers"
+
+        checks.append(attempt("speed", compare))
         if tests:
             left = TOTAL_SECONDS - (time.monotonic() - start)
             checks += run_tests(folder, variables, max(left, _LEAST_TEST_SECONDS))
@@ -382,20 +257,16 @@ def conclude(
     ]
     table = Table(("check", "result", "", "time"), rows, words=True)
     show(table)
-    content = {
-        "versions": facts,
-        "checks": [asdict(check) for check in checks],
-        "speed": speeds,
-        "seconds": seconds,
-    }
+    content = {"versions": facts, "speed": speeds, "seconds": seconds}
+    content["checks"] = [asdict(check) for check in checks]
     (folder / "gpu_check.json").write_text(json.dumps(content, indent=1))
     tiles = {"device": facts["device"], "time": f"{seconds:.0f} s"}
     tiles["passed"] = f"{sum(check.passed for check in checks)} of {len(checks)}"
     contestants = Table(
         ("", "tokens/s", "MFU"),
         [
-            (name, number(one["tokens_per_second"]), percent(one["mfu"]))
-            for name, one in speeds.get("contestants", {}).items()
+            (name, number(speed["tokens_per_second"]), percent(speed["mfu"]))
+            for name, speed in speeds.get("contestants", {}).items()
         ],
     )
     sections = (

@@ -167,7 +167,7 @@ def _answer(*args: Any) -> Any:
 
 
 def _processor_seconds() -> float:
-    """Of this process and all below it, in user and system mode, ended children included."""
+    """Return the processor time of this process and its children, ended ones included."""
     total = 0.0
     for process in (root := psutil.Process(), *root.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):

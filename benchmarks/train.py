@@ -67,7 +67,7 @@ def lengths_of(contestant: str) -> Lengths:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model, and of its samples.
+    """Sizes of the model and of its samples.
 
     width, num_layers: of `TinyCheckpoint`. samples: of one step. tokens: of a microbatch, about.
     median_words: of a sample's text.

@@ -90,7 +90,7 @@ def their_side(workload: Workload, threads: int) -> Callable[[str], Any]:
     logging.disable_progress_bar()
     set_threads(threads, 1)
     collators = {name: Collator(workload.checkpoint, workload.shard(name)) for name in LENGTHS}
-    means = {name: sum(own.lengths) / len(own.lengths) for name, own in collators.items()}
+    means = {name: sum(c.lengths) / len(c.lengths) for name, c in collators.items()}
     train = workload.recipe("equal", 1, means["equal"], threads).train
     contestants = {}
     for name in THEIRS:
@@ -119,13 +119,15 @@ class Collator:
         )
         counted = [self([number]) for number in range(len(self._samples))]
         self.lengths = [inputs["input_ids"].shape[1] for inputs in counted]
-        self.loss_tokens = [int((one["labels"][:, 1:] != IGNORED).sum()) for one in counted]
+        self.loss_tokens = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in counted]
 
     def __call__(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """Inputs (B, S), labels (B, S) and the pixels of all images."""
         chosen = [self._samples[n] for n in samples]
         chats = [json.loads(sample["json"])["messages"] for sample in chosen]
-        files = [one[name] for one in chosen for name in sorted(one) if name.endswith("png")]
+        files = [
+            sample[name] for sample in chosen for name in sorted(sample) if name.endswith("png")
+        ]
         images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
         text = self.processor.apply_chat_template(chats, tokenize=False)
         inputs = self.processor(

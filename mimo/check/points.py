@@ -141,6 +141,7 @@ def _forward_order(point: str) -> tuple[int, int, int]:
 def _compare_point(
     point: str, whole: np.ndarray, parts: Sequence[PointPart], tolerance: float
 ) -> PointResult:
+    # Inputs are prepared by the same arithmetic on both sides, so they must be equal.
     tolerance = 0.0 if point in INPUTS else tolerance
     largest = max(float(np.abs(whole).max(initial=0.0)), _SMALLEST_SCALE)
     scale = 1.0 if point in (*INPUTS, LOGITS) else largest

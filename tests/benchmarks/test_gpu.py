@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu_speed import Stack
 
-SMALL = gpu.Stack(1, 32, 48, 4, num_query_groups=2, head_size=8, words=20, sequences=2, steps=5)
+SMALL = Stack(1, 32, 48, 4, num_query_groups=2, head_size=8, words=20, sequences=2, steps=5)
 
 
 @pytest.mark.slow
