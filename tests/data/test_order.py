@@ -199,23 +199,24 @@ def test_positions_before_stay_and_every_source_that_stays_goes_on(stages: list[
         new = names_at(order, stage, np.arange(end, end + stage.length))
         seen, end = [*seen, *new], end + stage.length
         for name, (size, _) in stage.sources.items():
-            own = [sample for other, sample in seen[began[name] :] if other == name]
-            for first in range(0, len(own), size):
-                epoch = own[first : first + size]
+            samples = [sample for source, sample in seen[began[name] :] if source == name]
+            for first in range(0, len(samples), size):
+                epoch = samples[first : first + size]
                 assert len(set(epoch)) == len(epoch), "a sample is repeated within an epoch"
                 if len(epoch) == size:
                     assert set(epoch) == set(range(size))
 
 
 def test_a_source_appended_changes_no_position_before_and_delays_no_other_source() -> None:
-    one = SampleOrder([1000], [1.0], 1, 4, ["a"])
-    both = SampleOrder([1000, 500], [3.0, 1.0], 1, 4, ["a", "b"]).after(one.mixtures, 402)
+    alone = SampleOrder([1000], [1.0], 1, 4, ["a"])
+    both = SampleOrder([1000, 500], [3.0, 1.0], 1, 4, ["a", "b"]).after(alone.mixtures, 402)
     positions = np.arange(402)
-    np.testing.assert_array_equal(both.at(positions), one.at(positions))
+    np.testing.assert_array_equal(both.at(positions), alone.at(positions))
     source, sample = both.at(np.arange(402, 1202))
     assert abs((source == 1).sum() - 200) <= 8 * 4
-    own = sample[source == 0]
-    np.testing.assert_array_equal(own, one.at(np.arange(402, 402 + len(own)))[1])
+    of_first = sample[source == 0]
+    expected = alone.at(np.arange(402, 402 + len(of_first)))[1]
+    np.testing.assert_array_equal(of_first, expected)
     assert both.epochs(402) == [0.402, 0.0]
 
 
@@ -224,7 +225,7 @@ def test_other_weights_change_only_how_often_sources_have_their_turn() -> None:
     after = SampleOrder([50, 50], [1.0, 4.0], 1, 1, ["a", "b"]).after(before.mixtures, 60)
     for number in (0, 1):
         whole = [order.at(np.arange(400)) for order in (before, after)]
-        first, second = ([n for s, n in zip(*one, strict=True) if s == number] for one in whole)
+        first, second = ([n for s, n in zip(*drawn, strict=True) if s == number] for drawn in whole)
         common = min(len(first), len(second))
         assert first[:common] == second[:common]
     source, _ = after.at(np.arange(60, 560))

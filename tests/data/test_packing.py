@@ -285,8 +285,8 @@ def test_a_source_has_its_turns_one_after_another_wherever_one_begins_to_ask(
     before, after = mixing.counts(start), mixing.counts(start + length)
     assert before.sum() == start
     for number in range(len(weights)):
-        own = earlier[source == number]
-        assert own.tolist() == list(range(before[number], after[number]))
+        turns = earlier[source == number]
+        assert turns.tolist() == list(range(before[number], after[number]))
 
 
 def test_a_source_of_weight_zero_has_no_turn() -> None:
@@ -309,11 +309,11 @@ SMALL, LARGE = st.integers(1, 70), st.integers(2**16 + 1, 2**16 + 5000)
 @settings(max_examples=40)
 @given(size=SMALL | LARGE, salts=st.lists(st.integers(-(2**70), 2**70), max_size=4))
 def test_every_number_is_in_one_slot_and_is_found_there(size: int, salts: list[int]) -> None:
-    own = permutation(size, *salts)
-    numbers = own.at(np.arange(size))
+    order = permutation(size, *salts)
+    numbers = order.at(np.arange(size))
     assert (np.sort(numbers) == np.arange(size)).all()
     for number in {0, size // 2, size - 1}:
-        assert numbers[own.slot_of(number)] == number
+        assert numbers[order.slot_of(number)] == number
 
 
 def test_up_to_65536_numbers_are_sorted_by_their_hashes_as_they_always_were() -> None:
@@ -325,8 +325,8 @@ def test_up_to_65536_numbers_are_sorted_by_their_hashes_as_they_always_were() ->
 
 def test_the_order_of_many_never_changes_between_versions() -> None:
     # A resumed run needs the order it began with.
-    own = permutation(10**12, 7, 1)
-    assert own.at(np.array([0, 1, 2, 10**12 - 1])).tolist() == OF_MANY
+    order = permutation(10**12, 7, 1)
+    assert order.at(np.array([0, 1, 2, 10**12 - 1])).tolist() == OF_MANY
 
 
 @pytest.mark.parametrize("size", [2**16 + 1, 250_000])
@@ -347,9 +347,9 @@ def test_many_numbers_lie_as_at_random(size: int) -> None:
 
 def test_an_entry_of_a_huge_permutation_takes_no_memory_for_the_others() -> None:
     tracemalloc.start()
-    own = permutation(10**15, 1)
-    own.at(np.arange(10**14, 10**14 + 1000))
-    own.slot_of(10**15 - 1)
+    order = permutation(10**15, 1)
+    order.at(np.arange(10**14, 10**14 + 1000))
+    order.slot_of(10**15 - 1)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 2**18

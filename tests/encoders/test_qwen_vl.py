@@ -114,6 +114,6 @@ def test_fewer_layers_with_full_attention_make_large_images_cheaper_beside_small
         return processor.plan(Part((1400, 560))).cost / processor.plan(Part((280, 112))).cost
 
     num_patches = 25  # times as many in the large image
-    one, two = (large_to_small(full_attention_layers=layers) for layers in ((1,), (1, 2)))
+    one_layer, two_layers = (large_to_small(full_attention_layers=n) for n in ((1,), (1, 2)))
     full = large_to_small(window_size=None, full_attention_layers=())
-    assert num_patches < one < two < full < num_patches**2
+    assert num_patches < one_layer < two_layers < full < num_patches**2

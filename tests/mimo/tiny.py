@@ -216,12 +216,12 @@ def assemble(results: Sequence[dict[str, Any]], what: str) -> dict[str, np.ndarr
         by_name.setdefault(shard.name, []).append(shard)
     whole: dict[str, np.ndarray | None] = {}
     for name, parts in by_name.items():
-        found = join_shards(parts, f"{what}s")
-        whole[name] = found[-1] if found else None
-        for shard in parts if found else ():
+        joined = join_shards(parts, f"{what}s")
+        whole[name] = joined[-1] if joined else None
+        for shard in parts if joined else ():
             steps = shard.gradients if what == "gradient" else shard.weights
             message = f"{name} differs by lane"
-            np.testing.assert_array_equal(slice_of(found[-1], shard), steps[-1], err_msg=message)
+            np.testing.assert_array_equal(slice_of(joined[-1], shard), steps[-1], err_msg=message)
     return whole
 
 

@@ -108,14 +108,14 @@ def to_patches(pixels: np.ndarray, processor: SquareImageProcessor) -> np.ndarra
     """(3, height, width) -> (h·w, 3·P·P), the patches of one row adjacent."""
     size, merge = processor.patch_size, processor.merge_size
     side = pixels.shape[1] // size
-    found = []
+    patches = []
     for row in range(0, side, merge):
         for column in range(0, side, merge):
             for y in range(row, row + merge):
                 for x in range(column, column + merge):
                     patch = pixels[:, y * size : (y + 1) * size, x * size : (x + 1) * size]
-                    found.append(patch.reshape(-1))
-    return np.stack(found)
+                    patches.append(patch.reshape(-1))
+    return np.stack(patches)
 
 
 @pytest.mark.parametrize("size", [(56, 56), (123, 45), (31, 300), (1, 1), (1000, 900)])
@@ -151,4 +151,4 @@ def test_fingerprint_changes_with_every_setting() -> None:
         SquareImageProcessor(image_size=56, patch_size=14, merge_size=4),
         SquareImageProcessor(image_size=56, patch_size=14, merge_size=2, std=(1.0, 1.0, 1.0)),
     ]
-    assert len({one.fingerprint() for one in [SMALL, *others]}) == 5
+    assert len({processor.fingerprint() for processor in [SMALL, *others]}) == 5

@@ -98,8 +98,8 @@ def count_tower(rank: int, name: str, case: str) -> Counted:
     _freeze(tower, case, family.PROJECTOR)
     patches, grids = draw_items(settings, 2)
     tower.set_input_tensor([None])
-    given = torch.from_numpy(patches), torch.from_numpy(grids)
-    theirs = _theirs(lambda: tower(*given).values, 1.0)
+    inputs = torch.from_numpy(patches), torch.from_numpy(grids)
+    theirs = _theirs(lambda: tower(*inputs).values, 1.0)
     counts = settings.counts(grids)
     return (*_ours(settings, counts, case, H, family.PROJECTOR), *theirs)
 
@@ -109,8 +109,8 @@ def count_language(rank: int, name: str, case: str) -> Counted:
 
     family = importlib.import_module(f"mimo.families.languages.{name}")
     # A window as long as a segment: kernels compute on more keys than a shorter one needs.
-    given = {"sliding_window": LENGTHS[0]} if name.startswith("gemma") else {}
-    settings = settings_of(family).scaled_down(1, 1).model_copy(update=given)
+    window = {"sliding_window": LENGTHS[0]} if name.startswith("gemma") else {}
+    settings = settings_of(family).scaled_down(1, 1).model_copy(update=window)
     total = sum(LENGTHS)
     model = family.build(settings, _with_adapters(case), NUM_TOKENS, total, SEED)
     _freeze(model, case, ())

@@ -121,7 +121,7 @@ SECOND = "encoders.second={family: qwen_vl, media: clip, placeholder: '<|clip_pa
 def test_one_encoder_may_take_several_media_each_with_its_processor_and_tokens(path: Path) -> None:
     recipe = load_recipe(path, [VIDEO])
     processors = item_processors(recipe)
-    assert {media: type(one) for media, one in processors.items()} == {
+    assert {modality: type(processor) for modality, processor in processors.items()} == {
         "image": ImageProcessor,
         "video": VideoProcessor,
     }

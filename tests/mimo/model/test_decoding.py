@@ -271,12 +271,12 @@ def test_patches_wait_as_the_bytes_that_are_sent_also_where_there_are_none(path:
     loaded, plan, dataset, _ = load(path, 0)
     form, reader = dataset.readers[0].processors["image"].wire, dataset.readers[0]
     gathered = gather_items(loaded, plan, dataset.readers, "vision", Coords(0, 0, 0, 0), form)
-    assert [len(own.grids) for own in gathered] == [6, 0, 8]
-    for m, own in enumerate(gathered):
-        assert own.patches is not None
+    assert [len(items.grids) for items in gathered] == [6, 0, 8]
+    for m, items in enumerate(gathered):
+        assert items.patches is not None
         numbers = plan.microbatches[m].samples.item.tolist()
         expected = [np.zeros((0, 3 * 14**2)), *(reader.patches(item) for item in numbers)]
-        for (found, patches), bytes_of_item in zip(own.patches, expected, strict=True):
-            assert found == form
+        for (wire, patches), bytes_of_item in zip(items.patches, expected, strict=True):
+            assert wire == form
             assert patches.dtype is torch.uint8
             np.testing.assert_array_equal(patches.numpy(), bytes_of_item)

@@ -44,8 +44,8 @@ def test_a_rank_plans_the_bridges_that_it_needs_as_every_other_rank_does(path: P
     everything = tiny.planner_of(path, *OVERRIDES)
     first, second = everything.layout.links_of("vision")
     whole = everything.finish(everything.microbatches(0))
-    one = tiny.planner_of(path, *OVERRIDES, links=[second])
-    plan = one.finish(one.microbatches(0))
+    partial = tiny.planner_of(path, *OVERRIDES, links=[second])
+    plan = partial.finish(partial.microbatches(0))
     assert list(plan.bridges) == [second]
     for got, expected in zip(plan.bridges[second], whole.bridges[second], strict=True):
         assert got.digest == expected.digest

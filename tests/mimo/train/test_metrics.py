@@ -203,9 +203,9 @@ def test_bytes_over_a_bridge_are_those_that_are_sent(
 
 
 def rows_in(shard: Path) -> int:
-    """Of all images: one for each 28 · 28 pixels."""
+    """Return the rows of all images: one for each 28 · 28 pixels."""
     with tarfile.open(shard) as tar:
-        files = [tar.extractfile(one) for one in tar if one.name.endswith(".png")]
+        files = [tar.extractfile(member) for member in tar if member.name.endswith(".png")]
         sizes = [Image.open(file).size for file in files if file is not None]
     return sum(width * height for width, height in sizes) // 28**2
 

@@ -231,12 +231,14 @@ def test_several_validation_sources_have_the_losses_that_each_has_alone(
         run(run_ranks, recipe, *LAYOUT, *every, f"data.validation=[{sources}]", f"name={name}")
         return metrics(recipe, name)[-1]
 
-    one, other = (losses(f"alone_{n}", [path])["validation_loss"] for n, path in enumerate(paths))
+    first, second = (
+        losses(f"alone_{n}", [path])["validation_loss"] for n, path in enumerate(paths)
+    )
     both = losses("both", paths)
-    assert one != pytest.approx(other, rel=1e-4)
-    assert both["validation_loss_0"] == pytest.approx(one, rel=1e-6)
-    assert both["validation_loss_1"] == pytest.approx(other, rel=1e-6)
-    assert min(one, other) < both["validation_loss"] < max(one, other)
+    assert first != pytest.approx(second, rel=1e-4)
+    assert both["validation_loss_0"] == pytest.approx(first, rel=1e-6)
+    assert both["validation_loss_1"] == pytest.approx(second, rel=1e-6)
+    assert min(first, second) < both["validation_loss"] < max(first, second)
 
 
 def test_too_many_corrupt_samples_end_the_run_with_the_limit_named(

@@ -102,28 +102,25 @@ def gemma3_inputs(patches: list[Tensor], grids: Tensor) -> dict[str, Tensor]:
     return {"pixel_values": towers.gemma3_pixels(torch.cat(patches))}
 
 
+def qwen_settings(family: str, tied: bool, vision: Any) -> dict[str, Any]:
+    """The arguments of a whole model's configuration, with that of its tower."""
+    return _SPECIAL_TOKENS | {
+        "text_config": text_config(family).to_dict(),
+        "vision_config": vision.to_dict() | {"out_hidden_size": SETTINGS[family]["hidden_size"]},
+        "tie_word_embeddings": tied,
+    }
+
+
 def build_qwen2_5_vl() -> nn.Module:
-    vision = towers.qwen2_5_vl_vision_config(towers.QWEN2_5_VL_WINDOWS.settings).to_dict()
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(
-            text_config=text_config("qwen2_5").to_dict(),
-            vision_config=vision | {"out_hidden_size": SETTINGS["qwen2_5"]["hidden_size"]},
-            tie_word_embeddings=False,
-            **_SPECIAL_TOKENS,
-        )
-    )
+    vision = towers.qwen2_5_vl_vision_config(towers.QWEN2_5_VL_WINDOWS.settings)
+    config = Qwen2_5_VLConfig(**qwen_settings("qwen2_5", False, vision))
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def build_qwen3_vl() -> nn.Module:
-    vision = towers.qwen3_vl_vision_config(towers.QWEN3_VL.settings).to_dict()
-    return Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(
-            text_config=text_config("qwen3").to_dict(),
-            vision_config=vision | {"out_hidden_size": SETTINGS["qwen3"]["hidden_size"]},
-            tie_word_embeddings=True,
-            **_SPECIAL_TOKENS,
-        )
-    )
+    vision = towers.qwen3_vl_vision_config(towers.QWEN3_VL.settings)
+    config = Qwen3VLConfig(**qwen_settings("qwen3", True, vision))
+    return Qwen3VLForConditionalGeneration(config)
 
 
 def build_gemma3() -> nn.Module:
