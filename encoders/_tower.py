@@ -62,7 +62,7 @@ def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
 class SequencePart:
     """The tokens that a rank of a tower has: all, or its part under sequence parallelism.
 
-    Rows, and the tokens that make them, are cut into ``count`` equal parts, of which this rank has
+    Rows, and the tokens that make them, are cut into ``count`` equal parts; this rank has
     part ``number``. Blank rows at the end make the parts equal.
     """
 

@@ -110,7 +110,7 @@ def _add_member(
 
 
 class _Headers:
-    """A file of which no more is read at a time than a header may have."""
+    """A file that refuses to read more at a time than a header may have."""
 
     def __init__(self, file: Any) -> None:
         self.seek, self.tell, self._read = file.seek, file.tell, file.read

@@ -125,7 +125,7 @@ def _megatron_module(
     initial: InitialWeights | None,
     filled: set[str],
 ) -> MegatronModule:
-    """Build the chunks, optimizer and DDP of a module; arguments as of `build_model`."""
+    """Build the chunks, optimizer and DDP of a module; takes what `build_model` takes."""
     part, groups, train = recipe.module(name), topology.modules[name], recipe.train
     settings, dtype = language_settings(recipe), DTYPES[train.precision]
     num_chunks = part.grid.vpp

@@ -46,7 +46,7 @@ _CUT_BY_ROWS = (
     *("word_embeddings.weight", "output_layer.weight"),
 )
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-"""Endings of the weights of which each tensor-parallel rank has the columns of its inputs."""
+"""Endings of the weights that tensor parallelism cuts by columns, the inputs of a linear."""
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
