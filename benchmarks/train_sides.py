@@ -21,8 +21,8 @@ from webdataset.compat import WebDataset
 from benchmarks.data_rival import IGNORED, answer_labels
 from benchmarks.harness import timed
 from benchmarks.train import LENGTHS, OURS, THEIRS, Workload, batches_of, lengths_of
+from data.modalities.transformers import load_processor
 from mimo.checkpoint.hf.initial import initial_weights
-from mimo.checkpoint.hf.recipes import load_processor
 from mimo.config.schema import Recipe, Train
 from mimo.device import initialize_distributed, set_threads
 from mimo.model.dataset import open_dataset

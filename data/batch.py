@@ -279,6 +279,7 @@ class PackedLane:
     real_lengths: tokens per segment without its padding.
     packed: whether all segments are one sequence; else each is one, all equally long.
     items: first token and number of tokens of each item, in order.
+    parts: modality and grid of each item.
     """
 
     input_ids: np.ndarray
@@ -289,6 +290,7 @@ class PackedLane:
     real_lengths: tuple[int, ...]
     packed: bool = True
     items: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[str, tuple[int, int, int]], ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -305,13 +307,15 @@ def pack_lane(
     segment_lengths: Sequence[int] | np.ndarray | None = None,
     packed: bool = True,
     time_steps: Sequence[Sequence[float]] | None = None,
+    parts: Sequence[tuple[str, tuple[int, int, int]]] = (),
 ) -> PackedLane:
     """Lay a lane's samples one after the other into ``num_tokens`` tokens.
 
-    grids: per sample, the (t, h, w) of its items in rows. time_steps: per sample, positions from
-    one frame to the next. loss_tokens: per sample; one planned with none (blanked) has its whole
-    loss mask cleared. segment_lengths: per sample, its tokens with padding; without them there is
-    padding at the end only. Positions restart in every segment; padding never counts in the loss.
+    grids: per sample, the (t, h, w) of its items in rows. parts: see `PackedLane`.
+    time_steps: per sample, positions from one frame to the next. loss_tokens: per sample; one
+    planned with none (blanked) has its whole loss mask cleared. segment_lengths: per sample, its
+    tokens with padding; without them there is padding at the end only. Positions restart in every
+    segment; padding never counts in the loss.
     """
     real = np.array([len(sample.input_ids) for sample in samples])
     padded = real if segment_lengths is None else np.asarray(segment_lengths)
@@ -344,4 +348,5 @@ def pack_lane(
         real_lengths=(*real.tolist(), *([tail] if tail else [])),
         packed=packed,
         items=tuple(zip(offsets.tolist(), map(math.prod, all_grids), strict=True)),
+        parts=tuple(parts),
     )

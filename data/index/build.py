@@ -14,8 +14,8 @@ from data.index.samples import Processors, listed
 from data.index.shard_index import COLUMNS, write_shard_index
 from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream
 from data.index.tar_shards import RawSample, TarMember, scan_shard
-from data.modalities.processor import Media, Part, PartPlan
-from data.text.chat import ChatTokenizer, EncodedSample
+from data.modalities.processor import Media, Part, PartPlan, ProcessorError
+from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
 from data.text.forms import parse_messages
 from data.text.messages import Mention, PlaceholderError, UnknownMediaError
 
@@ -82,6 +82,11 @@ class Problems:
                 'one with "frames": 8 for 8 items, and files named <key>.0.<suffix>, '
                 f"<key>.1.<suffix>, ... in order of mention (suffixes: {suffixes}); correct these "
                 "samples or leave them out of the shards",
+            ),
+            "processor": (
+                "samples have items that their processor contradicts itself about (shard: key: "
+                "reason)",
+                "use a version of transformers whose processor agrees with its model",
             ),
         }
         texts = [
@@ -153,6 +158,9 @@ def index_shard(
             except UnknownMediaError as error:
                 problems.add("unknown", f"{path}: {error.key}: {_short(error.media)}")
                 continue
+            except ProcessorError as error:
+                problems.add("processor", f"{path}: {raw.key}: {error}")
+                continue
             except ShardChangedError:
                 raise
             except (ValueError, RecursionError) as error:
@@ -204,6 +212,7 @@ def _read_sample(
     members = [raw.items[number] for number in range(num_files)]
     items: list[_Row] = []
     texts: list[str] = []
+    rows: list[ItemRows] = []
     first = 0
     for mention in mentioned:
         part, plan = _read_part(mention, first, members, file, processors[mention.media])
@@ -219,8 +228,9 @@ def _read_sample(
         }
         items += [{**columns, "item_number": number} for number in range(plan.num_items)]
         texts.append(plan.text)
+        rows += plan.rows_of_items
         first += mention.frames
-    encoded = chat.encode(messages, [int(item["item_rows"]) for item in items], raw.key, texts)
+    encoded = chat.encode(messages, rows, raw.key, texts)
     loss_tokens = count_loss_tokens(encoded)
     if loss_tokens == 0:
         roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
@@ -258,7 +268,7 @@ def _read_part(
                 )
         number, part = first, Part(sizes[0], mention.frames, mention.fps)
         return part, media.plan(part)
-    except ShardChangedError:
+    except (ShardChangedError, ProcessorError):
         raise
     except ValueError as error:
         raise ValueError(f"item {number}: {error}") from error

@@ -87,8 +87,9 @@ class SampleReader:
         numbers = index.items_of_sample(sample)
         items = slice(numbers.start, numbers.stop)
         messages, key = self.messages(sample), index.key(sample)
-        parts, rows = index.parts_of_sample(sample), index.column("item_rows", items).tolist()
-        texts = [self.plan(item).text for item in parts]
+        parts = index.parts_of_sample(sample)
+        plans = self.plans(np.array(parts, int))
+        texts, rows = [plan.text for plan in plans], [r for p in plans for r in p.rows_of_items]
         try:
             encoded = self.chat.encode(messages, rows, key, texts)
             media = [mention.media for mention in self.chat.mentions(messages, key)]

@@ -18,6 +18,11 @@ import numpy as np
 
 from data.text.messages import DEFAULT_FPS, ITEM_SLOT
 
+
+class ProcessorError(ValueError):
+    """A processor contradicts itself, so that none of its items can be used."""
+
+
 Grid = tuple[int, int, int]
 Size = tuple[int, int]  # of a file, in units of its modality, such as (width, height) in pixels
 
@@ -42,6 +47,8 @@ class PartPlan:
     cost: relative work to encode one of them.
     text: what stands for the part in the chat, `{item}` once per item.
     time_step: positions from one frame of an item to the next, where positions have a time.
+    slot_rows: rows of each `{item}` of the text where all of them are one item; else None.
+    patches: P where it does not follow from the grid.
     """
 
     grid: Grid
@@ -49,11 +56,25 @@ class PartPlan:
     cost: int
     text: str = ITEM_SLOT
     time_step: float = 1.0
+    slot_rows: tuple[int, ...] | None = None
+    patches: int | None = None
 
     @property
     def num_items(self) -> int:
         """Items of the part."""
-        return self.text.count(ITEM_SLOT)
+        return self.text.count(ITEM_SLOT) if self.slot_rows is None else 1
+
+    @property
+    def num_patches(self) -> int:
+        """P: patches of each item."""
+        return math.prod(self.grid) if self.patches is None else self.patches
+
+    @property
+    def rows_of_items(self) -> list[int | tuple[int, ...]]:
+        """The rows of each item, or of each `{item}` of the only item, for `ChatTokenizer`."""
+        if self.slot_rows is not None:
+            return [self.slot_rows]
+        return [self.num_rows] * self.num_items
 
     @property
     def num_rows(self) -> int:
@@ -160,7 +181,7 @@ class Media[D](Protocol):
         ...
 
     def item_patches(self, files: Sequence[D], part: Part, item: int) -> np.ndarray:
-        """(P, W) in the dtype of `wire`, P = t·h·w, of one item; files: those of `item_files`."""
+        """(P, W) in the dtype of `wire`, of one item; files: those of `item_files`."""
         ...
 
     def fingerprint(self) -> str:

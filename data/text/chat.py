@@ -27,6 +27,7 @@ from data.text.messages import (
 )
 from data.text.template import SpecialTokens, Template, find_chat_template, generation_ends
 
+ItemRows = int | tuple[int, ...]
 IMAGES = {"image": MediaText("<|image_pad|>")}
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
 _VERSION = 2  # raise it whenever the same files give other ids or masks
@@ -37,12 +38,13 @@ class _Chat:
     """Messages to tokenize; key: names them in errors.
 
     parts: modality, and text with `{item}` in it, of each content part that is not text, in order
-    of mention. rows: of each item.
+    of mention. rows: of each `{item}`. slots: how many `{item}` each item has.
     """
 
     messages: Sequence[Message]
     parts: Sequence[tuple[str, str]]
     rows: Sequence[int]
+    slots: Sequence[int]
     key: str
 
     def error(self, problem: object) -> MessagesError:
@@ -153,7 +155,7 @@ class ChatTokenizer:
     def encode(
         self,
         messages: Sequence[Message],
-        rows_per_item: Sequence[int],
+        rows_per_item: Sequence[ItemRows],
         key: str,
         part_texts: Sequence[str] | None = None,
     ) -> EncodedSample:
@@ -162,9 +164,10 @@ class ChatTokenizer:
         An answer begins after the template's generation prompt and includes its end of turn, but
         not what stands for an item in it, nor a special token that the template writes to open or
         close one. A text that looks like a special token is text. rows_per_item: rows of each item,
-        in order of mention over all modalities; as many placeholders stand for it. key:
-        names the sample in errors. part_texts: for each content part that is not text, what stands
-        for it, with `{item}` once per item that it becomes; None where each is one item.
+        in order of mention over all modalities; as many placeholders stand for it. An item that is
+        written as several `{item}` has a tuple with the rows of each. key: names the sample in
+        errors. part_texts: for each content part that is not text, what stands for it, with
+        `{item}` once per item that it becomes; None where each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
         MessagesError when the template or the tokenizer refuses the messages, or the template
@@ -181,7 +184,7 @@ class ChatTokenizer:
     def encode_prompt(
         self,
         messages: Sequence[Message],
-        rows_per_item: Sequence[int],
+        rows_per_item: Sequence[ItemRows],
         part_texts: Sequence[str] | None = None,
     ) -> EncodedSample:
         """Tokenize a conversation that waits for an answer: ends with the generation prompt.
@@ -245,17 +248,20 @@ class ChatTokenizer:
     def _chat(
         self,
         messages: Sequence[Message],
-        rows: Sequence[int],
+        rows_per_item: Sequence[ItemRows],
         key: str,
         part_texts: Sequence[str] | None,
     ) -> _Chat:
         media = [mention.media for mention in self.mentions(messages, key)]
         texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
-        items = sum(text.count(ITEM_SLOT) for text in texts)
-        for count, needed in ((len(media), len(texts)), (items, len(rows))):
+        slots = [(rows,) if isinstance(rows, int) else rows for rows in rows_per_item]
+        rows = [count for of_item in slots for count in of_item]
+        written = sum(text.count(ITEM_SLOT) for text in texts)
+        for count, needed in ((len(media), len(texts)), (written, len(rows))):
             if count != needed:
                 raise PlaceholderError(key, count, needed)
-        return _Chat(messages, list(zip(media, texts, strict=True)), rows, key)
+        parts = list(zip(media, texts, strict=True))
+        return _Chat(messages, parts, rows, [*map(len, slots)], key)
 
     def _rendered(
         self, chat: _Chat, count: int | None = None, add_generation_prompt: bool = False
@@ -333,5 +339,7 @@ class ChatTokenizer:
         input_ids = np.repeat(ids, repeats)
         labels = np.append(input_ids[1:], self.pad_token_id)
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
-        starts = np.cumsum(repeats) - repeats
-        return EncodedSample(input_ids, labels, loss_mask, starts[placeholders])
+        starts = (np.cumsum(repeats) - repeats)[placeholders]
+        slots = np.array(chat.slots, np.int64)
+        first = np.cumsum(slots) - slots
+        return EncodedSample(input_ids, labels, loss_mask, starts[first])
