@@ -11,7 +11,9 @@ import math
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -19,11 +21,13 @@ from rich.text import Text
 
 from mimo.checkpoint.folder import read_progress
 from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.manifest import listed_files
 from mimo.checkpoint.tensors import StoredTensor, read_index
 from mimo.config.schema import Recipe, read_recipe
 from mimo.engines.contract import EMA, MASTER, MOMENTS, kind_of
 from mimo.errors import InputError
+from mimo.families.hf_config import write_json
 from mimo.families.keymap import is_adapter
 from mimo.parallel.build import build_layout
 
@@ -36,7 +40,14 @@ _TOKENIZER_FILES = (
     *("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab", "merges.txt"),
     "chat_template",
 )
-_NOT_COPIED = (".safetensors.index.json", "mimo_tiny.json")
+# A file in ``assets/`` that records the contents of the model's folder.
+RECORD = "source_folder.json"
+_NOT_COPIED = (".index.json", "mimo_tiny.json", RECORD)
+# Weights in any format; they would contradict the trained ones. Samples are no part of a model.
+_NOT_CARRIED = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
+    ".tar",
+}
 
 
 def copy_assets(source: Path, target: Path) -> None:
@@ -53,14 +64,28 @@ def _small_files(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in small if not path.name.endswith(_NOT_COPIED)}
 
 
+def contents_of(folder: Path) -> dict[str, Any]:
+    """Return shapes of tensors by name under ``tensors``, and ``files`` that are no assets.
+
+    Raises InputError for damaged weights.
+    """
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    others = [path.name for path in files if path.suffix.lower() not in _SUFFIXES | _NOT_CARRIED]
+    return {"tensors": WeightsFolder(folder).shapes, "files": others}
+
+
 def collect_assets(recipe: Recipe, target: Path) -> None:
     """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    From a tokenizer in another folder only its own files go beside the model's, for exports.
+    A record there says what the model's folder held at first, for exports. From a tokenizer in
+    another folder only its own files go beside the model's, for exports.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:
         copy_assets(Path(recipe.init_from), target)
+        if target.is_dir() and not (target / RECORD).exists():
+            with suppress(InputError):  # the folder is gone, or its weights are
+                write_json(target / RECORD, contents_of(Path(recipe.init_from)))
     if recipe.init_from == recipe.data.tokenizer or not tokenizer.is_dir():
         return
     copy_assets(tokenizer, target / _TOKENIZER)

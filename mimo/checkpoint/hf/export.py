@@ -8,6 +8,7 @@ model. One file of the result is in memory at a time. Adapters are merged into w
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,11 @@ from torch import Tensor
 from mimo.checkpoint.assets import ASSETS, copy_assets, recipe_of
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.architectures import Architecture
-from mimo.checkpoint.hf.initial import INDEX, SINGLE, original_tower
-from mimo.checkpoint.hf.recipes import architecture_of_folder
+from mimo.checkpoint.hf.carried import carried_of
+from mimo.checkpoint.hf.conversion import Conversion
+from mimo.checkpoint.hf.initial import original_tower
+from mimo.checkpoint.hf.recipes import architecture_of_recipe
+from mimo.checkpoint.hf.weights_folder import INDEX, SINGLE
 from mimo.checkpoint.reading import describe, read, shards_of
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.checkpoint.tensors import averages
@@ -47,7 +51,7 @@ from mimo.runtime.progress import counter_of, progress_of
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 # Settings that no configuration of theirs has: initialization of weights, and padding.
-_OURS = {"init_std", "vocab_multiple"}
+_OURS = {"init_std", "vocab_multiple", "folder"}
 # Of the image processor: their name by ours. Limits of pixels are written in several ways.
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _CROPS = [f"pan_and_scan_{k}" for k in ("min_crop_size", "max_num_crops", "min_ratio_to_activate")]
@@ -62,26 +66,34 @@ def convert_to_hf(run: Path, target: Path, shard_bytes: int, average: bool = Fal
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
     the largest size of a file; a larger tensor has a file to itself. average: write the moving
-    average of the weights. If the language model was trained alone, the tower is copied from the
-    folder that the recipe starts from. Raises InputError for a checkpoint of another kind, and
-    RecipeError with every tensor that is missing, unknown or has another shape.
+    average of the weights. Tensors and files of the folder that the recipe starts from, but that
+    are not trained, are copied, such as the tower if the language model was trained alone. Raises
+    InputError for a checkpoint of another kind or if those tensors are gone, and RecipeError with
+    every tensor that is missing, unknown or has another shape.
     """
     trained = open_trained(run, average)
     changed = _changed_settings(trained.recipe, trained.architecture, trained.assets)
+    sources = [source for weight in trained.weights for source in weight.weight.sources]
+    folder = Path(trained.recipe.init_from or "")
+    carried = carried_of(folder, trained.assets, trained.architecture, sources)
+    conversion = carried.to_disk
     files: list[Callable[[], dict[str, Tensor]]] = [
-        partial(_merged_tensors, trained, shard) for shard in trained.shards(shard_bytes)
+        partial(_merged_tensors, trained, conversion, shard)
+        for shard in _whole_groups(trained, conversion, shard_bytes)
     ]
-    if (tower := original_tower(trained.recipe)) is not None:
-        stored = tower.checkpoint
+    tower = original_tower(trained.recipe) if trained.architecture.layouts else None
+    if tower is not None:
+        stored, to_disk = tower.checkpoint, trained.architecture.layouts[0].on_disk
         sources = [s for module in tower.weights.values() for w in module for s in w.sources]
         sizes = ((source, stored.num_bytes(source)) for source in sources)
-        files += [partial(stored.stored, shard) for shard in shards_of(sizes, shard_bytes)]
-    to_disk = trained.architecture.layouts[0].on_disk
+        files += [partial(stored.stored, shard, to_disk) for shard in shards_of(sizes, shard_bytes)]
+    files += [partial(carried.read, shard) for shard in carried.shards(shard_bytes)]
     with new_folder(target) as folder, counter_of("files", len(files)) as advance:
+        carried.copy_files(folder)
         copy_assets(trained.assets, folder)
         _write_image_settings(folder, changed)
         _set_dtype(folder / "config.json", trained.weights[0].dtype)
-        _write_files(folder, files, to_disk, advance)
+        _write_files(folder, files, advance)
     trained.print_left_out()
 
 
@@ -93,30 +105,41 @@ def parse_size(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
-def _merged_tensors(trained: TrainedModel, shard: list[TrainedWeight]) -> dict[str, Tensor]:
-    """Return the Hugging Face tensors of a shard, adapters merged, by name in memory."""
+def _whole_groups(
+    trained: TrainedModel, conversion: Conversion, num_bytes: int
+) -> Iterator[list[TrainedWeight]]:
+    """Yield shards of parameters; parameters that are converted together share a shard."""
+    groups = defaultdict[str, list[TrainedWeight]](list)
+    for weight in trained.weights:
+        groups[conversion.group(weight.weight.sources[0].key)].append(weight)
+    sizes = ((group, sum(weight.num_bytes for weight in group)) for group in groups.values())
+    for shard in shards_of(sizes, num_bytes):
+        yield [weight for group in shard for weight in group]
+
+
+def _merged_tensors(
+    trained: TrainedModel, conversion: Conversion, shard: list[TrainedWeight]
+) -> dict[str, Tensor]:
+    """Return the Hugging Face tensors of a shard, adapters merged, by name on disk."""
     ours = trained.read(shard)
     tensors: dict[str, Tensor] = {}
     for weight in shard:
         # Each of ours is freed before the next is unpacked: two copies of a tensor, not of a file.
         unpacked = weight.weight.unpack(weight.merged(ours))
         tensors |= {key: tensor.contiguous() for key, tensor in unpacked.items()}
-    return tensors
+    return conversion.to_disk(tensors)
 
 
 def _write_files(
-    folder: Path,
-    files: Sequence[Callable[[], dict[str, Tensor]]],
-    to_disk: Callable[[str], str],
-    advance: Callable[[], None],
+    folder: Path, files: Sequence[Callable[[], dict[str, Tensor]]], advance: Callable[[], None]
 ) -> None:
-    """Write the files and their index. files: each returns its tensors by name in memory."""
+    """Write the files and their index. files: each returns its tensors by name on disk."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, read_tensors in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         path = folder / (SINGLE if len(files) == 1 else name)
-        tensors = {to_disk(key): tensor for key, tensor in read_tensors().items()}
+        tensors = read_tensors()
         save_file(tensors, path, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", path)  # else only its owner may read it
         weight_map |= dict.fromkeys(tensors, path.name)
@@ -235,7 +258,7 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
             f"{checkpoint}: its model did not start from a checkpoint in Hugging Face format, so "
             f"there is no configuration that describes it (train with init_from)"
         )
-    architecture = architecture_of_folder(assets)
+    architecture = architecture_of_recipe(recipe, assets)
     described = describe(checkpoint)
     weights = _trained_weights(checkpoint, described, recipe, architecture)
     average_keys = averages(described) if average else {}

@@ -13,13 +13,14 @@ import torch
 from PIL import Image
 from webdataset.writer import TarWriter
 
+from data.modalities.transformers import load_processor
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint import reading
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.initial import convert_from_hf, initial_weights
-from mimo.checkpoint.hf.recipes import architecture_of_folder, load_processor, load_recipe
+from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config, read_processors
 from mimo.model.dataset import open_tokenizer
@@ -251,3 +252,123 @@ def test_a_further_encoder_trains_from_fresh_weights_and_stays_out_of_the_export
     moved = [k for k in base if not torch.equal(base[k], exported[k])]
     assert any("visual" in k for k in moved)
     assert any("language_model" in k for k in moved)
+
+
+# ------------------------------------------- what the model does not train
+
+EXTRA = {
+    "mtp.fc.weight": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
+    "mtp.layers.0.experts": torch.arange(8, dtype=torch.int64).view(2, 2, 2),
+    "mtp.scale": torch.tensor(0.1, dtype=torch.float64),
+}
+
+
+def with_extras(family: str, folder: Path) -> Path:
+    folders.make(family, folder)
+    folders.rewrite(folder, lambda tensors: tensors | EXTRA)
+    (folder / "README.md").write_text("a model\n")
+    (folder / "figure.png").write_bytes(bytes(range(256)))
+    (folder / "consolidated.pth").write_bytes(b"old weights")
+    return folder
+
+
+@pytest.mark.parametrize("shard_bytes", [GB, 20_000])
+def test_an_export_carries_what_the_model_does_not_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_bytes: int
+) -> None:
+    folder = with_extras("qwen3_vl", tmp_path / "model")
+    exported = folders.assert_round_trip(folder, tmp_path, shard_bytes)
+    files = {path.name for path in exported.iterdir() if path.suffix not in (".safetensors",)}
+    expected = {path.name for path in folder.iterdir() if path.suffix not in (".safetensors",)}
+    assert files - {"model.safetensors.index.json"} == expected - {
+        "consolidated.pth",
+        "mimo_tiny.json",
+    }
+    for name in ("README.md", "figure.png"):
+        assert (exported / name).read_bytes() == (folder / name).read_bytes()
+    printed = capsys.readouterr().out
+    first = ", ".join(EXTRA)
+    assert f"3 tensors ({first}), 96 bytes" in printed
+    assert "2 files (README.md, figure.png), 264 bytes" in printed
+    if shard_bytes < GB:
+        index = json.loads((exported / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == folders.tensors(folder).keys()
+    # From the export, a second training starts and carries them again.
+    convert_from_hf(exported, tmp_path / "again")
+    convert_to_hf(tmp_path / "again", tmp_path / "exported again", GB)
+    folders.assert_same_tensors(tmp_path / "exported again", folder)
+
+
+def test_an_export_whose_folder_lost_its_extra_tensors_is_refused(tmp_path: Path) -> None:
+    folder = with_extras("qwen3_vl", tmp_path / "model")
+    convert_from_hf(folder, tmp_path / "ours")
+    folder.rename(tmp_path / "moved")
+    message = r"init_from is .*model, which no longer has 3 tensors .*mtp\.fc\.weight.*put .* back"
+    with pytest.raises(InputError, match=message) as raised:
+        convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
+    assert raised.value.exit_code == 2
+    folders.make("qwen3_vl", folder)  # the same model, without them
+    with pytest.raises(InputError, match=message):
+        convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
+    assert not (tmp_path / "exported").exists()
+    shutil.rmtree(folder)
+    (tmp_path / "moved").rename(folder)
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
+    folders.assert_same_tensors(tmp_path / "exported", folder)
+
+
+def test_files_that_are_gone_are_named_and_do_not_end_an_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders.make("qwen3_vl", tmp_path / "model")
+    (folder / "README.md").write_text("a model\n")
+    convert_from_hf(folder, tmp_path / "ours")
+    original = folder.rename(tmp_path / "moved")
+    convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
+    folders.assert_same_tensors(tmp_path / "exported", original)
+    assert "so not carried: 1 files (README.md)" in capsys.readouterr().out
+
+
+def test_a_tensor_that_no_version_of_the_model_has_is_refused(tmp_path: Path) -> None:
+    folder = folders.make("qwen3_vl", tmp_path / "model")
+    folders.rewrite(folder, lambda tensors: tensors | {"model.language_model.bias": torch.ones(2)})
+    with pytest.raises(RecipeError, match=r"model\.language_model\.bias is unknown"):
+        convert_from_hf(folder, tmp_path / "ours")
+
+
+def test_a_model_of_transformers_is_exported_under_the_names_of_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = folders.make("qwen3", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = AutoConfig.for_model("olmo3", vocab_size=vocab, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    # Saved from the base model, with a buffer of another dtype, and a head that is not loaded.
+    folders.rewrite(
+        folder, lambda tensors: {k.removeprefix("model."): x for k, x in tensors.items()} | EXTRA
+    )
+    original = folders.tensors(folder)
+    assert "layers.0.self_attn.q_proj.weight" in original
+    exported = folders.assert_round_trip(folder, tmp_path)
+    assert "3 tensors (mtp.fc.weight" in capsys.readouterr().out
+    model_again = AutoModelForCausalLM.from_pretrained(exported)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(model_again.state_dict()[key], tensor), key
+    # The names on disk are recorded.
+    folders.rewrite(folder, lambda tensors: {k: x for k, x in tensors.items() if k not in EXTRA})
+    shutil.rmtree(tmp_path / "ours")
+    convert_from_hf(folder, tmp_path / "ours")
+    folder.rename(tmp_path / "moved")
+    convert_to_hf(tmp_path / "ours", tmp_path / "moved too", GB)
+    folders.assert_same_tensors(tmp_path / "moved too", tmp_path / "moved")

@@ -1,0 +1,106 @@
+"""Carry tensors and files of the source folder to an export, bit for bit.
+
+The tensors are those that are not trained, such as heads that predict several tokens. The files are
+neither weights nor assets of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from mimo.checkpoint.assets import RECORD, contents_of
+from mimo.checkpoint.hf.architectures import Architecture
+from mimo.checkpoint.hf.conversion import Conversion
+from mimo.checkpoint.hf.initial import CARRIED
+from mimo.checkpoint.hf.weights_folder import WeightsFolder
+from mimo.checkpoint.reading import shards_of
+from mimo.errors import InputError, StartError
+from mimo.families.hf_config import read_json
+from mimo.families.keymap import Source
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Tensors, with their bytes, and files to carry. to_disk: conversion of trained tensors."""
+
+    folder: Path
+    to_disk: Conversion
+    stored: WeightsFolder | None
+    tensors: Mapping[str, int]
+    files: list[str]
+
+    def shards(self, num_bytes: int) -> Iterator[list[str]]:
+        """Yield names of tensors of ``num_bytes`` at most together; a larger one is alone."""
+        yield from shards_of(self.tensors.items(), num_bytes) if self.tensors else ()
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return whole tensors as they are stored."""
+        assert self.stored is not None, "all tensors are there"
+        return {name: self.stored.read(name) for name in names}
+
+    def copy_files(self, target: Path) -> None:
+        """Copy the files that still exist; print what is carried and what is missing."""
+        sizes, gone = dict[str, int](), list[str]()
+        for name in self.files:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, target / name)
+                sizes[name] = (target / name).stat().st_size
+            else:
+                gone.append(name)
+        for kind, carried in (("tensors", self.tensors), ("files", sizes)):
+            if carried:
+                count = (
+                    f"{len(carried)} {kind} ({_first(carried)}), {sum(carried.values()):,} bytes"
+                )
+                print(f"carried unchanged from {self.folder}: {count}")
+        if gone:
+            print(f"no longer in {self.folder}, so not carried: {len(gone)} files ({_first(gone)})")
+
+
+def _first(names: Iterable[str]) -> str:
+    first, *others = (", ".join([*names][:3]), *[*names][3:])
+    return first + (", ..." if others else "")
+
+
+def carried_of(
+    folder: Path, assets: Path, architecture: Architecture, trained: list[Source]
+) -> Carried:
+    """Return the tensors and files to carry. folder: `init_from`, which may no longer exist.
+
+    assets: the checkpoint's, with a record of the folder. trained: the trained tensors.
+    Raises InputError if tensors that were in the folder are gone.
+    """
+    contents = read_json(assets / RECORD) if (assets / RECORD).is_file() else None
+    try:
+        stored = WeightsFolder(folder)
+        contents = contents or contents_of(folder)
+    except StartError:
+        raise
+    except InputError:  # it was moved, or its weights removed
+        stored = None
+    contents = contents or {"tensors": {}, "files": []}  # earlier versions wrote no record
+    shapes = {name: tuple(shape) for name, shape in contents["tensors"].items()}
+    if architecture.layouts or not shapes:
+        on_disk = architecture.layouts[0].on_disk if architecture.layouts else str
+        needed = {on_disk(source.key): source.shape for source in trained}
+        conversion = Conversion.of_names({s.key: on_disk(s.key) for s in trained}, needed)
+        names = [name for name in shapes if name.startswith(CARRIED)]
+    else:
+        conversion = Conversion.of_folder(assets, shapes)
+        used = {disk for source in trained for disk in conversion.sources(source.key)}
+        names = [name for name in shapes if name not in used]
+    now = stored.shapes if stored else {}
+    if lost := [name for name in names if now.get(name) != shapes[name]]:
+        raise InputError(
+            f"init_from is {folder}, which no longer has {len(lost)} tensors that are not trained "
+            f"but belong to the model ({_first(lost)}): put the folder back"
+        )
+    dtypes = stored.dtypes if stored else {}
+    tensors = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in names}
+    return Carried(folder, conversion, stored, tensors, contents["files"])
