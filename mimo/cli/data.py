@@ -182,7 +182,13 @@ def convert_to_hf(
 
 
 def tiny(
-    family: Annotated[str, typer.Argument(help=f"One of {', '.join(FAMILIES)}.")],
+    family: Annotated[
+        str,
+        typer.Argument(
+            help=f"One of {', '.join(FAMILIES)}. Or the model_type of any image-text-to-text class "
+            "of transformers, such as qwen3_5."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     shard_size: Annotated[

@@ -104,38 +104,49 @@ def _form(family: str) -> _Form:
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer with the digits' words and the family's tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
 
     form = _form(family)
+    tokenizer = byte_level_tokenizer(form.specials, form.extra_words)
+    if bos := form.named.get("bos_token"):
+        # Like the published tokenizer; the chat template writes its own.
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, list(form.specials).index(bos))]
+        )
+    tokenizer.chat_template = form.template
+    return tokenizer
+
+
+def byte_level_tokenizer(
+    specials: Mapping[str, str | None], extra_words: str = ""
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with all bytes, the digits' words and special tokens.
+
+    specials: in the order of their ids, each with the attribute of the tokenizer, or None.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=_MAX_VOCABULARY,  # not reached: it ends when every word is a token
-        special_tokens=list(form.specials),
+        special_tokens=list(specials),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    vocabulary = dict.fromkeys((*DIGITS, *words(), *form.extra_words.split()))
+    vocabulary = dict.fromkeys((*DIGITS, *words(), *extra_words.split()))
     texts = [text for word in vocabulary for text in (word, f" {word}")]
     tokenizer.train_from_iterator(texts, trainer)
-    if bos := form.named.get("bos_token"):
-        # Like the published tokenizer; the chat template writes its own.
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, list(form.specials).index(bos))]
-        )
-    others = [token for token, name in form.specials.items() if name is None]
-    settings: dict[str, Any] = {**form.named, "extra_special_tokens": others}
-    wrapped = PreTrainedTokenizerFast(
+    named: dict[str, Any] = {name: token for token, name in specials.items() if name is not None}
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         model_max_length=1 << 20,
-        **settings,
+        extra_special_tokens=[token for token, name in specials.items() if name is None],
+        **named,
     )
-    wrapped.chat_template = form.template
-    return wrapped
 
 
 @dataclass(frozen=True)
@@ -159,20 +170,37 @@ class TinyCheckpoint:
 def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     """Write config, weights, tokenizer and processor files; return the number of weights.
 
-    Equal settings give equal bytes; a folder of an earlier call is replaced. Raises InputError for
-    an unknown family or shard size, and for a folder that holds something else.
+    Equal settings give equal bytes; a folder of an earlier call is replaced. The family may be any
+    `model_type` of AutoModelForImageTextToText; ``tied``, ``width`` and ``num_layers`` are for the
+    families of `FAMILIES`. Raises InputError for an unknown family or shard size, for a class of
+    which no tiny model can be made, and for a folder that holds something else.
     """
-    if settings.family not in FAMILIES:
+    from mimo.checkpoint.hf.tiny_class import classes
+
+    names = {**FAMILIES, **classes()}
+    if settings.family not in names:
         raise InputError(
-            f"unknown family {settings.family!r}; {suggestion(settings.family, FAMILIES)}"
+            f"unknown family {settings.family!r}; {suggestion(settings.family, names)}"
         )
+    write = _write if settings.family in FAMILIES else _write_class
     with new_folder(Path(directory), _MARKER, "mimo tiny") as folder:
-        return _write(settings, folder)
+        return write(settings, folder)
+
+
+def _write_class(settings: TinyCheckpoint, directory: Path) -> int:
+    from mimo.checkpoint.hf.tiny_class import make
+
+    whole = make(settings.family)
+    _draw_weights(whole.model, settings.seed, _MATRIX_STD)
+    tokenizer = whole.processor.tokenizer
+    tokenizer.chat_template = whole.processor.chat_template
+    _save(settings, directory, whole.model, tokenizer, [tokenizer.eos_token_id], whole.files)
+    return sum(parameter.numel() for parameter in whole.model.parameters())
 
 
 def _write(settings: TinyCheckpoint, directory: Path) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     family, form = FAMILIES[settings.family], _form(settings.family)
     tokenizer = build_tokenizer(settings.family)
@@ -186,12 +214,26 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
         model = auto_class.from_config(config, dtype=torch.float32)
     _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
+    ends = [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]
+    _save(settings, directory, model, tokenizer, ends, family.get("files", {}))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _save(
+    settings: TinyCheckpoint,
+    directory: Path,
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    ends: list[int],
+    files: Mapping[str, Any],
+) -> None:
+    """Write a folder. ends: tokens that end an answer. files: further JSON files, by name."""
+    import torch
+    from transformers import GenerationConfig
+
     model = model.to(getattr(torch, settings.dtype))
-    ends = dict.fromkeys((form.named["eos_token"], form.end_of_turn))
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[ids[token] for token in ends],
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
     size = settings.shard_size
     try:
@@ -199,10 +241,9 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     except ValueError as error:
         raise InputError(f"shard size {size!r}: {error}") from error
     tokenizer.save_pretrained(str(directory))
-    for name, content in {**family.get("files", {}), _MARKER: asdict(settings)}.items():
+    for name, content in {**files, _MARKER: asdict(settings)}.items():
         text = json.dumps(content, indent=2, sort_keys=True)
         (directory / name).write_text(text + "\n", encoding="utf-8")
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def tiny_config(

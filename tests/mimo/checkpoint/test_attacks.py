@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.folder import find_checkpoint, resumable
-from mimo.checkpoint.hf.initial import WeightsFolder
+from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import choose, problems_of
 from mimo.checkpoint.tensors import read_index

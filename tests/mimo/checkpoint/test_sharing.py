@@ -160,7 +160,7 @@ def train_noting_files(
     rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Start
 ) -> tuple[set[str], list[str]]:
     """Train; the files opened of the folder in Hugging Face format, and those of the checkpoint."""
-    from mimo.checkpoint.hf.initial import WeightsFolder
+    from mimo.checkpoint.hf.weights_folder import WeightsFolder
     from mimo.train.rank import train_in_world
 
     initial, opened = set[str](), list[str]()

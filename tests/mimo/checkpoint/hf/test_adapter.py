@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
+from data.modalities.transformers import load_processor
 from mimo.checkpoint import reading
 from mimo.checkpoint import tensors as checkpoint_tensors
 from mimo.checkpoint.hf.adapter import convert_adapter
 from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.initial import convert_from_hf
-from mimo.checkpoint.hf.recipes import load_processor, load_recipe
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.cli.main import app
 from mimo.errors import InputError
@@ -254,6 +255,35 @@ def test_the_configuration_names_every_linear_and_the_trained_modules_beside_the
     assert len(saved) < len(base) / 4, "frozen weights are not written"
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # asked by peft
+def test_peft_loads_adapters_of_any_class_and_computes_what_the_merged_model_does(
+    tmp_path: Path,
+) -> None:
+    from peft import PeftModel
+
+    write_tiny(TinyCheckpoint("internvl"), tmp_path / "base")
+    convert_from_hf(tmp_path / "base", tmp_path / "checkpoint")
+    weights = reading.describe(tmp_path / "checkpoint")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module, target in (("language", ".q_proj.weight"), ("vision", ".fc1.weight")):
+        for key in [k for k in weights if k.startswith(module) and k.endswith(target)]:
+            (rows, columns), linear = weights[key][0], key.removesuffix(".weight")
+            shapes |= {f"{linear}.lora_a": (2, columns), f"{linear}.lora_b": (rows, 2)}
+    loras = {"language": "*.q_proj", "encoders.vision": "*.fc1"}
+    lora = [f"{k}.lora={{rank: 2, alpha: 1, targets: ['{t}']}}" for k, t in loras.items()]
+    change(tmp_path / "checkpoint", shapes, lora=lora)
+    convert_to_hf(tmp_path / "checkpoint", tmp_path / "merged", shard_bytes=10**9)
+    convert_adapter(tmp_path / "checkpoint", tmp_path / "adapter")
+    base, merged = load(tmp_path / "base"), load(tmp_path / "merged")
+    expected = their_logits(merged, tmp_path / "base")
+    assert largest_difference(their_logits(base, tmp_path / "base"), expected) > 0.01
+    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    result = model.load_adapter(str(tmp_path / "adapter"), adapter_name="again")
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert largest_difference(their_logits(model, tmp_path / "base"), expected) <= TOLERANCE
+
+
 # -------------------------------------------------------------------------------- bad input
 
 
@@ -266,9 +296,12 @@ def converted(tmp_path: Path) -> Path:
 
 
 def change(
-    checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], rank: int | None = None
+    checkpoint: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int | None = None,
+    lora: Sequence[str] = (),
 ) -> None:
-    """Add tensors, and to the recipe adapters of the language model's attention."""
+    """Add tensors, and to the recipe adapters of the language model's attention, or ``lora``."""
     tensors = reading.read(checkpoint, reading.describe(checkpoint))
     tensors |= {
         key: torch.full(shape, 2.0 if key.startswith("ema.") else 1.0)
@@ -279,9 +312,9 @@ def change(
         path.unlink()
     checkpoint_tensors.write(checkpoint, forms, torch.float32, tensors.__getitem__)
     if rank is not None:
-        path = checkpoint / "recipe.yaml"
-        lora = f"language.lora={{rank: {rank}, alpha: 8, targets: [qkv]}}"
-        path.write_text(load_recipe(path, [lora]).to_yaml())
+        lora = [f"language.lora={{rank: {rank}, alpha: 8, targets: [qkv]}}"]
+    path = checkpoint / "recipe.yaml"
+    path.write_text(load_recipe(path, lora).to_yaml())
     write_manifest(checkpoint)
 
 

@@ -119,7 +119,7 @@ def test_other_forms_of_a_checkpoint_keep_every_bit_too(
 def test_transformers_loads_an_export_completely(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
-    from mimo.checkpoint.hf.recipes import load_processor
+    from data.modalities.transformers import load_processor
 
     convert_from_hf(folder, tmp_path / "ours")
     convert_to_hf(tmp_path / "ours", tmp_path / "exported", 10**6)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from data.modalities.transformers import load_processor
 from examples.digits.scans import prepare_digits
 from mimo.checkpoint.hf.export import convert_to_hf
-from mimo.checkpoint.hf.recipes import load_processor, load_recipe
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.generate.evaluate import Answered, answer_split
 from tests.conftest import RunRanks
 from tests.mimo import runs

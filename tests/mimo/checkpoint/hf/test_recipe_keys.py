@@ -152,7 +152,7 @@ REFUSED = [
     ("qwen3_vl", "config.json", "text_config.attention_bias", True),
     ("qwen3_vl", "config.json", "text_config.hidden_act", "gelu"),
     ("qwen3_vl", "config.json", "vision_config.in_channels", 1),
-    ("qwen3_vl", "config.json", "model_type", "qwen2_vl"),
+    ("qwen3_vl", "config.json", "model_type", "vit"),
     ("qwen3_vl", "config.json", "quantization_config", {"quant_method": "fp8"}),
     # Dropout.
     ("qwen2_5_vl", "config.json", "text_config.attention_dropout", 0.1),
