@@ -304,11 +304,11 @@ def test_adapters_have_defaults_and_take_what_is_given(recipe: Path, module: str
         ("{rank: 1.5}", ".lora.rank: should be a valid integer; got 1.5"),
         ("{alpha: 0}", ".lora.alpha: should be greater than 0; got 0"),
         ("{alfa: 8}", ".lora.alfa: unknown key; did you mean 'alpha'?"),
-        ("{targets: []}", ".lora.targets: needs one or more of qkv, proj, fc1, fc2, each once"),
+        ("{targets: []}", ".lora.targets: needs one or more of qkv, proj, fc1, fc2, or patterns"),
         ("{targets: [fc1, fc1]}", ".lora.targets: needs one or more of qkv, proj, fc1, fc2"),
         (
             "{targets: [q_proj]}",
-            ".lora.targets.0: should be 'qkv', 'proj', 'fc1' or 'fc2'; got 'q_proj'",
+            ".lora.targets: needs one or more of qkv, proj, fc1, fc2, or patterns",
         ),
         ("true", ".lora: should be a valid dictionary or instance of LoRA; got True"),
     ],
