@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,11 +34,15 @@ from mimo.check.compare import (
 from mimo.check.points import PointResult, compare_points, whole_points
 from mimo.check.workload import picture_samples, write_shard
 from mimo.checkpoint.hf.initial import initial_weights
-from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.recipes import architecture_of_folder, config_of_folder, load_recipe
+from mimo.checkpoint.hf.shrink import shrink
 from mimo.config.schema import Recipe
 from mimo.device import machine_memory
 from mimo.errors import InputError
 from mimo.families.keymap import Weight, num_elements
+from mimo.families.registry import GENERAL
+from mimo.model.fsdp import differs
+from mimo.model.gate import compare_halves
 from mimo.model.recipe_checks import check_memory, check_recipe
 from mimo.parallel.grids import Layout
 from mimo.report.tables import Table, check_writable, scientific, show, write_json
@@ -274,6 +278,11 @@ def main(
     layout, separated by spaces. Raises InputError for bad input, before any rank starts.
     """
     check_writable(json)
+    general = [f"language.family={GENERAL}"]
+    if overrides == general or architecture_of_folder(checkpoint).language == GENERAL:
+        if [*overrides] not in ([], general):
+            raise InputError(f"{overrides[0]}: a model in two halves is compared without a layout")
+        return compare_class(checkpoint, json)
     ours = [*on_engine(engine), *overrides]
     other = None if against.strip() == TRANSFORMERS else other_side(against)
     with tempfile.TemporaryDirectory(prefix="mimo-parity-") as folder:
@@ -306,6 +315,24 @@ def main(
         write_json(json, document)
     print(verdict(parity))
     return 0 if parity.passed else 1
+
+
+def compare_class(checkpoint: Path, json: Path | None) -> int:
+    """Compare a folder's class in two halves with the whole model; return 0 if they are equal."""
+    config = config_of_folder(checkpoint)
+    verdict = compare_halves(shrink(config))
+    if json is not None:
+        write_json(json, {"class": type(config).__name__, **asdict(verdict)})
+    if verdict.problem:
+        print(differs(config, verdict))
+        return 1
+    samples = "padded to a batch" if verdict.packing is None else "packed"
+    levels = {modality: form.num_levels for modality, form in verdict.outputs.items()}
+    print(
+        f"equal: loss and every gradient within {TOLERANCE['fp32']:g} on a tiny copy, samples "
+        f"{samples}; modalities and their feature levels: {levels}"
+    )
+    return 0
 
 
 def on_engine(engine: str) -> list[str]:

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from data.modalities.transformers import load_processor
 from mimo.check.compare import (
     IncomparableError,
     PointPart,
@@ -32,7 +33,6 @@ from mimo.check.compare import (
     worst_element,
 )
 from mimo.check.workload import Sample
-from mimo.checkpoint.hf.recipes import load_processor
 from mimo.errors import InputError
 
 TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"

@@ -105,7 +105,7 @@ class _WholeRows:
 
     def __init__(self, reader: SampleReader, plan: StepPlan) -> None:
         index, self._plan = reader.index, plan
-        patches = [int(np.prod(reader.plan(item).grid)) for item in range(index.num_items)]
+        patches = [reader.plan(item).num_patches for item in range(index.num_items)]
         self._token_start = np.cumsum([0, *index.column("token_length")])
         self._row_start = np.cumsum([0, *index.column("item_rows")])
         self._patch_start = np.cumsum([0, *patches])

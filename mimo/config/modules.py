@@ -1,6 +1,8 @@
 """Sections of a recipe about modules: family, grid, adapters, modalities."""
 
-from typing import Annotated, Any, Literal, get_args
+import re
+from fnmatch import fnmatchcase as fnmatch
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -59,12 +61,18 @@ class Grid(Section):
         return self
 
 
-Target = Literal["qkv", "proj", "fc1", "fc2"]
+TARGETS = ("qkv", "proj", "fc1", "fc2")
+"""Linears of a transformer layer that adapters may have."""
+_PATTERN = re.compile(r".*[.*?].*")
 
 
-def _targets(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    if not targets or len(set(targets)) < len(targets):
-        raise ValueError(f"needs one or more of {', '.join(get_args(Target))}, each once")
+def _targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+    are_known = all(target in TARGETS or _PATTERN.fullmatch(target) for target in targets)
+    if not targets or len(set(targets)) < len(targets) or not are_known:
+        raise ValueError(
+            f"needs one or more of {', '.join(TARGETS)}, or patterns of names such as "
+            f"'*.q_proj', each once"
+        )
     return targets
 
 
@@ -75,15 +83,28 @@ class LoRA(Section):
     """Inner size of the adapters."""
     alpha: bounds.AdapterScale = 32.0
     """The adapters' output is multiplied by `alpha` / `rank`."""
-    targets: Annotated[tuple[Target, ...], Field(strict=False), AfterValidator(_targets)] = (
-        get_args(Target)
-    )
-    """Linears that are adapted: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP."""
+    targets: Annotated[
+        tuple[bounds.Word, ...],
+        Field(strict=False, max_length=MAX_ENTRIES),
+        AfterValidator(_targets),
+    ] = TARGETS
+    """Linears that are adapted: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP. With
+    `family: transformers`, patterns of linears' names in transformers, such as `*.q_proj`."""
 
     @property
     def scale(self) -> float:
         """Factor on the adapters' output."""
         return self.alpha / self.rank
+
+    def adapts(self, weight: str) -> bool:
+        """Return whether the parameter of this name gets an adapter."""
+        linear, _, kind = weight.rpartition(".")
+        return kind == "weight" and any(
+            fnmatch(linear, target)
+            if target not in TARGETS
+            else ".layers." in linear and linear.endswith(f".linear_{target}")
+            for target in self.targets
+        )
 
 
 class Module(Section):
@@ -113,6 +134,16 @@ class Module(Section):
     """Sizes and other settings of the family; see its section below."""
 
 
+Names = tuple[str, ...]
+
+
+def _freeze_language(value: Any) -> bool | Names:
+    is_list = isinstance(value, list | tuple) and 0 < len(value) <= MAX_ENTRIES
+    if isinstance(value, bool) or (is_list and all(isinstance(name, str) for name in value)):
+        return value if isinstance(value, bool) else tuple(value)
+    raise ValueError("needs true, false or a list of patterns of names, such as ['*.gate.*']")
+
+
 def _check_adapters[M: (Language, Encoder)](module: M) -> M:
     if module.freeze is True and module.lora is not None:
         raise ValueError(
@@ -129,15 +160,15 @@ class Language(Module):
     """Name of a file in `mimo/families/languages/`."""
     lora: LoRA | None = None
     """Train only adapters; embeddings, norms, head and the layers' other weights stay frozen."""
-    freeze: bool = False
-    """Freeze all weights."""
+    freeze: Annotated[bool | Names, PlainValidator(_freeze_language, bool | Names)] = False
+    """`true` freezes all weights; a list freezes weights by patterns of names: `["*.gate.*"]`."""
 
     _adapters_can_learn = model_validator(mode="after")(_check_adapters)
 
     @property
     def trains(self) -> bool:
         """Whether any weights are updated."""
-        return not self.freeze
+        return self.freeze is not True
 
 
 def word_or_number(choices: str, kind: Any) -> PlainValidator:
@@ -153,10 +184,15 @@ def word_or_number(choices: str, kind: Any) -> PlainValidator:
     return PlainValidator(check, kind)
 
 
-def _freeze(value: Any) -> bool | Literal["tower"]:
-    if isinstance(value, bool) or value == "tower":
+def _freeze(value: Any) -> bool | Names | Literal["tower"]:
+    if value == "tower":
         return value
-    raise ValueError("needs true, false or 'tower' (all but the projector)")
+    try:
+        return _freeze_language(value)
+    except ValueError:
+        raise ValueError(
+            "needs true, false, 'tower' (all but the projector) or a list of patterns of names"
+        ) from None
 
 
 def _item_text(value: str) -> str:
@@ -198,11 +234,12 @@ class Encoder(Module):
     placement: Literal["disjoint", "colocated"] = "disjoint"
     """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
     lora: LoRA | None = None
-    """Train only adapters in the tower, and the projector."""
-    freeze: Annotated[bool | Literal["tower"], PlainValidator(_freeze, bool | Literal["tower"])] = (
-        False
-    )
-    """`true` freezes all weights, `tower` all but the projector's."""
+    """Train only adapters in the tower, and the projector of a family that names one."""
+    freeze: Annotated[
+        bool | Names | Literal["tower"], PlainValidator(_freeze, bool | Names | Literal["tower"])
+    ] = False
+    """`true` freezes all weights; `tower` all but the projector's; a list freezes weights by
+    patterns of names."""
     run_ahead: Annotated[
         int | Literal["auto"],
         word_or_number("'auto' or a number of microbatches", bounds.Microbatches | Literal["auto"]),

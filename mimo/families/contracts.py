@@ -125,6 +125,10 @@ class EncoderSettings(FamilySettings):
     def processor(self, modality: str = "image") -> Media[Any]:
         """Return what turns items of the modality into patches and counts each item's rows."""
 
+    def num_inputs(self, grid: tuple[int, int, int]) -> float:
+        """Return the inputs of the tower, such as patches, for an item with this grid."""
+        return math.prod(grid)
+
     @abstractmethod
     def products(self, output_size: int) -> list[Product]:
         """Return all matrices and attention of tower and projector, in the order of a forward.

@@ -64,9 +64,7 @@ def _with_adapters(products: Sequence[Product], adapters: LoRA | None) -> Iterat
     for product in products:
         yield product
         name = product.parameter
-        if adapters is None or name is None or ".layers." not in name:
-            continue
-        if any(f"linear_{target}." in name for target in adapters.targets):
+        if adapters is not None and name is not None and adapters.adapts(name):
             shapes = adapter_shapes(product.shape, adapters.rank)
             for adapter, shape in zip(adapter_names(name), shapes, strict=True):
                 yield Product(adapter, product.per, shape)

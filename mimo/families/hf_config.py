@@ -206,17 +206,10 @@ def read_processors(folder: Path) -> Processors:
     return Processors(image, _stored(files, "video") or {}, whole, files)
 
 
-def processor_class(folder: str | Path) -> Any:
-    """Return the class of the whole processor in transformers."""
-    from transformers import AutoConfig
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    return PROCESSOR_MAPPING[type(config)]
-
-
 def image_defaults_of_processor(folder: Path) -> Config:
     """Return the settings of images that the class of the whole processor sets over any file."""
+    from data.modalities.transformers import processor_class  # late: it loads numpy
+
     return dict(getattr(processor_class(folder), "images_kwargs", {}))
 
 

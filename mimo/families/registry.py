@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -23,6 +24,8 @@ from mimo.families.contracts import (
 )
 from mimo.families.keymap import is_adapter
 
+GENERAL = "transformers"
+"""The family of both halves of any vision-language model of transformers."""
 _LANGUAGES, _ENCODERS = "mimo.families.languages", "encoders"
 
 
@@ -38,13 +41,13 @@ def _import(package: str, name: str) -> Any:
 
 
 def language_families() -> dict[str, LanguageFamily]:
-    """Import all families of language models, by name."""
-    return {name: _import(_LANGUAGES, name) for name in _names(_LANGUAGES)}
+    """Import all families of language models with code of their own, by name."""
+    return {name: _import(_LANGUAGES, name) for name in _names(_LANGUAGES) if name != GENERAL}
 
 
 def encoder_families() -> dict[str, EncoderFamily]:
-    """Import all families of encoders, by name."""
-    return {name: _import(_ENCODERS, name) for name in _names(_ENCODERS)}
+    """Import all families of encoders with code of their own, by name."""
+    return {name: _import(_ENCODERS, name) for name in _names(_ENCODERS) if name != GENERAL}
 
 
 def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
@@ -85,9 +88,12 @@ def language_settings(recipe: Recipe) -> LanguageSettings:
 
 def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
     """Return the checked settings under ``encoders.<name>.model``. Raises RecipeError."""
+    settings, values = encoder_family(recipe, encoder).Settings, recipe.encoders[encoder].model
+    if "folder" in settings.model_fields:
+        values = {"folder": recipe.init_from, **values}
     return check_settings(
-        encoder_family(recipe, encoder).Settings,
-        recipe.encoders[encoder].model,
+        settings,
+        values,
         ("encoders", encoder, "model"),
         recipe,
     )
@@ -99,6 +105,10 @@ def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:
     A module with adapters trains only these; an encoder also trains its projector.
     """
     part = recipe.module(module)
+    if isinstance(part.freeze, tuple):
+        patterns = part.freeze
+        frozen = [*patterns] if part.lora is None else ["*"]
+        return lambda name: is_adapter(name) or not any(fnmatchcase(name, p) for p in frozen)
     if part.freeze is False and part.lora is None:
         return lambda name: True
     kept = ()

@@ -20,7 +20,7 @@ import torch
 from data.batch import pack_lane
 from data.index.samples import Processors
 from data.modalities.processor import Part, PartPlan
-from data.text.chat import ChatTokenizer, EncodedSample
+from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
 from data.text.messages import Mention, PlaceholderError
 from mimo.checkpoint.assets import changed_assets, portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
@@ -145,11 +145,12 @@ class Generator:
             if num_files != len(request.files):
                 raise PlaceholderError("prompt", num_files, len(request.files))
             items, texts, files = list[_Item](), list[str](), iter(request.files)
+            rows = list[ItemRows]()
             for mention in mentions:
                 items_of_part = self._items(mention, list(islice(files, mention.frames)))
                 texts.append(items_of_part[0].plan.text)
+                rows += items_of_part[0].plan.rows_of_items
                 items += items_of_part
-            rows = [item.plan.num_rows for item in items]
             return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), items)
         except ValueError as error:
             raise InputError(f"{request.name} cannot be answered: {error}") from error
@@ -200,6 +201,9 @@ class Generator:
             int(lengths.sum()),
             self.chat.pad_token_id,
             time_steps=[[item.plan.time_step for item in prompt.items] for prompt in open_prompts],
+            parts=[
+                (item.media, item.plan.grid) for prompt in open_prompts for item in prompt.items
+            ],
         )
         starts, placed = np.cumsum(lengths) - lengths, []
         for media, rows_of_media in rows.items():
@@ -211,7 +215,8 @@ class Generator:
             values = torch.cat([rows_of_media[r] for r in open_requests])
             placed.append((values, np.concatenate(places)))
         last = np.cumsum(lengths) - 1
-        logits = self.model.forward(lane, placed, with_labels=False, at=last)
+        encoders = [self.encoders[media] for media in rows]
+        logits = self.model.forward(lane, placed, with_labels=False, at=last, encoders=encoders)
         # Padding entries of the vocabulary are not tokens.
         return logits[0, :, : self.model.num_tokens].argmax(-1).tolist()
 

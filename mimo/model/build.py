@@ -39,6 +39,7 @@ from mimo.errors import RecipeError
 from mimo.families.contracts import MegatronLanguageFamily
 from mimo.families.keymap import Weight, is_adapter
 from mimo.families.registry import (
+    GENERAL,
     encoder_family,
     encoder_settings,
     language_family,
@@ -90,6 +91,7 @@ def build_model(
         watch=TransferWatch() if has_gpu() else None,
         trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
         whole_rows=recipe.bridge.delivery == "replicated",
+        takes_rows=recipe.language.family == GENERAL,
         item_rules=settings.item_rules,
         num_tokens=num_tokens,
     )
@@ -163,9 +165,11 @@ def _megatron_module(
         chunks.append(chunk)
     logger.info("%s: core attention of its layers: %s", name, kernels_in(chunks))
     is_trainable = trainable_names(recipe, name)
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
+        at = groups.pp.rank(), number if num_chunks > 1 else None
         for parameter_name, param in chunk.named_parameters():
-            param.requires_grad_(is_trainable(parameter_name))
+            whole_name = stored_name(global_name(parameter_name, chunk.config, *at), chunk)
+            param.requires_grad_(is_trainable(whole_name))
     module = MegatronModule(name, groups, chunks, chunks, None, part.trains)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         return module

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -151,7 +150,7 @@ def tasks_of_step(
                     patch_bytes[samples.item_media[number]].tolist(),
                     strict=True,
                 )
-                sizes = [math.prod(plan.grid) * per_patch for plan, per_patch in item_bytes]
+                sizes = [plan.num_patches * per_patch for plan, per_patch in item_bytes]
             sharer = assign_items(cost, len(ranks), loads[module])
             np.add.at(loads[module], sharer, cost)
             source = samples.source[sample]
@@ -219,6 +218,10 @@ def pack_language(
                 samples.segment_length[of_lane],
                 samples.packed,
                 [[part.time_step for part in parts] for parts in by_sample],
+                [
+                    (samples.media[kind], part.grid)
+                    for kind, part in zip(samples.item_media[items].tolist(), plans, strict=True)
+                ],
             )
         )
     return packed

@@ -7,32 +7,38 @@ run before any rank starts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bridge import ItemRows
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.export import differences
 from mimo.checkpoint.hf.initial import InitialWeights
-from mimo.checkpoint.hf.recipes import architecture_of_folder, transformers_config
+from mimo.checkpoint.hf.recipes import architecture_of_recipe, transformers_config
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe, key_of
 from mimo.device import local_device
 from mimo.engines.draw import adapter_numbers, draw
 from mimo.engines.fsdp.context import Adapters, FsdpContext, Wrapper
+from mimo.engines.fsdp.halves import FRAMES, EncoderHalf, Grid, ItemForm, build_whole
 from mimo.engines.fsdp.language import LanguageModel
+from mimo.engines.fsdp.language_half import LanguageHalf
 from mimo.engines.fsdp.models import model_problems
 from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.plans import adapt, tp_problems
 from mimo.engines.fsdp.sharding import Names, Reader, Rows, load, shard
 from mimo.engines.fsdp.towers import TOWERS
+from mimo.engines.fsdp.tp_plans import plan_problems
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight, adapter_names, adapter_shapes, is_adapter, num_elements
-from mimo.families.registry import language_settings, trainable_names
+from mimo.families.registry import GENERAL, encoder_settings, language_settings, trainable_names
 from mimo.families.wire import DTYPES
+from mimo.model.dataset import item_processors
+from mimo.model.gate import Verdict, placeholders_of, verdict_of
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import Topology
 
@@ -59,11 +65,11 @@ def fsdp_module(
     """
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
-    weights = architecture_of_folder(Path(recipe.init_from)).weights_of(recipe)[name]
+    weights = architecture_of_recipe(recipe).weights_of(recipe)[name]
     groups = tuple(
         tuple(source.key.removesuffix(".weight") for source in weight.sources)
         for weight in weights
-        if _adapts(part.lora, weight)
+        if part.lora is not None and part.lora.adapts(weight.name)
     )
     ctx = FsdpContext(
         mesh=topology.meshes.get(name),
@@ -78,7 +84,9 @@ def fsdp_module(
     config = transformers_config(recipe)
     try:
         wrapper: Wrapper
-        if name == LANGUAGE:
+        if recipe.language.family == GENERAL:
+            wrapper = half_of(recipe, name, config, ctx)
+        elif name == LANGUAGE:
             wrapper = LanguageModel(config, ctx)
         else:
             wrapper = TOWERS[config.model_type](config, ctx, ItemRows)
@@ -93,9 +101,47 @@ def fsdp_module(
     return FsdpModule(name, topology.modules[name], wrapper, ctx, names, settings, rate)
 
 
-def _adapts(lora: LoRA | None, weight: Weight) -> bool:
-    endings = tuple(f"linear_{target}.weight" for target in lora.targets) if lora else ()
-    return ".layers." in weight.name and weight.name.endswith(endings)
+_BLANK = (56, 56)  # height and width of the item that a lane without items encodes
+
+
+def half_of(recipe: Recipe, name: str, config: Any, ctx: FsdpContext) -> Wrapper:
+    """Build a half of any vision-language model, on meta. Raises ValueError if it may not train."""
+    verdict = verdict_of(config)
+    if verdict.problem:
+        raise ValueError(f"got fsdp, but {differs(config, verdict)}")
+    processors: Any = item_processors(recipe)
+    tower = next(iter(recipe.encoders))
+    levels = encoder_settings(recipe, tower).num_levels
+    # The tiny copy may have fewer levels than the model.
+    outputs = {
+        modality: replace(form, num_levels=levels if form.num_levels else 0)
+        for modality, form in verdict.outputs.items()
+    }
+
+    def form_of(modality: str, grid: Grid) -> ItemForm:
+        return processors[modality].form(grid)
+
+    if name != LANGUAGE:
+        modality = recipe.encoders[name].media
+        return EncoderHalf(
+            config, ctx, form_of, (modality, (FRAMES[modality], *_BLANK)), levels, ItemRows
+        )
+    text = config.get_text_config()
+    return LanguageHalf(
+        config,
+        ctx,
+        verdict.packing,
+        encoders={m: n for n, encoder in recipe.encoders.items() for m in encoder.media_tokens},
+        outputs=outputs,
+        form_of=form_of,
+        placeholders=placeholders_of(config),
+        router_loss=text.router_aux_loss_coef if getattr(text, "output_router_logits", 0) else 0.0,
+    )
+
+
+def differs(config: Any, verdict: Verdict) -> str:
+    """Describe why a class cannot train in two halves."""
+    return f"{type(config).__name__} cannot train in two halves: {verdict.problem}"
 
 
 def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int) -> Names:
@@ -104,7 +150,7 @@ def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int
     for weight in weights:
         rows = weight.num_rows
         columns = num_elements([weight]) // rows
-        if lora is not None and _adapts(lora, weight):
+        if lora is not None and lora.adapts(weight.name):
             (lora_a, lora_b), (shared, _) = map(
                 adapter_names, (weight.name, weight.runs[0].source.key)
             )
@@ -167,12 +213,17 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
         return
     try:
         config = transformers_config(recipe)
-        architecture = architecture_of_folder(folder)
+        architecture = architecture_of_recipe(recipe)
     except RecipeError as error:
         yield from error.problems
         return
     except InputError as error:
         yield recipe.problem(("init_from",), str(error))
+        return
+    if architecture.language == GENERAL:
+        yield from _half_problems(recipe, layout, config)
+        for name in names:
+            yield from _adapter_problems(recipe, name, architecture)
         return
     for name in names:
         if name == LANGUAGE:
@@ -189,6 +240,78 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
             )
 
 
+def _half_problems(recipe: Recipe, layout: Layout, config: Any) -> Iterator[str]:
+    """Yield why a vision-language model cannot train in two halves on a layout."""
+    if not recipe.encoders:
+        yield recipe.problem(
+            ("encoders",), "got none, but family transformers trains with its tower; remove the key"
+        )
+        return
+    if recipe.bridge.delivery != "replicated":
+        yield recipe.problem(
+            ("bridge", "delivery"),
+            "got sharded, but family transformers places embeddings itself, so every rank of a "
+            "lane needs all of them; set it to replicated",
+        )
+    for name, grid in layout.grids.items():
+        key = key_of(name)
+        if grid.engine != "fsdp":
+            yield recipe.problem(
+                (*key, "engine"),
+                "got megatron, which cannot run family transformers; set it to fsdp",
+            )
+        if grid.sp:
+            yield recipe.problem(
+                (*key, "grid", "sp"),
+                "got true, but family transformers has no sequence parallelism; set it to false",
+            )
+        if grid.tp > 1 and name != LANGUAGE:
+            yield recipe.problem(
+                (*key, "grid", "tp"),
+                f"got {grid.tp}, but towers of family transformers cannot be split; raise dp, "
+                f"which shards weights too",
+            )
+        part = recipe.module(name)
+        if part.freeze == "tower":
+            yield recipe.problem(
+                (*key, "freeze"),
+                "got tower, but family transformers does not know which part is the projector; "
+                "give patterns of the frozen parameters' names",
+            )
+    try:
+        cut = [*plan_problems(config, layout.language.tp)]
+    except Exception as error:  # whatever a class's own code raises
+        cut = [f"got {layout.language.tp}, but its plan fails with {error!r}; use dp alone"]
+    for message in cut:
+        yield recipe.problem((LANGUAGE, "grid", "tp"), message)
+    if (verdict := verdict_of(config)).problem:
+        yield recipe.problem(("init_from",), differs(config, verdict))
+        return
+    tower = next(iter(recipe.encoders), None)
+    for name, encoder in recipe.encoders.items():
+        if name != tower:
+            yield recipe.problem(
+                key_of(name),
+                f"family transformers has one encoder, encoders.{tower}; name further media in "
+                f"encoders.{tower}.other_media",
+            )
+        for modality in encoder.media_tokens:
+            if modality not in verdict.outputs:
+                is_main = modality == encoder.media
+                yield recipe.problem(
+                    (*key_of(name), *(("media",) if is_main else ("other_media", modality))),
+                    f"got {modality}, but in two halves {type(config).__name__} takes only "
+                    f"{', '.join(verdict.outputs)}; leave it out",
+                )
+    packs = {name: name == LANGUAGE and verdict.packing is not None for name in layout.grids}
+    for name, is_packed in packs.items():
+        if recipe.module(name).recompute == "selective" and not is_packed:
+            yield recipe.problem(
+                (*key_of(name), "recompute"),
+                "got selective, but its attention is transformers' own; set it to full or none",
+            )
+
+
 def _language_problems(recipe: Recipe, config: Any, tp: int) -> Iterator[str]:
     for message in tp_problems(config, tp):
         yield recipe.problem((LANGUAGE, "grid", "tp"), message)
@@ -200,12 +323,21 @@ def _language_problems(recipe: Recipe, config: Any, tp: int) -> Iterator[str]:
 
 def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> Iterator[str]:
     lora, weights = recipe.module(name).lora, architecture.weights_of(recipe).get(name, ())
+    is_half = architecture.language == GENERAL
+    linears: set[str] | None = None
+    if lora and is_half:
+        modules = build_whole(transformers_config(recipe), torch.float32).named_modules()
+        linears = {f"{path}.weight" for path, module in modules if type(module) is nn.Linear}
     for target in lora.targets if lora else ():
-        if not any(weight.name.endswith(f".linear_{target}.weight") for weight in weights):
+        single = LoRA(targets=(target,))
+        adapted = [weight.name for weight in weights if single.adapts(weight.name)]
+        others = [key for key in adapted if linears is not None and key not in linears]
+        if not adapted or others:
+            fault = f"{others[0]} is no linear's" if others else "no linear has such a name"
             yield recipe.problem(
                 (*key_of(name), "lora"),
-                f"got {target} among its targets, but the linears of a {architecture.model_type} "
-                f"are not known by these names; remove lora",
+                f"got {target} among its targets, but in a {architecture.model_type} {fault}; "
+                + ("give patterns such as '*.q_proj'" if is_half else "remove lora"),
             )
 
 

@@ -34,7 +34,8 @@ class LanguageBatch:
     input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S/cp) int64.
     labels: (n,) int64 of the tokens with a loss. loss_at: (n,) int64 positions of these tokens:
     s·B + b for token s of sequence b of this rank's (B, S/cp). segments: of the whole packed
-    sequence; None for unpacked batches.
+    sequence; None for unpacked batches. inputs: prepared by a model that takes rows itself,
+    which ignores the other fields.
     """
 
     input_ids: Tensor
@@ -42,6 +43,7 @@ class LanguageBatch:
     labels: Tensor
     loss_at: Tensor
     segments: PackedSegments | None
+    inputs: Any = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,12 @@ class ReceivedRows:
     embeddings: Tensor | None
     levels: Tensor
     places: Tensor
+
+    @property
+    def side_by_side(self) -> Tensor:
+        """All levels of each row beside its embedding, (n, (1 + k)·H)."""
+        parts = [*self.levels] if self.embeddings is None else [self.embeddings, *self.levels]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     @classmethod
     def of(

@@ -125,7 +125,7 @@ def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     modality = settings.processor(recipe.encoders[encoder].media)
     file = modality.random_file(np.random.default_rng(0))
     plan = modality.plan(Part(modality.size_of(modality.decode(file))))
-    return math.prod(plan.grid) / plan.num_rows
+    return settings.num_inputs(plan.grid) / plan.num_rows
 
 
 class _Module:
@@ -161,7 +161,6 @@ class _Module:
         }
         self.held, self.trained = Counter[str](), Counter[str]()
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
-        adapted = tuple(f".linear_{target}.weight" for target in lora.targets) if lora else ()
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(last) or "final_layernorm" in weight
             place = "layer" if ".layers." in weight else "last" if is_last else "first"
@@ -170,7 +169,7 @@ class _Module:
             if weight == _EMBEDDING and _OUTPUT not in self.shapes and self.grid.pp > 1:
                 # The head's copy.
                 self._count("last", rows * columns // cut, is_trainable(weight))
-            if lora is not None and place == "layer" and weight.endswith(adapted):
+            if lora is not None and place == "layer" and lora.adapts(weight):
                 by_columns = weight.endswith(CUT_BY_COLUMNS)
                 sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
                 self._count(place, lora.rank * sum(sizes), self.part.trains)

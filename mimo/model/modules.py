@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -67,6 +67,7 @@ class MimoModel:
     trains_encoders: whether any encoder of the recipe trains, on any rank: gradients then pass
     through all stages of the language model, frozen or not.
     watch: watches transfers on a device where waiting does not block the host.
+    takes_rows: whether the language model takes rows itself, as models of transformers do.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are placed in whole
     sequences, which are cut afterwards.
     doing: the current activity of this rank's modules, and its microbatch; None outside of `run`.
@@ -88,6 +89,7 @@ class MimoModel:
     watch: TransferWatch | None = None
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
+    takes_rows: bool = False
     squared_changes: dict[str, float | Tensor] = field(default_factory=dict)
     doing: tuple[str, int] | None = None
     describe_batch: Callable[[int | None], str] = lambda microbatch: ""
@@ -113,7 +115,12 @@ class MimoModel:
         for lane in lanes:
             assert self.partition is not None, "language ranks have a partition adapter"
             rules, whole_rows = self.item_rules, self.whole_rows
-            language.append(stage_lane(lane, rules, self.partition, whole_rows, forms, staging))
+            batch = stage_lane(lane, rules, self.partition, whole_rows, forms, staging)
+            if self.takes_rows:
+                model: Any = self.modules[LANGUAGE].whole
+                inputs = model.prepare(lane, staging.copy)
+                batch = replace(batch, inputs=inputs)
+            language.append(batch)
         encoders = {}
         for name, microbatches in items.items():
             count, tower = len(microbatches), self.modules[name].whole
@@ -307,6 +314,9 @@ class MimoModel:
             self.doing = f"forward of {part}", number
             with SPANS.span(module.name, "forward", number=number):
                 received = self._receive(chunk, number)
+                if self.takes_rows:
+                    output = chunk.run(inputs=batch.inputs, rows=self._rows_of(received))
+                    return self._note_backward(output, part, number)
                 output = chunk.run(
                     input_ids=batch.input_ids,
                     position_ids=batch.position_ids,
@@ -340,6 +350,11 @@ class MimoModel:
                 pairs.append((take_chunk(rows, link.chunks, chunk.number), places))
         size, first = self.hidden_size, chunk.is_first
         return [ReceivedRows.of(rows, at, size, has_embeddings=first) for rows, at in pairs]
+
+    def _rows_of(self, received: Sequence[ReceivedRows]) -> dict[str, Tensor]:
+        """Return the rows (N, (1 + k)·H) of each encoder, for a model that takes them itself."""
+        encoders = [link.encoder for link in (*self.receivers, *self.colocated)]
+        return dict(zip(encoders, (rows.side_by_side for rows in received), strict=True))
 
     def _cut(self, batch: LanguageBatch, hidden: Tensor) -> Tensor:
         assert self.partition is not None, "language ranks have a partition adapter"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from data.index.store import Build
+from mimo.config.modules import TARGETS
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe, key_of
 from mimo.config.training import Source
@@ -13,9 +15,11 @@ from mimo.device import Memory, has_gpu, machine_memory
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
+    encoder_family,
     encoder_settings,
     language_family,
     language_settings,
+    trainable_names,
 )
 from mimo.model.dataset import (
     SPLITS,
@@ -57,6 +61,8 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
             problems += check
         except RecipeError as error:
             problems += error.problems
+    for grid in () if problems else layout.grids.values():
+        problems += _pattern_problems(recipe, grid)
     if not problems and any(grid.engine == "fsdp" for grid in layout.grids.values()):
         from mimo.model.fsdp import fsdp_problems  # late: transformers takes seconds
 
@@ -94,6 +100,35 @@ def _encoder_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     if grid.engine == "megatron":
         for message in settings.grid_problems(grid.tp, grid.pp):
             yield recipe.problem((*key_of(grid.module), "grid"), message)
+
+
+def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
+    """Yield patterns that match no name, and lists of patterns that freeze everything."""
+    part, key, language = recipe.module(grid.module), key_of(grid.module), language_settings(recipe)
+    for target in part.lora.targets if part.lora and grid.engine == "megatron" else ():
+        if target not in TARGETS:
+            yield recipe.problem(
+                (*key, "lora", "targets"),
+                f"got {target}, but engine: megatron has no names of transformers; give some of "
+                f"{', '.join(TARGETS)}",
+            )
+    if not isinstance(part.freeze, tuple):
+        return
+    if grid.module == LANGUAGE:
+        known = language.model_copy(update={"vocab_size": language.padded_vocab_size(1)})
+        weights = language_family(recipe).weights_in_hf(known)
+    else:
+        settings = encoder_settings(recipe, grid.module)
+        weights = encoder_family(recipe, grid.module).weights_in_hf(settings, language.hidden_size)
+    names = [weight.name for weight in weights]
+    for pattern in part.freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            yield recipe.problem(
+                (*key, "freeze"),
+                f"got {pattern}, but no parameter has such a name; one is {names[-1]}",
+            )
+    if part.lora is None and not any(map(trainable_names(recipe, grid.module), names)):
+        yield recipe.problem((*key, "freeze"), "its patterns freeze everything; set it to true")
 
 
 def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:

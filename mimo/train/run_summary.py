@@ -70,13 +70,12 @@ def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> tuple[in
         settings = encoder_settings(recipe, module)
         weights = encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
     part, is_trainable = recipe.module(module), trainable_names(recipe, module)
-    targets = tuple(f".linear_{name}.weight" for name in part.lora.targets) if part.lora else ()
     total = trained = 0
     for weight in weights:
         size = num_elements([weight])
         total += size
         trained += size * is_trainable(weight.name)
-        if part.lora is not None and ".layers." in weight.name and weight.name.endswith(targets):
+        if part.lora is not None and part.lora.adapts(weight.name):
             shape = (weight.num_rows, size // weight.num_rows)
             adapters = sum(math.prod(s) for s in adapter_shapes(shape, part.lora.rank))
             total += adapters

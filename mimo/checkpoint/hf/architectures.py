@@ -19,7 +19,7 @@ from mimo.families.contracts import (
     PublishedEncoderFamily,
 )
 from mimo.families.keymap import Weight
-from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.registry import GENERAL, encoder_settings, language_settings
 
 LANGUAGE_MODEL = "model.language_model."
 
@@ -45,7 +45,7 @@ class Architecture:
     language, encoder: families that compute it; a text-only model has no encoder. tower_prefixes,
     language_prefix: of the names of tensors in memory, except the head's. encoder_keys: recipe
     keys of the encoder's section that follow from the chat template and the processor. layouts: the
-    first is what transformers writes.
+    first is what transformers writes; without any, transformers' own rules of conversion hold.
     """
 
     model_type: str
@@ -111,8 +111,10 @@ _GEMMA3 = {
 }
 
 
-def _text_only(model_type: str, language: str) -> Architecture:
-    return Architecture(model_type, language, None, (), {}, (_IN_MEMORY,), "model.")
+def _text_only(
+    model_type: str, language: str, layouts: tuple[KeyLayout, ...] = (_IN_MEMORY,)
+) -> Architecture:
+    return Architecture(model_type, language, None, (), {}, layouts, "model.")
 
 
 _ALL = (
@@ -160,17 +162,23 @@ _ALL = (
 ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
 
 
-def architecture_of(model_type: object) -> Architecture:
-    """Return the architecture of a model type. Raises ValueError for an unknown one."""
+def architecture_of(model_type: object, family: object = None) -> Architecture:
+    """Return the architecture of a model type. Raises ValueError for an unknown one.
+
+    family: of the language model, if the recipe gives one.
+    """
     name = str(model_type)
-    if (architecture := ARCHITECTURES.get(name)) is not None:
+    architecture = ARCHITECTURES.get(name)
+    if architecture is not None and (family != GENERAL or architecture.encoder is None):
         return architecture
     from transformers.models.auto import modeling_auto as auto  # late: it takes seconds to import
 
     with_items = name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not with_items:
-        return _text_only(name, "causal_lm")
+    if with_items:
+        return Architecture(name, GENERAL, GENERAL, (), {}, ())
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return _text_only(name, "causal_lm", ())
     raise ValueError(
         f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported, and with "
-        f"language.engine: fsdp every causal language model of text alone that transformers has"
+        f"engine: fsdp every causal language model and vision-language model that transformers has"
     )

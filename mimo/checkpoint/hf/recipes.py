@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from mimo.config.phases import PhasedRecipe, read_phases
 from mimo.config.schema import Recipe, read_recipe
 from mimo.config.source import Location
 from mimo.errors import InputError, RecipeError, StartError, kind_of
-from mimo.families.hf_config import Config, processor_class, read_config, read_json, read_processors
+from mimo.families.hf_config import Config, read_config, read_json, read_processors
+from mimo.families.registry import GENERAL
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,7 +41,7 @@ def load_phases(
 def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     """Complete a recipe's plain data in place from the folder that ``init_from`` names.
 
-    A Hub id (``org/name``) becomes its folder in the local cache; nothing is downloaded.
+    A Hub id (``org/name``) becomes its folder in the local cache, downloaded on first use.
     Values in the recipe win. Without ``encoders`` it gets one for images; ``encoders: {}`` means
     the language model alone. A resolved recipe (from a run) no longer needs the folder. The
     folder's tower is the first encoder that names no family, or the folder's family; the others
@@ -52,8 +54,8 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         _add_stand_ins(data)
         return  # the schema reports it
     folder = Path(init_from)
-    if not folder.is_dir() and (cached := _in_cache(init_from)) is not None:
-        folder, data["init_from"] = cached, str(cached)
+    if not folder.is_dir() and (snapshot := _snapshot(init_from)) is not None:
+        folder, data["init_from"] = snapshot, str(snapshot)
     if not folder.is_dir() and _section(data, "language").get("model"):
         return  # resolved
     try:
@@ -63,7 +65,8 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
                 hint += f"; if this is the id of one, run `hf download {init_from}` first"
             raise InputError(f"{folder}: no such folder; {hint}")
         config = read_config(folder)
-        architecture = architecture_of(config.get("model_type"))
+        family = _section(data, "language").get("family")
+        architecture = architecture_of(config.get("model_type"), family)
         language = architecture.language_family().settings_from_hf(config)
         tower = tower_settings(architecture, config, folder)
     except StartError:
@@ -91,7 +94,13 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     for name, section in sections.items():
         if name == tower_name:
             yield from _fill_module(("encoders", name), section, architecture.encoder, tower)
-            for key, value in architecture.encoder_keys.items():
+            keys = architecture.encoder_keys
+            if architecture.language == GENERAL:
+                _section(data, "language").setdefault("engine", "fsdp")
+                _section(data, "bridge").setdefault("delivery", "replicated")
+                section.setdefault("engine", "fsdp")
+                keys = {} if "placeholder" in section else item_keys(folder)
+            for key, value in keys.items():
                 section.setdefault(key, copy.deepcopy(value))
         elif isinstance(encoders[name], dict) and section.get("family") is None:
             message = (
@@ -103,17 +112,28 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             section["family"] = _UNREAD  # so that it is not reported twice
 
 
-def _in_cache(name: str) -> Path | None:
-    """Return the folder of a Hub id in the local cache of Hugging Face; None if there is none."""
+def item_keys(folder: Path) -> dict[str, Any]:
+    """Return an encoder's recipe keys for placeholders, by the folder's processor."""
+    from data.modalities.transformers import media_tokens  # late: it loads numpy
+
+    tokens = media_tokens(str(folder), "image")
+    return {"placeholder": tokens.placeholder, "template_token": tokens.template_token}
+
+
+def _snapshot(name: str) -> Path | None:
+    """Return the folder of a Hub id in the cache of Hugging Face; None if there is none.
+
+    It is downloaded if the machine is online.
+    """
     if not _HUB_ID.fullmatch(name):
         return None
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
+    for offline in (True, False):
+        with suppress(HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError):
+            return Path(snapshot_download(name, local_files_only=offline))
+    return None
 
 
 def tower_settings(
@@ -125,10 +145,21 @@ def tower_settings(
     return architecture.encoder_family().settings_from_hf(config, read_processors(folder))
 
 
-def architecture_of_folder(folder: Path) -> Architecture:
-    """Return the architecture of a folder. Raises InputError if it is no known model."""
+def architecture_of_recipe(recipe: Recipe, folder: Path | None = None) -> Architecture:
+    """Return the architecture of a recipe's model, from ``folder`` or else from `init_from`.
+
+    Raises InputError if it is no known model.
+    """
+    return architecture_of_folder(folder or Path(recipe.init_from or ""), recipe.language.family)
+
+
+def architecture_of_folder(folder: Path, family: str | None = None) -> Architecture:
+    """Return the architecture of a folder. Raises InputError if it is no known model.
+
+    family: of the language model, if a recipe gives one.
+    """
     try:
-        return architecture_of(read_config(folder).get("model_type"))
+        return architecture_of(read_config(folder).get("model_type"), family)
     except StartError:
         raise
     except ValueError as error:
@@ -170,9 +201,19 @@ def transformers_config(recipe: Recipe) -> PretrainedConfig:
 
     Raises RecipeError for a model that is code in the folder, or that transformers does not know.
     """
+    try:
+        return config_of_folder(Path(recipe.init_from or ""))
+    except InputError as error:
+        raise kind_of(error, RecipeError)(recipe.problem(("init_from",), str(error))) from error
+
+
+def config_of_folder(folder: Path) -> PretrainedConfig:
+    """Return the configuration of the whole model in a folder.
+
+    Raises InputError for a model that is code in the folder, or that transformers does not know.
+    """
     from transformers import AutoConfig  # late: it takes seconds to import
 
-    folder = Path(recipe.init_from or "")
     try:
         if "auto_map" in read_json(folder / "config.json"):
             raise ValueError(
@@ -181,29 +222,4 @@ def transformers_config(recipe: Recipe) -> PretrainedConfig:
             )
         return AutoConfig.from_pretrained(str(folder), **_LOCAL)
     except (OSError, ValueError, KeyError) as error:
-        problem = recipe.problem(("init_from",), f"{folder}: {error}")
-        raise kind_of(error, RecipeError)(problem) from error
-
-
-def load_processor(directory: str | Path) -> Any:
-    """Return `AutoProcessor.from_pretrained` with pillow for images and without videos.
-
-    With torchvision transformers rounds otherwise, and without it no processor for videos exists,
-    which the Qwen families ask for.
-    """
-    from transformers import AutoImageProcessor, AutoTokenizer
-
-    base = processor_class(directory)
-
-    class ImagesOnly(base):
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == "video_processor" and argument is None:
-                return None
-            return super().check_argument_for_proper_class(argument_name, argument)
-
-    parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(directory, backend="pil", **_LOCAL),
-        "tokenizer": AutoTokenizer.from_pretrained(directory, **_LOCAL),
-    }
-    settings, _ = base.get_processor_dict(directory, **_LOCAL)
-    return ImagesOnly.from_args_and_dict([parts.get(n) for n in base.get_attributes()], settings)
+        raise kind_of(error)(f"{folder}: {error}") from error

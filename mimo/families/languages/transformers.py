@@ -1,0 +1,74 @@
+"""The language half of any vision-language model of transformers, for `engine: fsdp` only.
+
+The settings hold the whole model's configuration; tensors keep the names of transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from mimo.families.contracts import ItemRules, LanguageSettings
+from mimo.families.flops import Product
+from mimo.families.hf_config import Config, refuse_dropout
+from mimo.families.keymap import Weight, plain
+from mimo.families.whole_models import configuration_of, half_shapes, parameter_products
+
+
+class Settings(LanguageSettings):
+    """Recipe keys under ``language.model``. Sizes are numbers of elements, for estimates."""
+
+    item_rules: ClassVar = ItemRules(positions="plain", bidirectional=False)
+    engines: ClassVar = ("fsdp",)
+
+    config: dict[str, Any] = Field(default={}, max_length=500)
+    """The whole model's configuration in transformers."""
+
+    def scaled_down(self, chunks: int, tp: int) -> Settings:
+        """Raise ValueError: `mimo parity` compares these models, on a tiny copy of their own."""
+        raise ValueError("family transformers is compared by `mimo parity`")
+
+    def products(self, vocab_size: int) -> list[Product]:
+        """Return all matrices, and attention as in layers without a window."""
+        head = "" if self.tie_word_embeddings else "lm_head"
+        shapes = half_shapes(self.config, of_language=True)
+        products = parameter_products(shapes, "token", self.experts_share)
+        pairs = Product(None, "attention pair", (2, self.num_attention_heads * self.head_size))
+        of_layers = [p for p in products if not head or not (p.parameter or "").startswith(head)]
+        size = (vocab_size, self.hidden_size)
+        name = "lm_head.weight" if head else "model.language_model.embed_tokens.weight"
+        return [*of_layers, *[pairs] * self.num_layers, Product(name, "loss token", size)]
+
+    @property
+    def experts_share(self) -> float:
+        """The share of its experts that a token uses."""
+        text = self.config.get("text_config", self.config)
+        counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        total = next((count for count in counts if count), None)
+        return (text.get("num_experts_per_tok") or 1) / total if total else 1.0
+
+
+def settings_from_hf(config: Config) -> dict[str, Any]:
+    """Return recipe keys for a model. Raises ValueError for what cannot run."""
+    refuse_dropout(config)
+    text = config["text_config"]
+    heads = text["num_attention_heads"]
+    return {
+        "num_layers": text["num_hidden_layers"],
+        "hidden_size": text["hidden_size"],
+        "ffn_hidden_size": text.get("intermediate_size") or text.get("moe_intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": text.get("num_key_value_heads") or heads,
+        "head_size": text.get("head_dim") or text["hidden_size"] // heads,
+        "vocab_size": text["vocab_size"],
+        "vocab_multiple": 1,
+        "tie_word_embeddings": bool(config["tie_word_embeddings"]),
+        "config": configuration_of(config),
+    }
+
+
+def weights_in_hf(settings: Settings) -> list[Weight]:
+    """Return every parameter of decoder and head under its name in transformers."""
+    shapes = half_shapes(settings.config, of_language=True)
+    return [plain(name, name, *shape) for name, shape in shapes.items()]
