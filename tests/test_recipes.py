@@ -316,3 +316,19 @@ def test_a_recipe_says_its_command_hardware_and_result(path: Path) -> None:
     assert f"name: {path.stem}\n" in path.read_text()
     for needed in ("# Command", "# Hardware:", "# Result:"):
         assert needed in header
+
+
+ANY_CLASS = {
+    "qwen3_5_9b_fsdp": "qwen3_5",
+    "gemma4_31b_fsdp": "gemma4",
+    "internvl3_5_8b_fsdp": "internvl",
+}
+
+
+@pytest.mark.parametrize("stem", ANY_CLASS)
+def test_recipes_of_any_class_pass_the_check_with_a_tiny_folder(stem: str, tmp_path: Path) -> None:
+    write_tiny(TinyCheckpoint(ANY_CLASS[stem]), tmp_path / "model")
+    path = RECIPES / f"{stem}.yaml"
+    (layout,) = check(path, tmp_path / "model", None)
+    assert layout.world_size % 8 == 0, "nodes have 8 GPUs"
+    assert "not measured" in path.read_text()

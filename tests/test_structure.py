@@ -23,6 +23,14 @@ KNOW_AUDIO = {
     "encoders/whisper.py",
     "data/text/forms.py",
     "data/pack.py",
+    # Its names are those of transformers' methods and tokens.
+    "data/modalities/transformers.py",
+    "mimo/engines/fsdp/halves.py",
+    "mimo/engines/fsdp/language_half.py",
+    "mimo/checkpoint/hf/examples.py",
+    "mimo/checkpoint/hf/shrink.py",
+    "mimo/checkpoint/hf/tiny_class.py",
+    "mimo/model/gate.py",
 }
 
 PIXEL_WORDS = {"image_size", "PIL", "row_pixels", "item_width", "item_height"}
@@ -42,6 +50,10 @@ KNOW_PIXELS = (
 MAY_IMPORT_LATE = {
     "mimo/cli/": "--help and typing mistakes are answered at once",
     "mimo/families/languages/": "the engine takes ten seconds; checks need settings alone",
+    "mimo/families/whole_models.py": "as above",
+    "mimo/checkpoint/hf/conversion.py": "as above",
+    "mimo/checkpoint/hf/recipes.py:item_keys": "data loads numpy",
+    "mimo/families/hf_config.py:image_defaults_of_processor": "data loads numpy",
     "mimo/config/modules.py:_item_text": "data loads numpy",
     "mimo/config/training.py:_has_no_credentials": "data loads numpy",
 }

@@ -13,7 +13,7 @@ from data.index.store import load_or_build_index
 from data.index.tar_shards import scan_shard
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.folder import Progress, find_checkpoint, publish
-from mimo.checkpoint.hf.initial import INDEX, WeightsFolder
+from mimo.checkpoint.hf.weights_folder import INDEX, WeightsFolder
 from mimo.errors import InputError
 from tests.mimo import tiny
 

@@ -140,7 +140,8 @@ train: {{steps: 1, global_batch_size: 1, run_dir: "{folder}/runs"}}
 @pytest.mark.parametrize(
     ("config", "key", "reason"),
     [
-        ({"model_type": "llava"}, "init_from", "of text alone that transformers has"),
+        ({"model_type": "llava"}, "encoders", "trains with its tower"),
+        ({"model_type": "vit"}, "init_from", "every causal language model and"),
         ({"model_type": "own", "auto_map": AUTO_MAP}, "init_from", "which is not run"),
         ({"model_type": "phi"}, "init_from", "model.norm"),
         ({"model_type": "mamba"}, "init_from", "is missing"),

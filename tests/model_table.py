@@ -1,0 +1,62 @@
+"""Write the table of models of transformers: `python -m tests.model_table docs/models.md`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HEADER = """# Models of transformers
+
+Every class of `AutoModelForImageTextToText` in transformers {version}, as
+`python -m tests.model_table docs/models.md` wrote it.
+
+- *modalities*: items that the tower encodes on ranks of its own
+- *samples*: how the samples of a lane run; packed ones share a sequence, others are padded to a
+  batch of the lane's samples
+- *tp*: whether `language.grid.tp: 2` splits the tiny copy by transformers' plan
+
+A class is accepted if a tiny copy in two halves gives the loss and every gradient of the whole
+model; the tests train each on three ranks. Models of the families `qwen2_5`, `qwen3` and `gemma3`
+also have code of their own, see [families](families.md).
+
+| class | modalities | samples | tp |
+|---|---|---|---|
+"""
+REFUSED = """
+Refused in training, with the cause:
+
+| class | cause |
+|---|---|
+"""
+
+
+def write_page(path: Path) -> None:
+    """Compare every class and write the page."""
+    import transformers
+
+    from mimo.engines.fsdp.tp_plans import plan_problems
+    from mimo.model.gate import compare_halves
+    from tests.mimo.model.any_class import CLASSES, REFUSALS, tiny_config
+
+    accepted, refused = [], []
+    for name in CLASSES:
+        if name in REFUSALS:
+            refused.append(f"| `{name}` | {REFUSALS[name]} |")
+            continue
+        config = tiny_config(name)
+        verdict = compare_halves(config)
+        assert not verdict.problem, f"{name}: {verdict.problem}"
+        try:
+            can_cut = not [*plan_problems(config, 2)]
+        except Exception:  # whatever a class's own code raises
+            can_cut = False
+        samples = "padded" if verdict.packing is None else "packed"
+        cut = "yes" if can_cut else "no"
+        accepted.append(f"| `{name}` | {', '.join(verdict.outputs)} | {samples} | {cut} |")
+        print(accepted[-1], flush=True)
+    text = HEADER.format(version=transformers.__version__) + "\n".join(accepted) + "\n"
+    path.write_text(text + REFUSED + "\n".join(refused) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_page(Path(sys.argv[1]))
