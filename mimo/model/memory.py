@@ -31,6 +31,7 @@ from data.modalities.processor import Part
 from mimo.config.schema import Recipe
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
+    GENERAL,
     encoder_family,
     encoder_settings,
     language_family,
@@ -132,9 +133,10 @@ class _Module:
     """Sizes of a module that its memory depends on.
 
     layers: of a stage. size: bytes of a number in computations; wide: of a gradient.
-    shapes: of the parameters by name, of one layer only.
+    shapes: of the parameters by name; of one layer only, except in models of transformers.
     held, trained: elements on a tensor-parallel rank, of all and of trainable parameters: of the
     "first" stage, of a "layer", of the "last" stage.
+    listed: layers in ``shapes``. is_one_unit: whether FSDP2 gathers all layers at once.
     """
 
     def __init__(self, recipe: Recipe, layout: Layout, name: str) -> None:
@@ -161,18 +163,29 @@ class _Module:
         }
         self.held, self.trained = Counter[str](), Counter[str]()
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
+        # Models of transformers list all layers, because these may differ; their mean counts.
+        is_general = self.part.family == GENERAL
+        self.listed = self.layers if is_general else 1
+        self.is_one_unit = is_general and name != LANGUAGE
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(last) or "final_layernorm" in weight
             place = "layer" if ".layers." in weight else "last" if is_last else "first"
+            if self.is_one_unit:
+                place = "first"
             cut = tp if weight.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
             self._count(place, rows * columns // cut, is_trainable(weight))
             if weight == _EMBEDDING and _OUTPUT not in self.shapes and self.grid.pp > 1:
                 # The head's copy.
                 self._count("last", rows * columns // cut, is_trainable(weight))
-            if lora is not None and place == "layer" and lora.adapts(weight):
+            adapts = place == "layer" or self.is_one_unit
+            if lora is not None and adapts and lora.adapts(weight):
                 by_columns = weight.endswith(CUT_BY_COLUMNS)
                 sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
                 self._count(place, lora.rank * sum(sizes), self.part.trains)
+
+        for counter in (self.held, self.trained):
+            counter["layer"], rest = divmod(counter["layer"], self.listed)
+            counter["first"] += rest
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
@@ -330,14 +343,14 @@ class _Module:
     def _widths(self) -> tuple[float, float]:
         """Elements of a token on a rank: between layers, and kept in a layer for backward."""
         part = self.grid.tp if self.grid.sp else 1
-        layer = {name: shape for name, shape in self.shapes.items() if ".layers." in name}
+        layer = {n: s for n, s in self.shapes.items() if ".layers." in n or self.is_one_unit}
         linears = {n.split(".")[-2]: shape for n, shape in layer.items() if n.endswith(".weight")}
         is_fsdp, in_fp32 = self.grid.engine == "fsdp", self.wide // self.size
         # Norms of transformers keep their input, its fp32 copy, and the normalized copy.
         norm = 2 + in_fp32 if is_fsdp else 1
         if "linear_qkv" not in linears:  # named as in transformers
             width = self.hidden / part
-            outputs = sum(rows for rows, columns in layer.values() if columns > 1)
+            outputs = sum(rows for rows, columns in layer.values() if columns > 1) / self.listed
             return width, 2 * norm * width + 2 * self.hidden + norm * outputs / self.grid.tp
         qkv, proj, fc1, fc2 = (linears[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2"))
         width = qkv[1] / part

@@ -8,9 +8,12 @@ import pytest
 from mimo import device
 from mimo.check import verify
 from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.shrink import build
 from mimo.config.schema import Recipe
 from mimo.device import Memory
+from mimo.engines.fsdp.halves import language_parameters
 from mimo.errors import RecipeError
+from mimo.families.registry import language_settings
 from mimo.model import recipe_checks
 from mimo.model.memory import (
     RoleMemory,
@@ -23,6 +26,8 @@ from mimo.parallel.grids import Layout
 from mimo.train import main as job
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.model.any_class import tiny_config
+from tests.mimo.model.any_class import write_recipe as write_any_recipe
 
 TOWER = "num_layers: 3, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2"
 DECODER = (
@@ -151,6 +156,24 @@ def test_each_role_holds_what_the_formula_says_to_the_byte(
         own = layout.grids[one.module]
         assert len(one.ranks) == len(measured)
         assert set(one.ranks) <= set(own.ranks), one.role
+
+
+def test_roles_of_transformers_models_count_every_parameter_once(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_5")
+    path = write_any_recipe(config, tmp_path, "fp32", ["image"])
+    recipe = load_recipe(path)
+    whole = build(config)
+    of_language = language_parameters(whole)
+    sizes = {name: 4 * weight.numel() for name, weight in whole.named_parameters()}
+    assert language_settings(recipe).num_layers > 1
+    # Gradients stay whole, because a step has several microbatches.
+    gradients = {
+        one.module: one.gradients for one in parameters_by_role(recipe, build_layout(recipe))
+    }
+    assert gradients == {
+        "language": sum(size for name, size in sizes.items() if name in of_language),
+        "vision": sum(size for name, size in sizes.items() if name not in of_language),
+    }
 
 
 def one_role(path: Path, role: str, *overrides: str) -> RoleMemory:
