@@ -34,8 +34,7 @@ class LanguageBatch:
     input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S/cp) int64.
     labels: (n,) int64 of the tokens with a loss. loss_at: (n,) int64 positions of these tokens:
     s·B + b for token s of sequence b of this rank's (B, S/cp). segments: of the whole packed
-    sequence; None for unpacked batches. inputs: prepared by a model that takes rows itself,
-    which ignores the other fields.
+    sequence; None for unpacked batches.
     """
 
     input_ids: Tensor
@@ -43,7 +42,23 @@ class LanguageBatch:
     labels: Tensor
     loss_at: Tensor
     segments: PackedSegments | None
-    inputs: Any = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(S/cp, B)."""
+        _, batch, length = self.position_ids.shape
+        return length, batch
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """One microbatch of a language model that takes rows itself, as models of transformers do.
+
+    inputs: the result of the model's `prepare`. size: (S, B) of the lane.
+    """
+
+    inputs: Any
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True)

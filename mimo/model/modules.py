@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from mimo.model.inputs import (
     EncoderBatch,
     LanguageBatch,
     ReceivedRows,
+    WholeBatch,
     cut_levels,
     join_levels,
     place_embeddings,
@@ -100,7 +101,7 @@ class MimoModel:
         lanes: Sequence[PackedLane],
         items: Mapping[str, Sequence[EncoderItems]],
         staging: Staging,
-    ) -> tuple[list[LanguageBatch], dict[str, list[EncoderBatch]]]:
+    ) -> tuple[list[LanguageBatch | WholeBatch], dict[str, list[EncoderBatch]]]:
         """Copy the inputs of one `run` to the device; for a thread in the background.
 
         lanes: the microbatches of this lane, on language ranks. items: by encoder of this rank, the
@@ -110,17 +111,7 @@ class MimoModel:
             gather = bridge.encoder_gather if isinstance(bridge, ColocatedBridge) else None
             for planned in plan.bridges[link]:
                 bridge.end.stage(planned, staging.copy, gather)
-        language = []
-        forms = self.modules[LANGUAGE].attention_forms() if lanes else ()
-        for lane in lanes:
-            assert self.partition is not None, "language ranks have a partition adapter"
-            rules, whole_rows = self.item_rules, self.whole_rows
-            batch = stage_lane(lane, rules, self.partition, whole_rows, forms, staging)
-            if self.takes_rows:
-                model: Any = self.modules[LANGUAGE].whole
-                inputs = model.prepare(lane, staging.copy)
-                batch = replace(batch, inputs=inputs)
-            language.append(batch)
+        language = self._stage_lanes(lanes, staging) if lanes else []
         encoders = {}
         for name, microbatches in items.items():
             count, tower = len(microbatches), self.modules[name].whole
@@ -129,10 +120,28 @@ class MimoModel:
             encoders[name] = [stage_items(group, tower, staging) for group in groups]
         return language, encoders
 
+    def _stage_lanes(
+        self, lanes: Sequence[PackedLane], staging: Staging
+    ) -> list[LanguageBatch | WholeBatch]:
+        module = self.modules[LANGUAGE]
+        if self.takes_rows:
+            model: Any = module.whole
+            return [
+                WholeBatch(
+                    model.prepare(lane, staging.copy),
+                    (len(lane.input_ids) // lane.num_sequences, lane.num_sequences),
+                )
+                for lane in lanes
+            ]
+        assert self.partition is not None, "language ranks have a partition adapter"
+        rules, partition, whole_rows = self.item_rules, self.partition, self.whole_rows
+        forms = module.attention_forms()
+        return [stage_lane(lane, rules, partition, whole_rows, forms, staging) for lane in lanes]
+
     def run(
         self,
         plan: StepPlan,
-        language: Sequence[LanguageBatch],
+        language: Sequence[LanguageBatch | WholeBatch],
         items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool = False,
         check: bool = False,
@@ -248,7 +257,7 @@ class MimoModel:
     def _run_groups(
         self,
         module: Module,
-        batches: Sequence[LanguageBatch],
+        batches: Sequence[LanguageBatch | WholeBatch],
         items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool,
     ) -> float | Tensor:
@@ -304,7 +313,11 @@ class MimoModel:
             return [part_of_rows.values for part_of_rows in rows]
 
     def _run_language(
-        self, module: Module, batches: Sequence[LanguageBatch], group: range, forward_only: bool
+        self,
+        module: Module,
+        batches: Sequence[LanguageBatch | WholeBatch],
+        group: range,
+        forward_only: bool,
     ) -> float | Tensor:
         stage = module.groups.pp.rank()
 
@@ -314,7 +327,7 @@ class MimoModel:
             self.doing = f"forward of {part}", number
             with SPANS.span(module.name, "forward", number=number):
                 received = self._receive(chunk, number)
-                if self.takes_rows:
+                if isinstance(batch, WholeBatch):
                     output = chunk.run(inputs=batch.inputs, rows=self._rows_of(received))
                     return self._note_backward(output, part, number)
                 output = chunk.run(
@@ -328,8 +341,7 @@ class MimoModel:
                 )
             return self._note_backward(output, part, number)
 
-        # position_ids are (3, B, S); the schedule takes (S, B).
-        sizes = cast("Any", [batches[number].position_ids.shape[:0:-1] for number in group])
+        sizes = [batches[number].size for number in group]
         has_backward = (module.trains or self.trains_encoders) and not forward_only
         with torch.set_grad_enabled(has_backward), SPANS.span(module.name, "backward"):
             losses = module.run_language(forward, list(group), sizes, not has_backward)

@@ -36,7 +36,7 @@ from mimo.config.schema import Recipe
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.model.dataset import Dataset
 from mimo.model.decoding import gather_items, pack_language
-from mimo.model.inputs import EncoderBatch, LanguageBatch
+from mimo.model.inputs import EncoderBatch, LanguageBatch, WholeBatch
 from mimo.model.modules import MimoModel
 from mimo.model.step_plan import StepFlops, StepPlan, step_planner
 from mimo.parallel.grids import LANGUAGE
@@ -59,7 +59,7 @@ class RankBatch:
 
     name: str
     plan: StepPlan
-    language: list[LanguageBatch]
+    language: list[LanguageBatch | WholeBatch]
     items: dict[str, list[EncoderBatch]]
     sample_keys: Callable[..., list[str]]
     flops: dict[str, float]

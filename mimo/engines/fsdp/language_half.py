@@ -234,7 +234,6 @@ class LanguageHalf(Wrapper):
         inputs: LanguageInputs,
         rows: Mapping[str, Tensor],
         with_logits: bool = False,
-        **others: Any,
     ) -> Tensor:
         """Return losses (n,) in at least fp32 or, with ``with_logits``, logits (n, V).
 
