@@ -150,8 +150,8 @@ class TransformersMedia:
         if part.frames == 1 and self.modality == "video":
             raise ValueError("a video of 1 frame; need 2 or more")
         grid = self._grid(part)
-        form, usual = self.form(grid, part.fps), self.form(grid)
-        if any(not _equal(form.arrays[name], usual.arrays[name]) for name in form.arrays):
+        form = self.form(grid, part.fps)
+        if self.modality == "video" and not _are_equal(form.arrays, self.form(grid).arrays):
             raise ValueError(
                 f"a video of {part.fps:g} frames per second; the processor of {self.folder} gives "
                 f"other arguments at this rate, so only {DEFAULT_FPS:g} is supported"
@@ -294,10 +294,9 @@ def _arrays(outputs: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: array_of(outputs[name]) for name in names}
 
 
-def _equal(first: Tensor, second: Tensor) -> bool:
-    if first.shape != second.shape:
-        return False
-    return first.is_meta or bool((first == second).all())
+def _are_equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    pairs = [(first[name], second[name]) for name in first]
+    return all(a.shape == b.shape and (a.is_meta or bool((a == b).all())) for a, b in pairs)
 
 
 def _small(array: Tensor) -> Tensor:
