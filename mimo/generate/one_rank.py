@@ -158,9 +158,8 @@ class LocalModel:
         if self.model.takes_rows:
             language: Any = self.language
             inputs = language.prepare(lane, partial(send, device=self.device), at)
-            return self.language(inputs, _by_encoder(rows, encoders), with_logits=not with_labels)[
-                None
-            ]
+            output = language(inputs, _by_encoder(rows, encoders), with_logits=not with_labels)
+            return output[None]
         return self.language(
             input_ids=to_device(lane.input_ids)[None],
             position_ids=to_device(rules.position_ids(lane))[:, None, :],

@@ -319,7 +319,7 @@ class Whole:
 def make(model_type: str) -> Whole:
     """Make a tiny model of a class, with its processor.
 
-    Raises InputError with the cause for a class of which none can be made.
+    Raises InputError if a class cannot be made.
     """
     try:
         return _make(model_type)

@@ -148,11 +148,11 @@ def apply_plan(whole: PreTrainedModel, tp: DeviceMesh) -> None:
     """
     modules = dict(whole.named_modules())
     embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
-    is_tied = head is not None and embedding.weight is head.weight
+    tied = head if head is not None and head.weight is embedding.weight else None
     for name, style in _planned(whole).items():
         parallelize_module(modules[name], tp, _STYLES[style](), src_data_rank=None)
-    if is_tied:
-        head.weight = embedding.weight  # type: ignore[union-attr]
+    if tied is not None:
+        tied.weight = embedding.weight
 
 
 def plan_problems(config: PretrainedConfig, tp: int) -> Iterator[str]:
