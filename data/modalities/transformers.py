@@ -78,15 +78,14 @@ class ItemForm:
         """P, the numbers that depend on the content."""
         return sum(array.numel() for array in self.arrays.values() if array.is_meta)
 
-    def with_values(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the processor's arrays of an item, on the device of its float32 (P, 1) values."""
-        arrays, flat, start = dict(self.arrays), values.reshape(-1), 0
-        for name, array in arrays.items():
-            if array.is_meta:
-                end = start + array.numel()
-                array, start = flat[start:end].reshape(array.shape).to(array.dtype), end
-            arrays[name] = array.to(values.device)
-        return arrays
+    def content(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the arrays that depend on the content, from an item's values (P, 1)."""
+        arrays = {name: array for name, array in self.arrays.items() if array.is_meta}
+        parts = values.reshape(-1).split([array.numel() for array in arrays.values()])
+        return {
+            name: part.reshape(array.shape).to(array.dtype)
+            for part, (name, array) in zip(parts, arrays.items(), strict=True)
+        }
 
 
 @dataclass(frozen=True)

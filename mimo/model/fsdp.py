@@ -123,9 +123,9 @@ def half_of(recipe: Recipe, name: str, config: Any, ctx: FsdpContext) -> Wrapper
 
     if name != LANGUAGE:
         modality = recipe.encoders[name].media
-        return EncoderHalf(
-            config, ctx, form_of, (modality, (FRAMES[modality], *_BLANK)), levels, ItemRows
-        )
+        blank = modality, (FRAMES[modality], *_BLANK)
+        shares_calls = verdict.shares_calls
+        return EncoderHalf(config, ctx, form_of, blank, levels, ItemRows, shares_calls)
     text = config.get_text_config()
     return LanguageHalf(
         config,

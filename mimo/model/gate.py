@@ -14,7 +14,6 @@ import json
 import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,7 +30,7 @@ from data.index.remote import default_cache_directory
 from data.modalities.transformers import ItemForm
 from mimo.checkpoint.hf import examples
 from mimo.checkpoint.hf import shrink as shrinking
-from mimo.checkpoint.hf.examples import Sample, concatenate, example_samples
+from mimo.checkpoint.hf.examples import Sample, concatenate, example_samples, placeholder
 from mimo.checkpoint.hf.shrink import build, shrink
 from mimo.engines.fsdp import halves, language_half, models
 from mimo.engines.fsdp.context import FsdpContext
@@ -59,12 +58,13 @@ class Verdict:
     """The result for a class. problem: why it cannot train, with the first difference, or "".
 
     packing: how samples of a lane are packed; None if they are padded to a batch. outputs: the form
-    of the tower's output by modality.
+    of the tower's output by modality. shares_calls: see `EncoderHalf`.
     """
 
     problem: str
     packing: Packing | None = None
     outputs: dict[str, OutputForm] = field(default_factory=dict)
+    shares_calls: bool = True
 
 
 _CRASH = "with its tower on another rank, a rank crashes in torch (SIGSEGV); cause unknown"
@@ -131,17 +131,25 @@ def compare_halves(tiny: Any) -> Verdict:
 
 def _compare(whole: Any, samples: Sequence[Sample], modalities: Sequence[str]) -> Verdict:
     try:
-        examples = Examples(whole, samples, modalities)
-        reference = whole_gradients(whole, examples)
-        if problem := first_difference(reference, half_gradients(whole, examples, None)):
-            return Verdict(problem)
+        inputs = Examples(whole, samples, modalities)
+        reference = whole_gradients(whole, inputs)
     except Exception as error:  # as above
         return Verdict(_described(error))
-    for packing in get_args(Packing):
-        with suppress(Exception):  # as above; samples are then padded
-            if not first_difference(reference, half_gradients(whole, examples, packing)):
-                return Verdict("", packing, examples.outputs)
-    return Verdict("", None, examples.outputs)
+
+    def problem(packing: Packing | None, shares_calls: bool) -> str:
+        try:
+            return first_difference(reference, half_gradients(whole, inputs, packing, shares_calls))
+        except Exception as error:  # as above
+            return _described(error)
+
+    shares_calls = True
+    if first := problem(None, shares_calls):
+        # The processor may join items along another dimension than the first.
+        shares_calls = False
+        if problem(None, shares_calls):
+            return Verdict(first)
+    packings = (packing for packing in get_args(Packing) if not problem(packing, shares_calls))
+    return Verdict("", next(packings, None), inputs.outputs, shares_calls)
 
 
 def _described(error: Exception) -> str:
@@ -190,10 +198,8 @@ class Examples:
             token = self.placeholders.ids[modality]
             places = (sample.input_ids == token).nonzero().flatten().tolist()
             for item in items:
-                output, pixels = (
-                    features(whole, modality, item),
-                    next(iter(arguments_of(method, item))),
-                )
+                output = features(whole, modality, item)
+                pixels = next(iter(arguments_of(method, item)))
                 form = self.outputs.setdefault(modality, OutputForm.of(output))
                 rows = len(form.rows(output))
                 arrays = {**item, pixels: torch.empty_like(item[pixels], device="meta")}
@@ -240,12 +246,7 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def placeholders_of(config: Any) -> Placeholders:
     """Return the ids of the placeholders in a configuration."""
-    ids = {}
-    for modality in MODALITIES:
-        keys = (f"{modality}_token_id", f"{modality}_token_index")
-        values = (getattr(config, key, None) for key in keys)
-        if (token := next((value for value in values if value is not None), None)) is not None:
-            ids[modality] = token
+    ids = {m: token for m in MODALITIES if (token := placeholder(config, m)) is not None}
     padding = getattr(config.get_text_config(), "pad_token_id", None)
     return Placeholders(ids, padding if padding is not None and padding >= 0 else 0)
 
@@ -277,15 +278,20 @@ def whole_gradients(
     return {"loss": loss.detach()} | _gradients(whole.named_parameters())
 
 
-def half_gradients(whole: Any, examples: Examples, packing: Packing | None) -> dict[str, Tensor]:
-    """Return loss and gradients as `whole_gradients`, of two halves with the same weights."""
+def half_gradients(
+    whole: Any, examples: Examples, packing: Packing | None, shares_calls: bool = True
+) -> dict[str, Tensor]:
+    """Return loss and gradients as `whole_gradients`, of two halves with the same weights.
+
+    shares_calls: see `EncoderHalf`.
+    """
     ctx = FsdpContext(mesh=None, dtype=next(whole.parameters()).dtype)
     numbers = range(len(examples.samples))
     items = [item for number in numbers for item in examples.items[number]]
     blank = items[0].modality, items[0].grid
     levels = max(form.num_levels for form in examples.outputs.values())
     encoder = EncoderHalf(
-        whole.config, ctx, examples.form_of, blank, levels, lambda rows, counts: rows
+        whole.config, ctx, examples.form_of, blank, levels, lambda rows, counts: rows, shares_calls
     )
     language = LanguageHalf(
         whole.config,

@@ -25,6 +25,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
+from mimo.ops.segments import to_device
 
 Grid = tuple[int, int, int]
 Shape = Literal["tensor", "list"]
@@ -57,8 +58,8 @@ class ItemForm(Protocol):
         """P, the numbers that depend on the content."""
         ...
 
-    def with_values(self, values: Tensor) -> dict[str, Tensor]:
-        """Return all arguments of an item, with its values (P, 1) in place of those on meta."""
+    def content(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the arguments that depend on the content, from an item's values (P, 1)."""
         ...
 
 
@@ -203,15 +204,18 @@ def arguments_of(method: Callable[..., Any], values: Mapping[str, Any]) -> dict[
 
 @dataclass(frozen=True)
 class PreparedItems:
-    """Items of a microbatch. modalities, forms: of each item; without items, of a blank one.
+    """Items of a microbatch; without items, a blank one.
 
-    sizes: number of embeddings of each item. groups: indices of the items that share a call.
+    forms: of each item. sizes: number of embeddings of each item; without items, none.
+    groups: indices of the items that share a call. modalities, arguments: of each call, the latter
+    as far as they do not depend on the content.
     """
 
-    modalities: tuple[str, ...]
     forms: tuple[ItemForm, ...]
     sizes: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    modalities: tuple[str, ...]
+    arguments: tuple[dict[str, Tensor], ...]
 
 
 class EncoderHalf(Wrapper):
@@ -221,7 +225,8 @@ class EncoderHalf(Wrapper):
 
     form_of: see `FormOf`. blank: an item that a lane without items encodes. num_levels: L, the
     largest of any modality; rows of the others end in zeros. make_rows: (embeddings
-    (N, (1 + L)·H), number of embeddings of each item) -> the result of `run`.
+    (N, (1 + L)·H), number of embeddings of each item) -> the result of `run`. shares_calls: whether
+    one call may encode several items.
     """
 
     def __init__(
@@ -232,6 +237,7 @@ class EncoderHalf(Wrapper):
         blank: tuple[str, Grid],
         num_levels: int,
         make_rows: Callable[[Tensor, tuple[int, ...]], Any],
+        shares_calls: bool = True,
     ) -> None:
         super().__init__(ctx)
         whole = build_whole(config, ctx.stored_dtype)
@@ -242,6 +248,7 @@ class EncoderHalf(Wrapper):
         keep(whole, lambda name: name not in others, [*tower, base_of(whole)])
         self.whole: Any = whole
         self.form_of, self.blank, self.make_rows = form_of, blank, make_rows
+        self.shares_calls = shares_calls
         self.width = (1 + num_levels) * decoder_of(whole).config.hidden_size
         self.units = []
         if ctx.recompute == "full":
@@ -267,15 +274,26 @@ class EncoderHalf(Wrapper):
         groups: dict[Any, list[int]] = {}
         for number, ((modality, _), form) in enumerate(zip(encoded, forms, strict=True)):
             trailing = tuple((name, array.shape[1:]) for name, array in form.arrays.items())
-            # MiniCPM-V joins pixels along their last dimension, so each item gets its own call.
-            alone = number if any(name.startswith("target_sizes") for name, _ in trailing) else None
+            alone = None if self.shares_calls else number
             groups.setdefault((modality, trailing, alone), []).append(number)
+        arguments = tuple(
+            {
+                name: self._cast(torch.cat([forms[number].arrays[name] for number in group]))
+                for name, array in forms[group[0]].arrays.items()
+                if not array.is_meta
+            }
+            for group in groups.values()
+        )
         return PreparedItems(
-            modalities=tuple(modality for modality, _ in encoded),
             forms=tuple(forms),
             sizes=tuple(form.num_rows for form in forms) if items else (),
             groups=tuple(map(tuple, groups.values())),
+            modalities=tuple(modality for modality, *_ in groups),
+            arguments=to_device(arguments, copy) if any(arguments) else arguments,
         )
+
+    def _cast(self, array: Tensor) -> Tensor:
+        return array.to(self.ctx.dtype) if array.is_floating_point() else array
 
     def run(self, patches: Any, items: Any) -> Any:
         """Encode items and return the result of `make_rows`.
@@ -293,8 +311,8 @@ class EncoderHalf(Wrapper):
             # Ones, because Idefics-3 drops an item of zeros as padding.
             values = [torch.ones(counts[0], dtype=self.ctx.dtype, device=device)]
         rows: dict[int, Tensor] = {}
-        for group in items.groups:
-            group_rows = self._rows(items, group, values)
+        for call, group in enumerate(items.groups):
+            group_rows = self._rows(items, call, values)
             # The surplus goes to the last item, so that a wrong count is noticed.
             sizes = [items.forms[number].num_rows for number in group[:-1]]
             ends = [min(end, len(group_rows)) for end in itertools.accumulate(sizes)]
@@ -304,15 +322,13 @@ class EncoderHalf(Wrapper):
             return self.make_rows(ordered[0][:0].clone(), ())
         return self.make_rows(torch.cat(ordered), tuple(map(len, ordered)))
 
-    def _rows(self, items: PreparedItems, group: Sequence[int], values: Sequence[Tensor]) -> Tensor:
+    def _rows(self, items: PreparedItems, call: int, values: Sequence[Tensor]) -> Tensor:
         """Encode the items of a group in one call."""
-        each = [items.forms[number].with_values(values[number]) for number in group]
-        arguments = {name: torch.cat([arrays[name] for arrays in each]) for name in each[0]}
-        arguments = {
-            name: array.to(self.ctx.dtype) if array.is_floating_point() else array
-            for name, array in arguments.items()
+        each = [items.forms[number].content(values[number]) for number in items.groups[call]]
+        content = {
+            name: self._cast(torch.cat([arrays[name] for arrays in each])) for name in each[0]
         }
-        output = features(self.whole, items.modalities[group[0]], arguments)
+        output = features(self.whole, items.modalities[call], items.arguments[call] | content)
         rows = OutputForm.of(output).rows(output)
         missing = self.width - rows.shape[1]
         assert missing >= 0, f"rows of {rows.shape[1]} numbers, planned with {self.width}"

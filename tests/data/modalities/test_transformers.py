@@ -187,7 +187,8 @@ def arrays(media: TransformersMedia, image: Image.Image) -> dict[str, torch.Tens
     patches = media.item_patches([image], part, 0)
     plan = media.plan(part)
     assert (patches.shape, patches.dtype) == ((plan.num_patches, 1), np.float32)
-    return media.form(plan.grid).with_values(torch.from_numpy(patches))
+    form = media.form(plan.grid)
+    return {**form.arrays, **form.content(torch.from_numpy(patches))}
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -334,7 +335,8 @@ def test_a_video_is_one_item_of_several_runs_with_the_arrays_of_the_processor(
         )
     assert (plan.grid, plan.num_items, len(plan.slot_rows or ())) == ((4, 96, 64), 1, 2)
     assert plan.text.index("<0.1 seconds>") < plan.text.index("<0.6 seconds>")
-    arrays = media.form(plan.grid, part.fps).with_values(torch.from_numpy(patches))
+    form = media.form(plan.grid, part.fps)
+    arrays = {**form.arrays, **form.content(torch.from_numpy(patches))}
     assert list(arrays) == ["pixel_values_videos", "video_grid_thw"]
     t, h, w = arrays["video_grid_thw"][0].tolist()
     assert t * h * w == 4 * plan.num_rows
@@ -359,6 +361,7 @@ def test_a_clip_of_sound_has_the_ids_and_arrays_of_the_processor(tmp_path: Path)
     )
     assert plan.num_rows == theirs["input_ids"].shape[1]
     values = torch.from_numpy(media.item_patches([sound], part, 0))
-    arrays = media.form(plan.grid).with_values(values)
+    form = media.form(plan.grid)
+    arrays = {**form.arrays, **form.content(values)}
     assert list(arrays) == ["input_features", "feature_attention_mask"]
     assert all(torch.equal(array, theirs[name]) for name, array in arrays.items())

@@ -178,7 +178,8 @@ def assert_same_inputs(
         assert isinstance(media, TransformersMedia)
         values = torch.from_numpy(reader.patches(item))
         frames, height, width = map(int, reader.plan(item).grid)
-        for name, array in media.form((frames, height, width)).with_values(values).items():
+        form = media.form((frames, height, width))
+        for name, array in {**form.arrays, **form.content(values)}.items():
             arrays.setdefault(name, []).append(array)
     for name, parts in arrays.items():
         theirs = torch.as_tensor(inputs[name])
