@@ -9,7 +9,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mimo.checkpoint.hf.shrink import FIRST_SPECIAL, PATCH, PATCHES_A_SIDE
+from mimo.checkpoint.hf.shrink import FIRST_SPECIAL, MODALITIES, PATCH, PATCHES_A_SIDE
 
 if TYPE_CHECKING:
     import torch
@@ -22,16 +22,13 @@ class Sample:
     """One sample: text with placeholders, and its items.
 
     input_ids: (L,) int64, placeholders included.
-    items: by modality ("image", "video", "audio"), the arguments of `get_<modality>_features` of
+    items: by modality, the arguments of `get_<modality>_features` of
     each item, in the order of its placeholders, as the class's processor gives them for one item.
     The leading dimension is there: items of equal trailing shapes concatenate along dimension 0.
     """
 
     input_ids: Tensor
     items: dict[str, list[dict[str, Tensor]]]
-
-
-MODALITIES = ("image", "video", "audio")
 
 
 def placeholder(config: PretrainedConfig, modality: str) -> int | None:
@@ -61,8 +58,10 @@ def example_samples(whole: PreTrainedModel, seed: int = 0) -> list[Sample]:
     def item(modality: str, number: int) -> tuple[list[int], dict[str, Tensor]]:
         features = getattr(base, f"get_{modality}_features")
         names = set(inspect.signature(features).parameters)
-        make = _audio if modality == "audio" else _visual
-        arguments = make(config, modality, names, number, generator)
+        if modality == "audio":
+            arguments = _audio(config, names, generator)
+        else:
+            arguments = _visual(config, modality, names, number, generator)
         with torch.no_grad():
             output = features(**arguments, **({"return_dict": True} if "kwargs" in names else {}))
         rows = num_rows(features_of(output))
@@ -237,11 +236,7 @@ def _visual(
 
 
 def _audio(
-    config: PretrainedConfig,
-    modality: str,
-    names: set[str],
-    number: int,
-    generator: torch.Generator,
+    config: PretrainedConfig, names: set[str], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Make the arguments of `get_audio_features` of one item."""
     import torch

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+MODALITIES = ("image", "video", "audio")
 VOCABULARY = 640
 FIRST_SPECIAL = 560
 _WIDTH, _HEAD, _TEXT_HEAD = 64, 16, 32
@@ -66,7 +67,7 @@ _LAYER_INDICES = re.compile(
 _TOKEN = re.compile(
     r".*_token_(id|ids|index)|(im|image|slice)_(start|end|newline|patch)_id|newline_id|eod_token_id"
 )
-_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
+_PLACEHOLDER = re.compile(rf"({'|'.join(MODALITIES)})_token_(id|index)")
 _LAYER_COUNTS = ("first_k_dense_replace", "num_kv_shared_layers")
 
 # Values of published configurations that the class's default lacks, by `model_type` of the
@@ -307,7 +308,7 @@ def _small_id(key: str, value: Any, ids: dict[int, int]) -> Any:
         return [ids.get(number, number) for number in value]
     if value is None and _PLACEHOLDER.fullmatch(key):
         modality = key.split("_")[0]
-        return VOCABULARY - 1 - ("image", "video", "audio").index(modality)
+        return VOCABULARY - 1 - MODALITIES.index(modality)
     return ids.get(value, value) if isinstance(value, int) else value
 
 

@@ -185,6 +185,8 @@ class LanguageHalf(Wrapper):
                     arrays.setdefault(name, []).append(value)
                 elif modality == "audio":  # the forward only checks that it is there
                     arrays[name] = [torch.empty(0)]
+        # A forward needs grids, which have equal shapes. Others, such as positions of patches, are
+        # the tower's alone and may differ in shape.
         return {
             name: torch.cat(values)
             for name, values in arrays.items()

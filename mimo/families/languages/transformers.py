@@ -31,14 +31,19 @@ class Settings(LanguageSettings):
 
     def products(self, vocab_size: int) -> list[Product]:
         """Return all matrices, and attention as in layers without a window."""
-        head = "" if self.tie_word_embeddings else "lm_head"
         shapes = half_shapes(self.config, of_language=True)
+        # Of tied parameters there is only the embedding.
+        head = next(
+            name
+            for end in ("lm_head.weight", "embed_tokens.weight")
+            for name in shapes
+            if name.endswith(end)
+        )
         products = parameter_products(shapes, "token", self.experts_share)
         pairs = Product(None, "attention pair", (2, self.num_attention_heads * self.head_size))
-        of_layers = [p for p in products if not head or not (p.parameter or "").startswith(head)]
-        size = (vocab_size, self.hidden_size)
-        name = "lm_head.weight" if head else "model.language_model.embed_tokens.weight"
-        return [*of_layers, *[pairs] * self.num_layers, Product(name, "loss token", size)]
+        of_layers = [product for product in products if product.parameter != head]
+        of_head = Product(head, "loss token", (vocab_size, self.hidden_size))
+        return [*of_layers, *[pairs] * self.num_layers, of_head]
 
     @property
     def experts_share(self) -> float:
