@@ -123,16 +123,20 @@ def item_keys(folder: Path) -> dict[str, Any]:
 def _snapshot(name: str) -> Path | None:
     """Return the folder of a Hub id in the cache of Hugging Face; None if there is none.
 
-    It is downloaded if the machine is online.
+    It is downloaded if the machine is online. Raises StartError if files cannot be written.
     """
     if not _HUB_ID.fullmatch(name):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    absent = (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, ConnectionError)
     for offline in (True, False):
-        with suppress(HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError):
-            return Path(snapshot_download(name, local_files_only=offline))
+        try:
+            with suppress(*absent):
+                return Path(snapshot_download(name, local_files_only=offline))
+        except OSError as error:  # such as a full disk
+            raise StartError(f"{name}: its download failed: {error}") from error
     return None
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
-from mimo.errors import RecipeError
+from mimo.errors import RecipeError, StartError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.model.recipe_checks import check_recipe
 from tests.mimo.checkpoint.hf import folders
@@ -245,3 +248,18 @@ def test_sizes_that_contradict_the_weights_are_listed_before_any_rank_starts(
         initial_weights(recipe)
     assert "recipe.yaml" in str(caught.value)
     assert "model.language_model.layers.4.input_layernorm.weight is missing" in str(caught.value)
+
+
+def test_a_hub_id_whose_download_finds_a_full_disk_is_no_unknown_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(name: str, local_files_only: bool) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: a\ninit_from: org/model\n")
+    with pytest.raises(StartError, match="org/model: its download failed: .*No space left"):
+        load_recipe(recipe)
