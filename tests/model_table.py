@@ -36,7 +36,7 @@ def write_page(path: Path) -> None:
 
     from mimo.engines.fsdp.tp_plans import plan_problems
     from mimo.model.gate import compare_halves
-    from tests.mimo.model.any_class import CLASSES, REFUSALS, tiny_config
+    from tests.mimo.model.tiny_classes import CLASSES, REFUSALS, tiny_config
 
     accepted, refused = [], []
     for name in CLASSES:

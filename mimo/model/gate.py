@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data.batch import PackedLane
 from data.index.remote import default_cache_directory
 from data.modalities.transformers import ItemForm
-from mimo.checkpoint.hf import examples
+from mimo.checkpoint.hf import examples as example_inputs
 from mimo.checkpoint.hf import shrink as shrinking
 from mimo.checkpoint.hf.examples import Sample, concatenate, example_samples, placeholder
 from mimo.checkpoint.hf.shrink import build, shrink
@@ -106,7 +106,7 @@ def verdict_of(config: Any, cache: Path | None = None) -> Verdict:
 
 def _code() -> str:
     """Return the code that a verdict depends on."""
-    modules = (sys.modules[__name__], examples, halves, language_half, models, shrinking)
+    modules = (sys.modules[__name__], example_inputs, halves, language_half, models, shrinking)
     return "".join(map(inspect.getsource, modules))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +14,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.gemma4 import modeling_gemma4
 
 from data.batch import GlobalMicrobatch
@@ -24,7 +21,7 @@ from data.modalities.processor import WireForm
 from mimo.checkpoint.hf.examples import example_samples
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.hf.shrink import build, shrink
+from mimo.checkpoint.hf.shrink import build
 from mimo.config.schema import Recipe
 from mimo.device import Staging
 from mimo.engines.contract import Piece
@@ -37,53 +34,15 @@ from mimo.families.wire import DTYPES
 from mimo.model import fsdp
 from mimo.model.build import build_model
 from mimo.model.decoding import EncoderItems
-from mimo.model.gate import MODALITIES, TOLERANCE, UNSAFE, Examples, Item, Verdict, whole_gradients
+from mimo.model.gate import MODALITIES, TOLERANCE, Examples, Item, Verdict, whole_gradients
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_recipe
 from mimo.model.step_bridges import StepRows
 from mimo.model.step_plan import PlannedItems, PlannedMicrobatch, StepPlan
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import build_topology
+from tests.mimo.model.tiny_classes import RATE
 
-CLASSES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-REFUSALS = {
-    "blip": "its class has no features that run apart from the forward",
-    "git": "its class has no features that run apart from the forward",
-    "idefics": "its class has no features that run apart from the forward",
-    "mistral4": "its class has no features that run apart from the forward",
-    "mllama": "its class has no features that run apart from the forward",
-    "pi0": "its class has no features that run apart from the forward",
-    "pix2struct": "its class has no features that run apart from the forward",
-    "pp_formulanet": "its class has no features that run apart from the forward",
-    "udop": "its class has no features that run apart from the forward",
-    "diffusion_gemma": "its class has no features that run apart from the forward",
-    "kosmos-2": "its class has no features that run apart from the forward",
-    "kosmos-2.5": "its class has no features that run apart from the forward",
-    "t5gemma2": "its class has no features that run apart from the forward",
-    "vision-encoder-decoder": "its class has no features that run apart from the forward",
-    "evolla": "its class has no features that run apart from the forward",
-    "florence2": "its class has no features that run apart from the forward",
-    "blip-2": "its forward asks for pixels although the features are given",
-    "instructblip": "its forward asks for pixels although the features are given",
-    "instructblipvideo": "its forward asks for pixels although the features are given",
-    "chameleon": "its default configuration does not build; not judged",
-    "emu3": "its default configuration does not build; not judged",
-    "fast_vlm": "needs the package timm; not judged",
-    "gemma3n": "needs the package timm; not judged",
-    "perception_lm": "needs the package timm; not judged",
-    "granite4_vision": "its tower gives features for several layers, not embeddings and levels",
-    "granite_docling": "its forward reads more of the tower's output than features",
-    "llama4": "its projector runs in the language model's forward",
-    "molmo2": "its features take indices into the pixels of a whole batch",
-    "ovis2": "its forward takes features of indicator tokens besides those of items",
-    "video_llava": "its images and videos share one call; not judged further",
-    "dots3_note": "its audio arguments are not made yet; not judged",
-    "nemotron_h_omni": "transformers' own forward fails on the tiny copy; not judged",
-    "muse_spark": "its smallest copy has 101 million weights; not judged",
-}
-"""The classes that cannot train, and why."""
-REFUSALS |= UNSAFE
-RATE = 0.01
 _FLOOR = 1e-6  # of the global gradient norm
 Microbatches = Sequence[Sequence[Sequence[int]]]
 """The samples of each lane in each microbatch."""
@@ -91,55 +50,6 @@ Microbatches = Sequence[Sequence[Sequence[int]]]
 _MICROBATCHES = (((0, 1), (2,)), ((1,), (0,)))
 _BF16 = 2.0  # times the error of transformers' whole model in bf16
 _VALUES = WireForm(1)
-
-
-def tiny_config(model_type: str) -> Any:
-    """Return a small configuration of a class, with every kind of its layers."""
-    return shrink(getattr(transformers, CLASSES[model_type]).config_class())
-
-
-def widest_precision(config: Any, verdict: Verdict) -> tuple[str, Verdict]:
-    """Return fp64 if a class computes in it, and with which modalities; else fp32 with all.
-
-    Some code of a class may ask for fp32, such as the attention of a tower for sound.
-    """
-    whole = build(config, torch.float64)
-    whole.set_experts_implementation("eager")  # others have no fp64
-    without_sound = {m: form for m, form in verdict.outputs.items() if m != "audio"}
-    for outputs in (verdict.outputs, without_sound):
-        with suppress(RuntimeError):
-            whole_gradients(whole, Examples(whole, example_samples(build(config)), [*outputs]))
-            return "fp64", replace(verdict, outputs=outputs)
-    return "fp32", verdict
-
-
-def write_recipe(config: Any, folder: Path, precision: str, modalities: Iterable[str]) -> Path:
-    """Write a configuration and a recipe for a tower on rank 0 and a language model on two."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    placeholders = {m: {"placeholder": f"<{m}>"} for m in modalities}
-    recipe = {
-        "name": "any",
-        "init_from": str(folder),
-        "language": {"family": "transformers", "grid": {"dp": 2}},
-        "encoders": {
-            "vision": {
-                "family": "transformers",
-                "grid": {"dp": 1},
-                **placeholders.pop("image"),
-                "other_media": placeholders,
-            }
-        },
-        "data": {"sources": [{"path": "none"}], "sequence_length": 4096},
-        "train": {
-            **{"steps": 2, "global_batch_size": 4, "micro_batch_size": 1},
-            "precision": precision,
-            **{"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": RATE},
-        },
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe))
-    return path
 
 
 class Weights:
@@ -201,10 +111,10 @@ class Reference:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that a run keeps: weights before their adapters' updates, and adapters."""
-        found = {name: weight.detach() for name, weight in self.weights.items()} | self.frozen
+        tensors = {name: weight.detach() for name, weight in self.weights.items()} | self.frozen
         for name, pair in self.adapters.items():
-            found |= zip(adapter_names(name), pair, strict=True)
-        return found
+            tensors |= zip(adapter_names(name), pair, strict=True)
+        return tensors
 
     def gradients(self, microbatches: Microbatches, num_loss_tokens: int) -> dict[str, Tensor]:
         """Return the loss and the gradients of all that trains."""
@@ -233,11 +143,11 @@ class Reference:
         for items in sample.items.values():
             arguments |= {key: torch.cat([item[key] for item in items]) for key in items[0]}
         self.whole.zero_grad()
-        given = arguments_of(self.whole.forward, arguments)
-        made = self.whole(**given, labels=ids, use_cache=False)
-        plain = self.whole(**given, labels=ids, use_cache=False, output_router_logits=False)
-        assert float(made.loss) > float(plain.loss)
-        (int(self.examples.loss_mask(number).sum()) * (made.loss - plain.loss)).backward()
+        named = arguments_of(self.whole.forward, arguments)
+        routed = self.whole(**named, labels=ids, use_cache=False)
+        plain = self.whole(**named, labels=ids, use_cache=False, output_router_logits=False)
+        assert float(routed.loss) > float(plain.loss)
+        (int(self.examples.loss_mask(number).sum()) * (routed.loss - plain.loss)).backward()
         return {n: w.grad.clone() for n, w in self.weights.items() if w.grad is not None}
 
     @torch.no_grad()
@@ -348,9 +258,9 @@ def _take_steps(
 
 def first_of_ranks(problems: Sequence[str]) -> str:
     """Return the first problem of any rank, so that no rank goes on alone."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, next(filter(None, problems), ""))
-    return next(filter(None, found), "")
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, next(filter(None, problems), ""))
+    return next(filter(None, of_ranks), "")
 
 
 def gradient_difference(model: MimoModel, expected: Mapping[str, Tensor]) -> str:

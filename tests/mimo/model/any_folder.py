@@ -96,7 +96,7 @@ def take_plain_steps(rank: int, path: Path, dtype: str = "float32") -> Reference
         assert_same_inputs(inputs, encoded, reader, number)
     loss_tokens = int(sum(encoded.loss_mask.sum() for _, encoded in examples))
     params = dict(model.named_parameters())
-    found = Reference([], {name: ReferenceParameter() for name in params})
+    reference = Reference([], {name: ReferenceParameter() for name in params})
     for _ in range(NUM_STEPS):
         loss = 0.0
         model.zero_grad(set_to_none=True)
@@ -107,13 +107,13 @@ def take_plain_steps(rank: int, path: Path, dtype: str = "float32") -> Reference
                 loss += float(summed.detach())
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()}
         norm = float(torch.stack([g.double().norm() for g in grads.values()]).norm())
-        found.steps.append({"loss": loss, "loss_tokens": loss_tokens, "grad_norm": norm})
+        reference.steps.append({"loss": loss, "loss_tokens": loss_tokens, "grad_norm": norm})
         with torch.no_grad():
             for name, param in params.items():
                 param -= RATE * grads[name]
-                found.parameters[name].gradients.append(grads[name].numpy().copy())
-                found.parameters[name].weights.append(param.numpy().copy())
-    return found
+                reference.parameters[name].gradients.append(grads[name].numpy().copy())
+                reference.parameters[name].weights.append(param.numpy().copy())
+    return reference
 
 
 def open_model(folder: Path, dtype: str = "float32") -> Any:

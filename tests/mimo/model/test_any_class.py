@@ -13,11 +13,13 @@ from mimo.model.gate import compare_halves
 from mimo.model.recipe_checks import check_recipe
 from tests.conftest import RunRanks
 from tests.mimo.model.any_class import (
-    CLASSES,
-    REFUSALS,
     Microbatches,
     take_steps,
     take_wide_steps,
+)
+from tests.mimo.model.tiny_classes import (
+    CLASSES,
+    REFUSALS,
     tiny_config,
     widest_precision,
     write_recipe,
@@ -58,9 +60,9 @@ def differences(
     precision, verdict = widest_precision(config, verdict)
     write_recipe(config, folder, precision, verdict.outputs)
     options = () if microbatches is None else (microbatches,)
-    (found, *others) = run_ranks(steps, num_ranks, folder, verdict, cases, *options)
-    assert all(other == found for other in others)
-    return found
+    (of_cases, *others) = run_ranks(steps, num_ranks, folder, verdict, cases, *options)
+    assert all(other == of_cases for other in others)
+    return of_cases
 
 
 @pytest.mark.parametrize(
@@ -147,8 +149,8 @@ def test_a_tower_on_the_ranks_of_the_language_model_takes_the_same_steps(
 
 @pytest.mark.slow
 def test_only_what_is_not_frozen_and_adapters_train(run_ranks: RunRanks, tmp_path: Path) -> None:
-    found = differences(run_ranks, tmp_path, "internvl", [*FROZEN.values()])
-    assert dict(zip(FROZEN, found, strict=True)) == dict.fromkeys(FROZEN, "")
+    of_cases = differences(run_ranks, tmp_path, "internvl", [*FROZEN.values()])
+    assert dict(zip(FROZEN, of_cases, strict=True)) == dict.fromkeys(FROZEN, "")
 
 
 @pytest.mark.slow

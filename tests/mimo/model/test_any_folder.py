@@ -114,28 +114,30 @@ def test_two_halves_learn_as_the_family_with_code_of_its_own(
 ) -> None:
     path = make("qwen3_vl", tmp_path)
     general = run_ranks(take_steps, 3, path)
-    own = ["name=own", "language.family=qwen3", "encoders.vision.family=qwen3_vl"]
-    own += ["bridge.delivery=sharded", *FSDP]
-    expected = reference_of_family(load_recipe(path, own), run_ranks(take_steps, 3, path, own))
+    of_family = ["name=own", "language.family=qwen3", "encoders.vision.family=qwen3_vl"]
+    of_family += ["bridge.delivery=sharded", *FSDP]
+    expected = reference_of_family(
+        load_recipe(path, of_family), run_ranks(take_steps, 3, path, of_family)
+    )
     comparison = compare(general, in_our_names(expected, general), TOLERANCE)
     assert comparison.first is None, str(comparison.first)
 
 
 def reference_of_family(recipe: Recipe, ranks: list[RankSteps]) -> Reference:
     """Return what ranks of a family of ours hold, by names of transformers."""
-    found = Reference([], {})
+    reference = Reference([], {})
     for module, weights in architecture_of_recipe(recipe).weights_of(recipe).items():
-        own = {f"{module}.{weight.name}": weight for weight in weights}
-        of_module = reference_of(ranks, {name: [] for name in own})
-        found.steps[:] = of_module.steps
+        by_name = {f"{module}.{weight.name}": weight for weight in weights}
+        of_module = reference_of(ranks, {name: [] for name in by_name})
+        reference.steps[:] = of_module.steps
         for name, parameter in of_module.parameters.items():
             for what in ("gradients", "weights"):
                 for values in getattr(parameter, what):
-                    rows = torch.from_numpy(values[: own[name].num_rows])
-                    for key, tensor in own[name].unpack(rows).items():
-                        entry = found.parameters.setdefault(key, ReferenceParameter())
+                    rows = torch.from_numpy(values[: by_name[name].num_rows])
+                    for key, tensor in by_name[name].unpack(rows).items():
+                        entry = reference.parameters.setdefault(key, ReferenceParameter())
                         getattr(entry, what).append(tensor.numpy())
-    return found
+    return reference
 
 
 # -------------------------------------------------------------------------------- resume
@@ -154,11 +156,11 @@ def test_a_run_resumes_bit_by_bit_and_with_other_lanes(run_ranks: RunRanks, tmp_
         (again, True),
         (trained(run_ranks, path, "other", *settings, *other, start=half), False),
     ):
-        found = read(find_checkpoint(run))
-        assert found.keys() == expected.keys()
+        tensors = read(find_checkpoint(run))
+        assert tensors.keys() == expected.keys()
         for name, tensor in expected.items():
             scale = max(float(tensor.abs().max()), 1e-5)
-            error = float((found[name] - tensor).abs().max()) / scale
+            error = float((tensors[name] - tensor).abs().max()) / scale
             assert error == 0 if exact else error < 1e-3, name
 
 

@@ -12,7 +12,7 @@ from mimo.checkpoint.hf.shrink import shrink
 from mimo.engines.fsdp.halves import OutputForm
 from mimo.model import gate
 from mimo.model.gate import compare_halves, verdict_of
-from tests.mimo.model.any_class import tiny_config
+from tests.mimo.model.tiny_classes import tiny_config
 
 _TWELVE = {
     "num_hidden_layers": 12,
@@ -65,3 +65,9 @@ def test_rows_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_class_that_would_learn_another_thing_is_refused() -> None:
     assert "answer" in verdict_of(transformers.PaliGemmaConfig()).problem
+
+
+@pytest.mark.parametrize(("name", "shares_calls"), [("minicpmv4_6", False), ("internvl", True)])
+def test_items_share_a_call_where_the_results_agree(name: str, shares_calls: bool) -> None:
+    verdict = compare_halves(tiny_config(name))
+    assert (verdict.problem, verdict.shares_calls) == ("", shares_calls)

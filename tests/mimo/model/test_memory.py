@@ -26,8 +26,8 @@ from mimo.parallel.grids import Layout
 from mimo.train import main as job
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.model.any_class import tiny_config
-from tests.mimo.model.any_class import write_recipe as write_any_recipe
+from tests.mimo.model.tiny_classes import tiny_config
+from tests.mimo.model.tiny_classes import write_recipe as write_any_recipe
 
 TOWER = "num_layers: 3, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2"
 DECODER = (

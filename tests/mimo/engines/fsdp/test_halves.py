@@ -15,7 +15,7 @@ from mimo.engines.fsdp.halves import EncoderHalf, OutputForm, build_whole, langu
 from mimo.engines.fsdp.language_half import LanguageHalf
 from mimo.engines.fsdp.sharding import materialise
 from mimo.model.gate import MODALITIES, Examples, compare_halves
-from tests.mimo.model.any_class import tiny_config
+from tests.mimo.model.tiny_classes import tiny_config
 
 CTX = FsdpContext(mesh=None, dtype=torch.float32)
 # Gated DeltaNet with attention; attention alone; a sparse indexer; bidirectional prefixes.

@@ -123,10 +123,10 @@ def outcome(model: Any) -> dict[str, Tensor]:
     ids = torch.randint(3, 60, (2, 12), generator=drawn)
     ids[0, 3], ids[0, 4] = 50, 2  # the padding row, and the other rank's row in the same place
     labels = torch.randint(0, 96, (24,), generator=drawn)
-    found = {}
+    gradients = {}
 
     def keep(_module: nn.Module, _args: object, output: Tensor) -> None:
-        output.register_hook(lambda gradient: found.update({"embeddings": gradient}))
+        output.register_hook(lambda gradient: gradients.update({"embeddings": gradient}))
 
     is_typed = "gemma4" in model.config.model_type
     options = {"mm_token_type_ids": torch.zeros_like(ids)} if is_typed else {}
@@ -135,21 +135,21 @@ def outcome(model: Any) -> dict[str, Tensor]:
     assert type(logits) is Tensor
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels)
     loss.backward()
-    found["loss"] = loss.detach()
+    gradients["loss"] = loss.detach()
     for name, weight in model.named_parameters():
         # An expert without a token, on one rank or on all, has none.
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return gradients
 
 
 def wrong(model: Any, want: dict[str, Tensor]) -> dict[str, float]:
     """The errors of what is not exact."""
-    found = outcome(model)
-    assert found.keys() == want.keys()
+    ours = outcome(model)
+    assert ours.keys() == want.keys()
     norm = sum(float(value.square().sum()) for value in want.values()) ** 0.5
     errors = {
-        name: float((found[name] - value).abs().max() / max(value.abs().max(), 1e-6 * norm))
+        name: float((ours[name] - value).abs().max() / max(value.abs().max(), 1e-6 * norm))
         for name, value in want.items()
     }
     return {name: error for name, error in errors.items() if not error <= EXACT}
@@ -197,25 +197,25 @@ def test_two_ranks_give_the_plain_losses_and_gradients(run_ranks: RunRanks) -> N
 
 def test_problems_name_the_module_or_the_size() -> None:
     assert list(plan_problems(config_of("internvl"), 1)) == []
-    (found,) = plan_problems(config_of("internvl"), 4)
-    assert found == "got 4, but num_key_value_heads is 2; change tp"
+    (problem,) = plan_problems(config_of("internvl"), 4)
+    assert problem == "got 4, but num_key_value_heads is 2; change tp"
     rows, features = plan_problems(config_of("internvl", vocab_size=97), 2)
     assert "embed_tokens" in rows
     assert "97 rows" in rows
     assert "lm_head ('colwise_gather_output' in transformers' plan) has out_features" in features
-    (found,) = plan_problems(config_of("qwen3_5_moe", num_experts=3), 2)
-    assert "layers.*.mlp.experts" in found
-    assert "3 experts" in found
+    (problem,) = plan_problems(config_of("qwen3_5_moe", num_experts=3), 2)
+    assert "layers.*.mlp.experts" in problem
+    assert "3 experts" in problem
 
 
 def test_a_class_without_a_plan_and_an_unknown_style_are_refused() -> None:
     from transformers import GPT2Config, Llama4Config
 
-    (found,) = plan_problems(GPT2Config(n_layer=1, n_embd=8, n_head=2), 2)
-    assert "transformers has no plan for 'gpt2'" in found
+    (problem,) = plan_problems(GPT2Config(n_layer=1, n_embd=8, n_head=2), 2)
+    assert "transformers has no plan for 'gpt2'" in problem
     text = TEXT | {"num_local_experts": 4, "intermediate_size_mlp": 48}
-    found = list(plan_problems(Llama4Config(text_config=text, vision_config=VISION), 2))
-    assert any("experts of an unknown form, Llama4TextExperts" in problem for problem in found)
+    problems = list(plan_problems(Llama4Config(text_config=text, vision_config=VISION), 2))
+    assert any("experts of an unknown form, Llama4TextExperts" in problem for problem in problems)
 
 
 def test_a_plan_leaves_out_norms_of_heads_and_they_are_replicated() -> None:
