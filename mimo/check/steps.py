@@ -23,14 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from data.batch import pack_lane, plan_microbatch, sizes_in_order
 from data.packing import Used, packs_of_samples, packs_of_tokens
-from mimo.check.compare import (
-    Fault,
-    RankSteps,
-    Reference,
-    ReferenceParameter,
-    Shard,
-    update_floor,
-)
+from mimo.check.compare import Fault, RankSteps, Reference, ReferenceParameter, Shard, update_floor
 from mimo.check.workload import Workload
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.config.schema import Recipe, Train
@@ -40,13 +33,7 @@ from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.sharding import Rectangle
 from mimo.families.registry import trainable_names
 from mimo.generate.one_rank import LocalModel
-from mimo.model.dataset import (
-    Dataset,
-    item_processors,
-    open_dataset,
-    open_tokenizer,
-    token_budget,
-)
+from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer, token_budget
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer

@@ -16,15 +16,7 @@ from pydantic_core import ErrorDetails
 from mimo.config import bounds
 from mimo.config.cluster import Cluster
 from mimo.config.modules import MAX_ENTRIES, Encoder, Language, Section
-from mimo.config.source import (
-    PHASES,
-    REMOVED,
-    Location,
-    YamlSource,
-    as_yaml,
-    dotted,
-    read_yaml,
-)
+from mimo.config.source import PHASES, REMOVED, Location, YamlSource, as_yaml, dotted, read_yaml
 from mimo.config.training import Bridge, Data, Train
 from mimo.errors import RecipeError, nearest, shown, suggestion
 

@@ -16,12 +16,7 @@ from pydantic import BaseModel, ValidationError
 from mimo.config.schema import LANGUAGE, Recipe, descriptions
 from mimo.config.source import Location
 from mimo.errors import RecipeError, suggestion
-from mimo.families.contracts import (
-    EncoderFamily,
-    EncoderSettings,
-    LanguageFamily,
-    LanguageSettings,
-)
+from mimo.families.contracts import EncoderFamily, EncoderSettings, LanguageFamily, LanguageSettings
 from mimo.families.keymap import is_adapter
 
 GENERAL = "transformers"
@@ -91,12 +86,7 @@ def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
     settings, values = encoder_family(recipe, encoder).Settings, recipe.encoders[encoder].model
     if "folder" in settings.model_fields:
         values = {"folder": recipe.init_from, **values}
-    return check_settings(
-        settings,
-        values,
-        ("encoders", encoder, "model"),
-        recipe,
-    )
+    return check_settings(settings, values, ("encoders", encoder, "model"), recipe)
 
 
 def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:

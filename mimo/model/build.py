@@ -28,11 +28,7 @@ from mimo.engines.contract import Module
 from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
-from mimo.engines.megatron.parallel import (
-    build_optimizer,
-    prepare_engine,
-    wrap_data_parallel,
-)
+from mimo.engines.megatron.parallel import build_optimizer, prepare_engine, wrap_data_parallel
 from mimo.engines.megatron.weights import Cut, global_name, stored_name
 from mimo.engines.optimizer import OptimizerSettings
 from mimo.errors import RecipeError

@@ -201,10 +201,7 @@ def _processor_classes(model_type: str) -> tuple[Any, Any, Any, Any]:
         raise ValueError(_REFUSED[model_type])
     like = _LIKE.get(model_type, model_type)
     whole = whole_names.get(like)
-    related = [
-        like,
-        *(name for name, other in whole_names.items() if other == whole),
-    ]
+    related = [like, *(name for name, other in whole_names.items() if other == whole)]
     image = next(filter(None, map(image_names.get, related)), None)
     if whole is None or image is None:
         raise ValueError("transformers has no processor for it")

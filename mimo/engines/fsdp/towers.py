@@ -29,13 +29,7 @@ from transformers.vision_utils import (
 
 from mimo.device import send
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
-from mimo.engines.fsdp.models import (
-    TOWER_NAME,
-    Segments,
-    layer_form,
-    on_meta,
-    restore_buffers,
-)
+from mimo.engines.fsdp.models import TOWER_NAME, Segments, layer_form, on_meta, restore_buffers
 from mimo.ops.segments import PackedSegments, to_device
 
 MakeRows = Callable[[Tensor, tuple[int, ...]], Any]

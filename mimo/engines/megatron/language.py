@@ -25,13 +25,7 @@ from torch import Tensor, nn
 from mimo.engines.megatron.attention import CoreAttention
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.lora import let_backward_into_layers
-from mimo.engines.megatron.stack import (
-    DeepStackLayer,
-    layer_spec,
-    layers_here,
-    norm_of,
-    stack_spec,
-)
+from mimo.engines.megatron.stack import DeepStackLayer, layer_spec, layers_here, norm_of, stack_spec
 from mimo.ops.cross_entropy import linear_cross_entropy
 
 

@@ -21,12 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 
 from mimo.engines.megatron.cpu import adapt_to_machine
-from mimo.engines.optimizer import (
-    OptimizerSettings,
-    fill_state,
-    start_average,
-    torch_optimizer,
-)
+from mimo.engines.optimizer import OptimizerSettings, fill_state, start_average, torch_optimizer
 
 
 def prepare_engine(seed: int) -> None:
