@@ -112,6 +112,12 @@ def stage_lane(
     )
 
 
+def stage_whole(lane: PackedLane, model: Any, staging: Staging) -> WholeBatch:
+    """Copy to the device what a ``model`` that takes rows itself needs of a microbatch."""
+    size = len(lane.input_ids) // lane.num_sequences, lane.num_sequences
+    return WholeBatch(model.prepare(lane, staging.copy), size)
+
+
 def stage_items(items: Sequence[EncoderItems], tower: Any, staging: Staging) -> EncoderBatch:
     """Copy the items of one microbatch, or of several that ``tower`` encodes in one go."""
     parts = [part for microbatch in items for part in microbatch.patches or ()]

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +48,14 @@ from mimo.model.inputs import (
     place_embeddings,
     stage_items,
     stage_lane,
+    stage_whole,
 )
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Link
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
+
+Batch = LanguageBatch | WholeBatch
 
 
 @dataclass
@@ -101,7 +103,7 @@ class MimoModel:
         lanes: Sequence[PackedLane],
         items: Mapping[str, Sequence[EncoderItems]],
         staging: Staging,
-    ) -> tuple[list[LanguageBatch | WholeBatch], dict[str, list[EncoderBatch]]]:
+    ) -> tuple[list[Batch], dict[str, list[EncoderBatch]]]:
         """Copy the inputs of one `run` to the device; for a thread in the background.
 
         lanes: the microbatches of this lane, on language ranks. items: by encoder of this rank, the
@@ -120,19 +122,10 @@ class MimoModel:
             encoders[name] = [stage_items(group, tower, staging) for group in groups]
         return language, encoders
 
-    def _stage_lanes(
-        self, lanes: Sequence[PackedLane], staging: Staging
-    ) -> list[LanguageBatch | WholeBatch]:
+    def _stage_lanes(self, lanes: Sequence[PackedLane], staging: Staging) -> list[Batch]:
         module = self.modules[LANGUAGE]
         if self.takes_rows:
-            model: Any = module.whole
-            return [
-                WholeBatch(
-                    model.prepare(lane, staging.copy),
-                    (len(lane.input_ids) // lane.num_sequences, lane.num_sequences),
-                )
-                for lane in lanes
-            ]
+            return [stage_whole(lane, module.whole, staging) for lane in lanes]
         assert self.partition is not None, "language ranks have a partition adapter"
         rules, partition, whole_rows = self.item_rules, self.partition, self.whole_rows
         forms = module.attention_forms()
@@ -141,7 +134,7 @@ class MimoModel:
     def run(
         self,
         plan: StepPlan,
-        language: Sequence[LanguageBatch | WholeBatch],
+        language: Sequence[Batch],
         items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool = False,
         check: bool = False,
@@ -257,7 +250,7 @@ class MimoModel:
     def _run_groups(
         self,
         module: Module,
-        batches: Sequence[LanguageBatch | WholeBatch],
+        batches: Sequence[Batch],
         items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool,
     ) -> float | Tensor:
@@ -313,11 +306,7 @@ class MimoModel:
             return [part_of_rows.values for part_of_rows in rows]
 
     def _run_language(
-        self,
-        module: Module,
-        batches: Sequence[LanguageBatch | WholeBatch],
-        group: range,
-        forward_only: bool,
+        self, module: Module, batches: Sequence[Batch], group: range, forward_only: bool
     ) -> float | Tensor:
         stage = module.groups.pp.rank()
 
