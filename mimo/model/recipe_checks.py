@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
+from data.index.reader import SampleReader
 from data.index.store import Build
 from mimo.config.modules import TARGETS
 from mimo.config.phases import PhasedRecipe
@@ -15,6 +16,7 @@ from mimo.device import Memory, has_gpu, machine_memory
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
+    GENERAL,
     encoder_family,
     encoder_settings,
     language_family,
@@ -193,6 +195,10 @@ def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
             dataset = open_dataset(recipe, split, chat, processors, build=build)
             for line in unknown_text(sources_of(recipe, split), dataset.indexes if dataset else ()):
                 print(line, flush=True)
+            readers = iter(dataset.readers if dataset else ())
+            for_each_source(
+                recipe, [split], lambda _, readers=readers: _check_first(recipe, next(readers))
+            )
             if split == "sources" and dataset is not None:
                 problems += _too_few_samples(recipe, sum(map(len, dataset.indexes)))
         except RecipeError as error:
@@ -219,6 +225,7 @@ def check_indexed_data(recipe: Recipe) -> list[str]:
             return math.inf
         index = survey.open()
         check_index(index, source, recipe)
+        _check_first(recipe, SampleReader(index, chat, processors))
         notes.extend(unknown_text([source], [index]))
         return len(index)
 
@@ -226,6 +233,13 @@ def check_indexed_data(recipe: Recipe) -> list[str]:
     if problems := [*_too_few_samples(recipe, sum(counts[: len(recipe.data.sources)]))]:
         raise RecipeError(*problems)
     return notes
+
+
+def _check_first(recipe: Recipe, reader: SampleReader) -> None:
+    if recipe.language.family == GENERAL:
+        from mimo.model.first_samples import check_first_samples  # late: it needs transformers
+
+        check_first_samples(recipe, reader)
 
 
 def _too_few_samples(recipe: Recipe, num_samples: float) -> Iterator[str]:

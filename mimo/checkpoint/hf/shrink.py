@@ -142,6 +142,28 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     return type(config)(**small)
 
 
+# Keys that the number of an item's embeddings depends on.
+_GEOMETRY = re.compile(
+    r"patch_size|(force_)?image_size|num_position_embeddings|num_patches|mm_tokens_per_image"
+    r"|pos_emb_(height|width)|image_grid_pinpoints|(max_value_)?projector_patch_to_query_dict"
+)
+
+
+def narrow(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a small configuration whose towers return as many embeddings for each item."""
+    small = shrink(config)
+    _restore_geometry(small, config)
+    return small
+
+
+def _restore_geometry(small: PretrainedConfig, original: PretrainedConfig) -> None:
+    for key, value in vars(original).items():
+        if hasattr(value, "to_dict"):  # a part
+            _restore_geometry(getattr(small, key), value)
+        elif _GEOMETRY.fullmatch(key) and value is not None:
+            setattr(small, key, value)
+
+
 def _complete(config: PretrainedConfig) -> dict[str, Any]:
     """Return a configuration as a dict, with the values of `_MISSING`."""
     values = config.to_dict()

@@ -25,7 +25,7 @@ from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.recipes import architecture_of_recipe, load_recipe
 from mimo.checkpoint.resume import Resume
 from mimo.config.schema import Recipe
-from mimo.model.recipe_checks import check_recipe
+from mimo.model.recipe_checks import check_data, check_recipe
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.checkpoint.hf.test_tiny_class import SUPPORTED
@@ -74,6 +74,7 @@ def test_three_ranks_train_and_export_a_folder_as_plain_transformers_does(
 ) -> None:
     path = make(model_type, tmp_path)
     assert check_recipe(load_recipe(path), None).world_size == 3
+    check_data(load_recipe(path))
     wide = model_type in FP64
     ranks = run_ranks(take_steps, 3, path, ["train.precision=fp64"] if wide else [])
     (plain,) = run_ranks(any_folder.take_plain_steps, 1, path, "float64" if wide else "float32")

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.cli.main import app
+from mimo.errors import RecipeError
+from mimo.model.recipe_checks import check_data
 from tests.mimo.model import any_folder
 
 AUTO_MAP = {"AutoConfig": "own.Config", "AutoModelForImageTextToText": "own.Model"}
@@ -102,16 +105,25 @@ def test_a_folder_with_code_of_its_own_is_refused(directory: Path, tmp_path: Pat
     assert "is not run" in text
 
 
-@pytest.mark.xfail(strict=True, reason="nothing compares placeholders with the tower's rows yet")
 def test_a_processor_that_writes_another_number_of_placeholders_is_refused(tmp_path: Path) -> None:
     path = any_folder.make("llava_next", tmp_path)
     settings = tmp_path / "base" / "processor_config.json"
     content = json.loads(settings.read_text())
     content["patch_size"] *= 2
     settings.write_text(json.dumps(content))
+    runner = CliRunner()
+    assert runner.invoke(app, ["data", "index", str(path)]).exit_code == 0
     text = refusal(path.parent)
-    assert "data.sources.0.path: " in text or "init_from: " in text, text
-    assert "placeholders" in text
+    assert "data.sources.0.path: " in text, text
+    assert "placeholders for an image, but the tower returns" in text
+
+
+def test_a_processor_that_treats_images_of_a_sample_together_is_refused(tmp_path: Path) -> None:
+    recipe = load_recipe(any_folder.make("llava_onevision", tmp_path))
+    with pytest.raises(
+        RecipeError, match=r"data\.sources\.0\.path: sample .* for the whole sample"
+    ):
+        check_data(recipe)
 
 
 # -------------------------------------------------------------------------------- parity

@@ -1,0 +1,96 @@
+"""Compare the processor, the index and the tower on the first samples of a source.
+
+For each item the tower has to return as many embeddings as the processor writes placeholders. The
+compared tower has few and narrow layers; the number of its embeddings is that of the whole tower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.index.reader import SampleReader, UnreadableSample
+from data.modalities.image_files import to_rgb
+from data.modalities.transformers import ItemForm, TransformersMedia, load_processor
+from data.text.messages import item_parts
+from mimo.checkpoint.hf.recipes import transformers_config
+from mimo.checkpoint.hf.shrink import build, narrow
+from mimo.config.schema import Recipe
+from mimo.engines.fsdp.halves import OutputForm, features
+
+_SAMPLES, _ITEMS, _MAX_VALUES = 2, 16, 2**23
+_MISMATCH = "processor files and config.json do not belong together; restore them"
+
+
+def check_first_samples(recipe: Recipe, reader: SampleReader) -> None:
+    """Compare the numbers of placeholders of the first samples, for `family: transformers`.
+
+    The smallest of the first items of each modality is compared with the tower, and the first
+    samples with images with the whole processor. Samples that cannot be read are left out, as in
+    training. Raises ValueError if a number differs.
+    """
+    if reader.index.num_items:
+        _check_tower(recipe, reader)
+        _check_whole_processor(recipe, reader)
+
+
+def _check_tower(recipe: Recipe, reader: SampleReader) -> None:
+    smallest: dict[str, ItemForm] = {}
+    for item in range(min(_ITEMS, reader.index.num_items)):
+        media, plan = reader.media(item), reader.plan(item)
+        assert isinstance(media, TransformersMedia)
+        form = media.form(plan.grid, reader.index.part(item).fps)
+        if form.num_values > _MAX_VALUES:  # it would take minutes, and all memory
+            continue
+        if form.num_values < smallest.setdefault(media.modality, form).num_values:
+            smallest[media.modality] = form
+    tower = build(narrow(transformers_config(recipe)))
+    for modality, form in smallest.items():
+        # Ones, because Idefics-3 drops an item of zeros as padding.
+        arrays = {**form.arrays, **form.content(torch.ones(form.num_values))}
+        try:
+            with torch.no_grad():
+                output = features(tower, modality, arrays)
+            rows = len(OutputForm.of(output).rows(output))
+        except Exception as error:  # whatever a class's own code raises
+            raise ValueError(
+                f"the tower does not take what the processor of {recipe.init_from} makes of an "
+                f"{modality} ({type(error).__name__}: {error}): {_MISMATCH}"
+            ) from error
+        if rows != form.num_rows:
+            raise ValueError(
+                f"the processor of {recipe.init_from} writes {form.num_rows} placeholders for an "
+                f"{modality}, but the tower returns {rows} embeddings: {_MISMATCH}"
+            )
+
+
+def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
+    """Compare samples whose items are images; items of other modalities are prepared one by one."""
+    index, chat = reader.index, reader.chat
+    processor = load_processor(recipe.init_from or "")
+    ids = list(chat.placeholder_ids.values())
+    last_item = index.column("item_start", slice(0, min(_SAMPLES, len(index)) + 1))
+    for sample in np.flatnonzero(np.diff(last_item)).tolist():
+        try:
+            messages, encoded = reader.messages(sample), reader.sample(sample)
+            parts: Any = item_parts(messages)
+            if any(part["type"] != "image" for part in parts):
+                continue
+            for part, item in zip(parts, index.items_of_sample(sample), strict=True):
+                (file,) = index.files_of_part(item)
+                part["image"] = to_rgb(reader.decoded(item, file))
+        except UnreadableSample:
+            continue
+        outputs = processor.apply_chat_template(
+            messages, chat_template=chat.template, tokenize=True, return_dict=True
+        )
+        written = int(np.isin(outputs["input_ids"][0], ids).sum())
+        ours = int(np.isin(encoded.input_ids, ids).sum())
+        if written != ours:
+            raise ValueError(
+                f"sample {index.key(sample)!r} has {ours} placeholders if each image is prepared "
+                f"alone, but the processor of {recipe.init_from} writes {written} for the whole "
+                "sample; such samples cannot be trained on with this model"
+            )
