@@ -20,16 +20,16 @@ from mimo.checkpoint.hf.shrink import build, narrow
 from mimo.config.schema import Recipe
 from mimo.engines.fsdp.halves import OutputForm, features
 
-_SAMPLES, _ITEMS, _MAX_VALUES = 2, 16, 2**23
+_ITEMS, _MAX_VALUES = 16, 2**23
 _MISMATCH = "processor files and config.json do not belong together; restore them"
 
 
 def check_first_samples(recipe: Recipe, reader: SampleReader) -> None:
     """Compare the numbers of placeholders of the first samples, for `family: transformers`.
 
-    The smallest of the first items of each modality is compared with the tower, and the first
-    samples with images with the whole processor. Samples that cannot be read are left out, as in
-    training. Raises ValueError if a number differs.
+    The smallest of the first items of each modality is compared with the tower, and two samples
+    with images with the whole processor. Samples that cannot be read are left out, as in training.
+    Raises ValueError if a number differs.
     """
     if reader.index.num_items:
         _check_tower(recipe, reader)
@@ -67,12 +67,15 @@ def _check_tower(recipe: Recipe, reader: SampleReader) -> None:
 
 
 def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
-    """Compare samples whose items are images; items of other modalities are prepared one by one."""
+    """Compare the first sample with images, and the first with several.
+
+    Items of other modalities are prepared one by one, so there is nothing to compare.
+    """
     index, chat = reader.index, reader.chat
     processor = load_processor(recipe.init_from or "")
     ids = list(chat.placeholder_ids.values())
-    last_item = index.column("item_start", slice(0, min(_SAMPLES, len(index)) + 1))
-    for sample in np.flatnonzero(np.diff(last_item)).tolist():
+    counts = np.diff(index.column("item_start"))
+    for sample in {int(np.argmax(counts > 0)), int(np.argmax(counts > 1))}:
         try:
             messages, encoded = reader.messages(sample), reader.sample(sample)
             parts: Any = item_parts(messages)
@@ -91,6 +94,6 @@ def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
         if written != ours:
             raise ValueError(
                 f"sample {index.key(sample)!r} has {ours} placeholders if each image is prepared "
-                f"alone, but the processor of {recipe.init_from} writes {written} for the whole "
-                "sample; such samples cannot be trained on with this model"
+                f"alone, but the processor of {recipe.init_from} writes {written} for all its "
+                f"{len(parts)} images together; leave out samples with several images"
             )

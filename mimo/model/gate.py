@@ -72,7 +72,6 @@ UNSAFE = {
     "inkling2": _CRASH,
     "inkling_mm_model": _CRASH,
     "paligemma": "its mask depends on which tokens are the answer, which the forward does not get",
-    "llava_onevision": "its processor splits an image differently if a sample has several",
 }
 """Classes that are refused although their tiny copy agrees, with the reason."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,18 @@ NUM_STEPS = 2
 RATE = 0.02
 # Two images in a sample, text alone, one image, three images, and a microbatch of text alone.
 SAMPLES = picture_samples(6)
-_PARTS = "language.", "vision."
+
+
+def samples_of(model_type: str) -> list[Sample]:
+    """Return the samples of a class; LLaVA-OneVision prepares several images together."""
+    most = 1 if model_type == "llava_onevision" else None
+    return [replace(sample, items=sample.items[:most]) for sample in SAMPLES]
 
 
 def make(model_type: str, directory: Path) -> Path:
     """Write a folder of a class, chats, and a recipe for its tower on a rank of its own."""
     write_tiny(TinyCheckpoint(model_type), directory / "base")
-    write_shard(directory / "train-00000.tar", SAMPLES)
+    write_shard(directory / "train-00000.tar", samples_of(model_type))
     general = {"family": GENERAL} if model_type in ARCHITECTURES else {}  # else it is the default
     recipe = {
         "name": "any",
@@ -90,7 +96,8 @@ def take_plain_steps(rank: int, path: Path, dtype: str = "float32") -> Reference
     processor = open_processor(folder)
     model = open_model(folder, dtype).train()
     examples = [
-        (prepare(processor, sample), reader.sample(number)) for number, sample in enumerate(SAMPLES)
+        (prepare(processor, sample), reader.sample(number))
+        for number, sample in enumerate(samples_of(model.config.model_type))
     ]
     for number, (inputs, encoded) in enumerate(examples):
         assert_same_inputs(inputs, encoded, reader, number)

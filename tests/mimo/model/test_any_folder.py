@@ -40,6 +40,7 @@ FP64 = (
     *("aya_vision", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "gemma3"),
     *("glm_ocr", "hyperclovax_vision_v2", "idefics3", "internvl"),
     *("janus", "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
+    "llava_onevision",
     *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "video_llama_3", "vipllava"),
 )
 # Their code or kernels take no fp64 on a CPU.
@@ -55,7 +56,6 @@ REFUSED = {
     "glm5_next": "differs in two halves: its tower has fewer rows than there are placeholders",
     "granite4_vision": "its features have no embeddings",
     "idefics2": "its processor does not tell what stands for an image",
-    "llava_onevision": "its processor cuts an image differently if there are several",
     "ovis2": "the model asks the tower for more than rows",
     "paligemma": "its processor refuses samples without images",
     "qianfan_ocr": "its processor refuses the token that its template writes",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from mimo.check.workload import write_shard
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.cli.main import app
@@ -118,12 +119,11 @@ def test_a_processor_that_writes_another_number_of_placeholders_is_refused(tmp_p
     assert "placeholders for an image, but the tower returns" in text
 
 
-def test_a_processor_that_treats_images_of_a_sample_together_is_refused(tmp_path: Path) -> None:
-    recipe = load_recipe(any_folder.make("llava_onevision", tmp_path))
-    with pytest.raises(
-        RecipeError, match=r"data\.sources\.0\.path: sample .* for the whole sample"
-    ):
-        check_data(recipe)
+def test_a_sample_whose_images_are_prepared_together_is_refused(tmp_path: Path) -> None:
+    path = any_folder.make("llava_onevision", tmp_path)
+    write_shard(tmp_path / "train-00000.tar", any_folder.SAMPLES)
+    with pytest.raises(RecipeError, match=r"data\.sources\.0\.path: sample .* 2 images together"):
+        check_data(load_recipe(path))
 
 
 # -------------------------------------------------------------------------------- parity
