@@ -24,12 +24,9 @@ from data.index.shards import pattern_root
 from data.index.tar_shards import MAX_JSON_BYTES
 from data.modalities.audio import AudioClips
 from data.modalities.image_files import image_size
-from data.text.forms import Embedded, parse_messages, read_chat, unique_keys
+from data.text.forms import Embedded, parse_messages, read_chat
 from data.text.messages import ROLES, mentions, short_text
 
-_SPACE = re.compile(r"\s*")
-_MAX_LINE = 64 * 2**20  # bytes
-_MAX_ARRAY = 2**30  # bytes
 _BATCH = 16  # rows of Parquet that are in memory, beside the row group they come from
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 
@@ -79,72 +76,28 @@ def read_rows(file: str) -> Iterator[Row]:
             is_array = opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
             opened.seek(0)
             yield from (_of_array if is_array else _of_lines)(opened, file)
-    except OSError as error:  # pyarrow's own errors are OSError or ValueError
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def _of_lines(opened: IO[bytes], file: str) -> Iterator[Row]:
-    size, number = os.path.getsize(file), 0
-    while line := opened.readline(_MAX_LINE + 1):
-        number += 1
-        document, problem = None, ""
-        if len(line) > _MAX_LINE:
-            problem = f"has more than {_MAX_LINE >> 20} MiB"
-            while line and not line.endswith(b"\n"):
-                line = opened.readline(_MAX_LINE)
-        elif not line.strip():
+    size, done = os.path.getsize(file), 0
+    for number, line in enumerate(opened, 1):
+        done += len(line)
+        if not line.strip():
             continue
-        else:
-            try:
-                document = json.loads(line, object_pairs_hook=unique_keys)
-            except (ValueError, RecursionError) as error:
-                problem = f"malformed JSON: {error}"
-        yield Row(file, number, document, opened.tell() / size, problem)
+        document, problem = None, ""
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            problem = f"malformed JSON: {error}"
+        yield Row(file, number, document, done / size, problem)
 
 
 def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
-    """Yield the elements of an array, one decoded at a time.
-
-    The text of the whole file is in memory, in up to four times its bytes; hence a limit.
-    """
-    if (size := os.path.getsize(file)) > _MAX_ARRAY:
-        raise ValueError(
-            f"{file}: an array of {size >> 20} MiB would have to be in memory as a whole, at most "
-            f"{_MAX_ARRAY >> 20} are read; write one row to a line (JSON Lines), or several files"
-        )
-    number, problems = 0, list[str]()  # of an element, which ends where it ends all the same
-
-    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        try:
-            return unique_keys(pairs)
-        except ValueError as error:
-            problems.append(str(error))
-            return {}
-
-    decoder = json.JSONDecoder(object_pairs_hook=read_object)
-    try:
-        text = opened.read().decode("utf-8-sig")
-        place, mark = _after_space(text, 0), "["
-        while text[place : place + 1] == mark:
-            place = _after_space(text, place + 1)
-            if mark == "[" and text[place : place + 1] == "]":
-                return
-            problems.clear()
-            document, place = decoder.raw_decode(text, place)
-            number += 1
-            yield Row(file, number, document, place / len(text), "; ".join(problems[:1]))
-            place, mark = _after_space(text, place), ","
-        if text[place : place + 1] != "]":
-            raise ValueError("no comma or end of the array")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{file}, after element {number}: {error}; nothing after it was read"
-        ) from error
-
-
-def _after_space(text: str, place: int) -> int:
-    match = _SPACE.match(text, place)
-    return place if match is None else match.end()
+    documents = json.load(opened)
+    for number, document in enumerate(documents, 1):
+        yield Row(file, number, document, number / len(documents))
 
 
 def _of_parquet(file: str) -> Iterator[Row]:
@@ -159,8 +112,8 @@ def _of_parquet(file: str) -> Iterator[Row]:
                 for document in batch.to_pylist():
                     number += 1
                     yield Row(file, number, document, number / rows)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{file}, after row {number}: it cannot be read: {error}") from error
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"after row {number}: {error}") from error
 
 
 BAD_SAMPLES = "bad_samples.jsonl"
@@ -169,7 +122,6 @@ _UNFINISHED = ".packing"  # folder of the shards until all are written
 _MAX_FILE = 256 * 2**20  # bytes
 _MAX_REASON = 1000  # characters
 _ENOUGH_ROWS = 1000  # before a share of bad ones says anything
-_TAR_BLOCK = 512
 _KINDS = {  # of files, by how they begin
     b"\x89PNG": "png",
     b"\xff\xd8\xff": "jpg",
@@ -182,10 +134,10 @@ _KINDS = {  # of files, by how they begin
 
 @dataclass(frozen=True)
 class ShardSize:
-    """A shard ends before it would have more samples, or more bytes. None: any number."""
+    """A shard ends once it has this many samples, or bytes of members."""
 
-    samples: int | None = None
-    bytes: int | None = 512 * 2**20
+    samples: int = sys.maxsize
+    bytes: int = sys.maxsize
 
     @classmethod
     def parse(cls, text: str) -> ShardSize:
@@ -194,7 +146,7 @@ class ShardSize:
         if not match:
             raise ValueError(f"--shard-size {text!r}: need samples, as 2000, or a size, as 512MiB")
         number = int(match[1])
-        return cls(None, number * 2**20) if match[2] else cls(number, None)
+        return cls(bytes=number * 2**20) if match[2] else cls(number)
 
 
 @dataclass
@@ -212,7 +164,7 @@ def pack(
     source: str,
     out: Path,
     media_root: Path | None = None,
-    size: ShardSize = ShardSize(),
+    size: ShardSize = ShardSize(bytes=512 * 2**20),
     max_bad_fraction: float = 0.01,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -235,11 +187,10 @@ def pack(
         raise ValueError(f"{out} is not empty: give another folder, or --overwrite")
     packed, rows = Packed(), 0
     # Fixed owner and time: equal rows give equal bytes.
-    fixed = {"encoder": False, "mtime": 0, "user": "data", "group": "data"}
-    most = size.samples or sys.maxsize
+    fixed = {"encoder": False, "mtime": 0, "user": "data", "group": "data", "verbose": 0}
     with (
         _all_or_nothing(out) as folder,
-        ShardWriter(f"{folder}/shard-%06d.tar", most, sys.maxsize, verbose=0, **fixed) as writer,
+        ShardWriter(f"{folder}/shard-%06d.tar", size.samples, size.bytes, **fixed) as writer,
     ):
         for number, file in enumerate(files):
             for row in read_rows(file):
@@ -250,7 +201,7 @@ def pack(
                 else:
                     packed.files += len(sample) - 2
                     packed.samples += 1
-                    _write(writer, sample, size.bytes)
+                    writer.write(sample)
                 rows += 1
                 if packed.bad > max_bad_fraction * max(rows, _ENOUGH_ROWS):
                     raise _too_many(packed, rows, max_bad_fraction, out)
@@ -260,16 +211,6 @@ def pack(
             raise _too_many(packed, rows, max_bad_fraction, out)
         packed.shards = writer.shard
     return packed
-
-
-def _write(writer: Any, sample: dict[str, str | bytes], limit: int | None) -> None:
-    """Write a sample, into the next shard if this one would have more bytes than ``limit``."""
-    members = [value for value in sample.values() if isinstance(value, bytes)]
-    num_bytes = sum(_TAR_BLOCK - -len(member) // _TAR_BLOCK * _TAR_BLOCK for member in members)
-    if writer.count and limit and writer.size + num_bytes > limit:
-        writer.next_stream()
-    writer.write(sample)
-    writer.size = num_bytes + (writer.size - sum(map(len, members)))  # whole blocks and headers
 
 
 @contextmanager
@@ -378,12 +319,9 @@ class MediaFolder:
             raise ValueError(
                 f"{name[:200]!r} is a URL: nothing is downloaded; fetch the files first"
             )
-        parts = re.split(r"[/\\]", name)
-        if os.path.isabs(name) or ".." in parts or not name.isprintable() or ":" in parts[0]:
-            raise ValueError(f"{name[:200]!r}: need a path inside --media-root, without `..`")
         path = os.path.realpath(os.path.join(self._real, name))
         if os.path.commonpath([path, self._real]) != self._real:
-            raise ValueError(f"{name!r} is a link that leaves the media root")
+            raise ValueError(f"{name!r} is outside of the media root: need a path inside of it")
         if not os.path.isfile(path):
             raise ValueError(
                 f"{name!r} is no file in {self.root}; --media-root names the folder of the files"

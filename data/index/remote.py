@@ -3,10 +3,9 @@
 Every request is tried a fixed number of times and has a time limit; the length of every answer is
 checked. Messages name the URL and repeat no credentials.
 
-Blocks of shards are kept on a local disk, shared by all processes of a host. fsspec's caches are
-not used: none has a limit in bytes, `filecache` and `simplecache` take whole shards, and
-`blockcache` marks a block as kept before its request has succeeded, knows no versions of files over
-HTTP, and its processes overwrite each other's record of blocks.
+Blocks of shards are kept on a local disk, shared by all processes of a host. fsspec's caches have
+no limit in bytes; `filecache` takes whole shards, and processes of `blockcache` overwrite each
+other's record of blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import os
 import random
 import re
 import time
+import uuid
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +24,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 
@@ -42,7 +40,6 @@ _VERSIONS = (
     *("ETag", "etag", "generation", "md5Hash", "Last-Modified", "LastModified", "last_modified"),
     *("mtime", "modified", "updated", "created"),
 )
-_SYSTEM = random.SystemRandom()  # forked processes pause for different times
 
 
 class ChangedError(OSError):
@@ -92,7 +89,8 @@ def read(url: str, version: str, offset: int, size: int) -> bytes:
     def ask() -> bytes:
         system, path = url_to_fs(url)
         options = _limit(system, size)
-        if _is_web(url) and version and "GMT" not in version and not version.startswith("W/"):
+        is_etag = version and "GMT" not in version and not version.startswith("W/")
+        if is_etag and url.startswith("http"):
             headers = {"If-Match": f'"{version}"', "Accept-Encoding": "identity"}
             options["headers"] = {**system.kwargs.get("headers", {}), **headers}
         data = system.cat_file(path, start=offset, end=offset + size, **options)
@@ -150,7 +148,7 @@ def _limit(system: Any, size: int) -> dict[str, Any]:
 def _retried[Answer](url: str, request: Callable[[], Answer]) -> Answer:
     for number in range(_TRIES):
         if number:
-            time.sleep(_PAUSE_SECONDS * 2 ** (number - 1) * _SYSTEM.uniform(0.5, 1.5))
+            time.sleep(_PAUSE_SECONDS * 2 ** (number - 1) * random.uniform(0.5, 1.5))
         try:
             return request()
         except Exception as raised:  # any type, from the package of any protocol
@@ -191,10 +189,6 @@ def _reason(error: BaseException) -> str:
     return text or f"no answer in time ({type(error).__name__})"
 
 
-def _is_web(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
 def _state(info: dict[str, Any]) -> State:
     version = next((info[key] for key in _VERSIONS if info.get(key) is not None), "")
     # Listings and questions about one file do not always agree on the form.
@@ -202,12 +196,9 @@ def _state(info: dict[str, Any]) -> State:
     return int(info["size"]), str(version).strip('"')
 
 
-Fetch = Callable[[int, int], bytes]
-"""offset, size -> exactly these bytes of a shard."""
-
 _BLOCK = 2**21  # bytes: about what arrives in the time that a request takes anyway
-_PART = 2**16  # bytes with a checksum, so that a small read checks little; divides a block
-_KEPT = 0.9  # share of the limit that stays after shards were removed
+_KEPT = 0.9  # share of the limit that stays after blocks were removed
+_LOOKS = 100  # at the size of the cache, while as many bytes as its limit are written
 
 
 def default_cache_directory() -> Path:
@@ -217,32 +208,46 @@ def default_cache_directory() -> Path:
 
 
 class BlockCache:
-    """A folder with a sparse file per version of a shard: its bytes, then a CRC-32 per part.
+    """A folder with a file per block of a shard's version.
 
-    A part counts as kept when its checksum fits, so writers need no locks. Above ``limit`` bytes,
-    the least recently used shards are removed. Safe to use from many threads and processes.
+    A block gets its name once it is complete, so readers and writers need no locks. Above ``limit``
+    bytes, the least recently used blocks are removed. Safe to use from many threads and processes.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:
         self.directory, self.limit = directory / "blocks", limit
         self._writable = limit >= 2 * _BLOCK
 
-    def read(self, version: str, shard_size: int, offset: int, size: int, fetch: Fetch) -> bytes:
+    def read(
+        self,
+        version: str,
+        shard_size: int,
+        offset: int,
+        size: int,
+        fetch: Callable[[int, int], bytes],
+    ) -> bytes:
         """Return bytes [offset, offset + size) of a shard, which has all of them.
 
-        version: names the shard and its version. Raises what `fetch` raises; a folder that cannot
-        be written only costs speed, and one warning.
+        version: names the shard and its version. fetch: offset, size -> exactly these bytes; what
+        it raises is raised. A folder that cannot be written only costs speed, and one warning.
         """
         name = hashlib.sha256(f"{version}\0{shard_size}".encode()).hexdigest()[:32]
-        path = self.directory / name
-        if (kept := _kept(path, shard_size, offset, size)) is not None:
+        starts = range(offset // _BLOCK * _BLOCK, offset + size, _BLOCK)
+        blocks = {start: self.directory / f"{name}.{start // _BLOCK}" for start in starts}
+        kept = b""
+        for start, path in blocks.items():
+            first, last = max(offset, start), min(offset + size, start + _BLOCK)
+            kept += _read_kept(path, min(_BLOCK, shard_size - start), first - start, last - first)
+        if len(kept) == size:
             return kept
         if not self._writable:
             return fetch(offset, size)
-        begin = offset // _BLOCK * _BLOCK
-        data = fetch(begin, min(-(-(offset + size) // _BLOCK) * _BLOCK, shard_size) - begin)
+        begin = starts.start
+        data = fetch(begin, min(starts[-1] + _BLOCK, shard_size) - begin)
         try:
-            self._store(path, shard_size, begin, data)
+            self._make_room(len(data))
+            for start, path in blocks.items():
+                self._store(path, data[start - begin : start - begin + _BLOCK])
         except OSError as error:
             self._writable = False
             warnings.warn(
@@ -252,61 +257,42 @@ class BlockCache:
             )
         return data[offset - begin : offset - begin + size]
 
-    def _store(self, path: Path, shard_size: int, begin: int, data: bytes) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._make_room(len(data))
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _store(self, path: Path, data: bytes) -> None:
+        partial = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            for content, place in (
-                (data, begin),
-                (_checksums(data), shard_size + 4 * (begin // _PART)),
-            ):
-                if os.pwrite(file, content, place) < len(content):
-                    raise OSError("no space is left")
+            partial.write_bytes(data)
+            partial.rename(path)
         finally:
-            os.close(file)
+            partial.unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used shards if ``size`` bytes more exceed the limit."""
-        shards = []
-        for path in self.directory.rglob("*"):
+        """Remove the least recently used blocks if ``size`` bytes more exceed the limit."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if random.random() * self.limit > _LOOKS * size:  # looking takes long with many blocks
+            return
+        blocks = []
+        for path in self.directory.iterdir():
             with suppress(FileNotFoundError):  # another process has removed it
                 status = path.stat()
-                shards.append((status.st_atime_ns, 512 * status.st_blocks, path))
-        used = sum(num_bytes for _, num_bytes, _ in shards) + size
+                blocks.append((status.st_mtime_ns, status.st_size, path))
+        used = sum(num_bytes for _, num_bytes, _ in blocks) + size
         if used <= self.limit:
             return
-        for _, num_bytes, path in sorted(shards):
+        for _, num_bytes, path in sorted(blocks):
             if used <= self.limit * _KEPT:
                 break
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
-                used -= num_bytes
+            path.unlink(missing_ok=True)
+            used -= num_bytes
 
 
-def _kept(path: Path, shard_size: int, offset: int, size: int) -> bytes | None:
-    """Bytes [offset, offset + size) if their parts are kept and undamaged, else None."""
-    first, last = offset // _PART, -(-(offset + size) // _PART)
-    begin, end = first * _PART, min(last * _PART, shard_size)
+def _read_kept(path: Path, block_size: int, offset: int, size: int) -> bytes:
+    """Return bytes of a block; nothing unless it is kept in its whole size."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != block_size:
+                return b""
+            with suppress(PermissionError):  # another user's file
+                os.utime(path)
+            return os.pread(file.fileno(), size, offset)
     except OSError:
-        return None
-    try:
-        data = os.pread(file, end - begin, begin)
-        sums = os.pread(file, 4 * (last - first), shard_size + 4 * first)
-        if len(data) < end - begin or _checksums(data) != sums:
-            return None
-        with suppress(OSError):  # another user's file, or a read-only disk
-            os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
-        return data[offset - begin : offset - begin + size]
-    except OSError:
-        return None
-    finally:
-        os.close(file)
-
-
-def _checksums(data: bytes) -> bytes:
-    """uint32 per part. No sum is 0, which a hole in the file has."""
-    parts = [zlib.crc32(data[first : first + _PART]) or 1 for first in range(0, len(data), _PART)]
-    return np.array(parts, "<u4").tobytes()
+        return b""

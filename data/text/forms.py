@@ -64,11 +64,11 @@ class Chat:
 def parse_messages(data: bytes) -> list[Any]:
     """Return the messages of a shard's JSON member in our form; encoding checks them.
 
-    Raises ValueError for malformed JSON, a repeated key, very many messages, an unrecognised form,
-    or a file inside the JSON.
+    Raises ValueError for malformed JSON, very many messages, an unrecognised form, or a file inside
+    the JSON.
     """
     try:
-        document = json.loads(data, object_pairs_hook=unique_keys)
+        document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
     chat = read_chat(document)
@@ -78,16 +78,6 @@ def parse_messages(data: bytes) -> list[Any]:
     if len(chat.messages) > _MOST_MESSAGES:
         raise ValueError(f"{len(chat.messages)} messages, at most {_MOST_MESSAGES} are allowed")
     return chat.messages
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object for `json`. Raises ValueError for a repeated key."""
-    result = dict[str, Any]()
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {short_text(key)} is there twice")
-        result[key] = value
-    return result
 
 
 def read_chat(document: object) -> Chat:
@@ -136,8 +126,7 @@ class _Reader:
             turn = _of_llava(turn)
         if isinstance(role := turn.get("role"), str):
             turn["role"] = _ALIASES.get(role, role)
-        call = turn.pop("function_call", None)
-        if calls := turn.get("tool_calls") or ([] if call is None else [call]):
+        if calls := turn.get("tool_calls"):
             turn["tool_calls"] = [_call(entry) for entry in (calls if _is_list(calls) else [calls])]
             turn.setdefault("content", "")
         content = turn.get("content")

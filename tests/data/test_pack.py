@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from data import pack as rows
 from data.index.reader import SampleReader
 from data.index.samples import Processors
 from data.modalities.audio import wav_bytes
@@ -119,13 +118,11 @@ def test_every_bad_row_is_left_out_and_listed_with_its_line_and_reason(
         ("{", "malformed JSON"),
         ("[" * 100_000, "malformed JSON"),
         (llava("none.png"), "file 0: 'none.png' is no file in"),
-        (llava(str(images / "a.png")), "need a path inside --media-root"),
-        (llava("in/../a.png"), "without `..`"),
-        (llava("in\\..\\a.png"), "without `..`"),
-        (llava("C:\\a.png"), "need a path inside"),
-        (llava("a.png\0"), "need a path inside"),
-        (llava("out.png"), "is a link that leaves the media root"),
-        (llava("outer/secret.png"), "is a link that leaves the media root"),
+        (llava(str(tmp_path / "secret.png")), "is outside of the media root"),
+        (llava("../secret.png"), "is outside of the media root"),
+        (llava("a.png\0"), "embedded null byte"),
+        (llava("out.png"), "is outside of the media root"),
+        (llava("outer/secret.png"), "is outside of the media root"),
         (llava("pipe.png"), "is no file"),
         (llava("in"), "is no file"),
         (llava("https://a.b/c.png"), "is a URL: nothing is downloaded"),
@@ -134,7 +131,6 @@ def test_every_bad_row_is_left_out_and_listed_with_its_line_and_reason(
         (llava(None), "the row does not say which file it is"),
         ({"messages": [{"role": "user", "content": data}]}, "file 0: is not Base64"),
         ({"prompt": "hello"}, "['prompt'] is no chat; need one of these forms"),
-        ('{"messages": [], "messages": []}', "the key 'messages' is there twice"),
         ({"messages": [tool] * 3000}, "3000 messages, at most"),
         (
             {"messages": [tool, {"role": "narrator", "content": "x"}]},
@@ -169,7 +165,7 @@ def test_a_share_of_bad_rows_ends_it_and_names_the_first(images: Path, tmp_path:
         pack(str(source), tmp_path / "none", max_bad_fraction=1.0)
 
 
-@pytest.mark.parametrize("size", [ShardSize(samples=3), ShardSize(None, 6000)])
+@pytest.mark.parametrize("size", [ShardSize(samples=3), ShardSize(bytes=400)])
 def test_shards_have_the_size_and_the_same_bytes_each_time(
     images: Path, tmp_path: Path, size: ShardSize
 ):
@@ -177,8 +173,8 @@ def test_shards_have_the_size_and_the_same_bytes_each_time(
     for out in ("one", "two"):
         pack(str(source), tmp_path / out, size=size)
     shards = members(tmp_path / "one")
-    # Per sample a header and a block of JSON: 1024 bytes, five of which are below 6000.
-    assert [len(one) for one in shards.values()] == ([3, 3, 1] if size.samples else [5, 2])
+    # The JSON of a sample has some 90 bytes.
+    assert [len(one) for one in shards.values()] == ([3, 3, 1] if size.samples == 3 else [5, 2])
     assert sorted(os.listdir(tmp_path / "one")) == list(shards)
     digests = [
         [hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted((tmp_path / out).iterdir())]
@@ -193,7 +189,7 @@ def test_a_source_that_ends_early_leaves_nothing_and_the_corrected_call_packs_it
     documents = json.dumps([llava(None, f"read {n}") for n in range(5)])
     out, source, size = tmp_path / "out", images / "cut.json", ShardSize(samples=3)
     source.write_text(documents[:-60])
-    with pytest.raises(ValueError, match=r"cut\.json, after element 4: "):
+    with pytest.raises(ValueError, match=r"cut\.json cannot be read: "):
         pack(str(source), out, size=size)
     assert os.listdir(out) == []
     (out / ".packing").mkdir()  # as after a kill
@@ -205,7 +201,7 @@ def test_a_source_that_ends_early_leaves_nothing_and_the_corrected_call_packs_it
     pq.write_table(table, images / "cut.parquet")
     whole = (images / "cut.parquet").read_bytes()
     (images / "cut.parquet").write_bytes(whole[:-9])
-    with pytest.raises(ValueError, match=r"cut\.parquet, after row 0: "):
+    with pytest.raises(ValueError, match=r"cut\.parquet cannot be read: "):
         pack(str(images / "cut.parquet"), out, overwrite=True)
     assert sorted(os.listdir(out)) == ["shard-000000.tar", "shard-000001.tar"]
 
@@ -219,45 +215,6 @@ def test_a_forgotten_media_root_is_named_and_the_corrected_call_packs_the_rows(
     assert list(bad_rows(out)) == [1]
     assert pack(str(source), out, images).files == 1
     assert os.listdir(out) == ["shard-000000.tar"]
-
-
-def test_a_line_or_an_array_that_is_too_large_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(rows, "_MAX_LINE", 50)
-    monkeypatch.setattr(rows, "_MAX_ARRAY", 60)
-    documents = [{"né": "]},{" * n} for n in range(30)]
-    path = tmp_path / "rows.json"
-    write_lines(path, *documents)
-    found = list(rows.read_rows(str(path)))
-    assert [row.number for row in found] == list(range(1, 31))
-    for row, line in zip(found, path.read_bytes().splitlines(keepends=True), strict=True):
-        assert (row.problem == "") == (len(line) <= 50), row
-    path.write_text(json.dumps(documents))
-    with pytest.raises(ValueError, match="an array of .* write one row to a line"):
-        list(rows.read_rows(str(path)))
-
-
-def test_rows_of_an_array_are_those_of_json_and_a_broken_one_is_told(tmp_path: Path):
-    documents = [{"né": "]},{" * n} for n in range(30)]
-    path = tmp_path / "rows.json"
-    for text in (json.dumps(documents, ensure_ascii=False), json.dumps(documents, indent=1)):
-        path.write_text(text, encoding="utf-8")
-        assert [row.document for row in rows.read_rows(str(path))] == documents
-    path.write_text("[]")
-    assert list(rows.read_rows(str(path))) == []
-    for text in ('[{"a": 1} {"b": 2}]', "[1", "[", '[{"a": 1},', '[{"a": \xff}]'):
-        path.write_bytes(text.encode("latin-1"))
-        with pytest.raises(ValueError, match=r"rows\.json, after element [01]: "):
-            list(rows.read_rows(str(path)))
-
-
-def test_an_element_of_an_array_with_a_key_twice_is_left_out_alone(images: Path, tmp_path: Path):
-    good = json.dumps(llava("a.png"))
-    (images / "rows.json").write_text(f'[{good}, {{"a": {{"b": 1, "b": 2}}}}, {good}]')
-    packed = pack(str(images / "rows.json"), tmp_path / "out", max_bad_fraction=1.0)
-    assert (packed.samples, packed.bad) == (2, 1)
-    assert "row 2: the key 'b' is there twice" in packed.first_bad
 
 
 def test_audio_and_frames_of_videos_are_packed(images: Path, tmp_path: Path):

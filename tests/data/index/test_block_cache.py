@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from data.index import remote as block_cache
 from data.index.remote import BlockCache
 
-BLOCK, PART = 16384, 4096
+BLOCK = 16384
 SHARDS = {f"s{number}": np.random.default_rng(number).bytes(90_000 + number) for number in range(4)}
 
 # Decode workers are forks of processes without threads; here pytest has some.
@@ -44,7 +45,6 @@ class Origin:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_cache, "_BLOCK", BLOCK)
-    monkeypatch.setattr(block_cache, "_PART", PART)
 
 
 def read_everywhere(origin: Origin) -> None:
@@ -52,17 +52,11 @@ def read_everywhere(origin: Origin) -> None:
         origin.read("s1", offset, 10)
 
 
-def shards_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("blocks/*"))
-
-
 def bytes_in(folder: Path) -> int:
     total = 0
-    for path in shards_in(folder):
-        try:
-            total += 512 * path.stat().st_blocks
-        except FileNotFoundError:  # removed by another process
-            continue
+    for path in folder.glob("blocks/*"):
+        with suppress(FileNotFoundError):  # removed by another process
+            total += path.stat().st_size
     return total
 
 
@@ -89,30 +83,22 @@ def test_another_version_of_a_shard_gets_no_old_blocks(tmp_path: Path):
     assert cache.read("url\0v1", 4999, 0, 10, lambda offset, size: new[:size]) == new[:10]
 
 
-def test_a_shard_of_zeros_is_kept_too(tmp_path: Path):
-    cache = BlockCache(tmp_path, 10**9)
-    for _ in range(2):
-        asked: list[int] = []
-        assert cache.read("v", BLOCK, 0, 9, lambda _, n: asked.append(n) or bytes(n)) == bytes(9)  # noqa: B023
-    assert asked == []
-
-
 @pytest.mark.parametrize("limit", [0, 12 * BLOCK])
 def test_random_reads_are_right_at_any_limit_which_is_kept(tmp_path: Path, limit: int):
     origin = Origin(BlockCache(tmp_path, limit))
     draw = np.random.default_rng(0)
     for offset, size in draw.integers(1, [60_000, 30_000], (200, 2)).tolist():
         origin.read(f"s{offset % 4}", offset, size)
-        assert bytes_in(tmp_path) <= limit + len(SHARDS) * PART  # a disk counts whole pages
-    assert bool(shards_in(tmp_path)) == (limit > 0)
+        assert bytes_in(tmp_path) <= limit
+    assert bool(bytes_in(tmp_path)) == (limit > 0)
 
 
-def test_the_least_recently_used_shards_are_removed(tmp_path: Path):
+def test_the_least_recently_used_blocks_are_removed(tmp_path: Path):
     origin = Origin(BlockCache(tmp_path, 7 * BLOCK))
     for name in ("s0", "s1", "s2"):
         origin.read(name, 0, 2 * BLOCK)
-    origin.read("s0", 0, 1)
-    origin.read("s3", 0, BLOCK)  # s1 makes room
+    origin.read("s0", 0, 2 * BLOCK)
+    origin.read("s3", 0, 2 * BLOCK)  # s1 makes room
     origin.asked.clear()
     origin.read("s0", 0, 2 * BLOCK)
     assert origin.asked == []
@@ -120,17 +106,13 @@ def test_the_least_recently_used_shards_are_removed(tmp_path: Path):
     assert len(origin.asked) == 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "checksum", "empty"])
-def test_a_damaged_block_is_fetched_again(tmp_path: Path, damage: str):
+@pytest.mark.parametrize("size", [0, 900])
+def test_a_block_that_is_not_whole_is_fetched_again(tmp_path: Path, size: int):
     origin = Origin(BlockCache(tmp_path, 10**9))
     origin.read("s0", 0, BLOCK)
-    (path,) = shards_in(tmp_path)
-    whole = path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[1000 if damage == "flipped" else 90_000] ^= 1
-    kinds = {"cut": whole[:900], "empty": b""}
-    path.write_bytes(kinds.get(damage, bytes(flipped)))
-    origin.read("s0", 990, 20)
+    (path,) = tmp_path.glob("blocks/*")
+    os.truncate(path, size)
+    origin.read("s0", 100, 20)
     assert len(origin.asked) == 2
 
 
@@ -144,7 +126,7 @@ def test_a_full_disk_is_warned_of_once_and_read_around(
     def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "pwrite", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.warns(UserWarning, match="the cache of shards in .* cannot be written") as warned:
         read_everywhere(origin)
     assert len(warned) == 1
@@ -172,7 +154,7 @@ def _work(folder: Path, limit: int, seed: int) -> None:
     origin = Origin(BlockCache(folder, limit))
     for offset, size in np.random.default_rng(seed).integers(1, [60_000, 9_000], (150, 2)).tolist():
         origin.read(f"s{offset % 4}", offset, size)
-        assert bytes_in(folder) <= limit + 3 * (BLOCK + PART) + len(SHARDS) * PART
+        assert bytes_in(folder) <= limit + 6 * BLOCK
 
 
 def test_processes_fill_one_cache_under_a_small_limit_which_is_kept(tmp_path: Path):
