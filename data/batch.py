@@ -11,6 +11,7 @@ Letters: n samples and m items of one global microbatch, L language lanes, T tok
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,67 +39,36 @@ def mrope_position_ids(
     lengths: tokens of each sequence. item_offsets: (I,) first placeholder of each item among all T
     tokens, ascending. grids: (I, 3) grids (t, h, w) in rows, after merging. time_steps: (I,)
     positions from one frame of an item to the next, rounded down; None for 1 each.
-
-    Raises ValueError when items overlap, stick out of their sequence, or have an unusable grid.
     """
-    if len(item_offsets) != len(grids):
-        raise ValueError(f"{len(item_offsets)} item offsets but {len(grids)} grids: need one each")
-    time_steps = [1.0] * len(grids) if time_steps is None else time_steps
-    length, offset = np.asarray(lengths, np.int64), np.asarray(item_offsets, np.int64)
-    t, h, w = np.asarray(grids, np.int64).reshape(-1, 3).T
-    stop, rows = np.cumsum(length), t * h * w
-    sequence = np.minimum(np.searchsorted(stop, offset, side="right"), len(stop) - 1)
-    _check(offset, np.stack((t, h, w), 1), (stop - length)[sequence], stop[sequence])
-    # By so much the text after an item has lower positions than without it.
-    gap = rows - np.maximum(h, w)
-    lower = np.zeros(stop[-1] + 1, np.int64)
-    np.add.at(lower, offset + rows, gap)
-    np.add.at(lower, stop, length - np.bincount(sequence, gap, len(stop)).astype(np.int64))
-    position_ids = np.tile(np.arange(stop[-1]) - np.cumsum(lower)[:-1], (3, 1))
-    # Items, line by line of their grids.
-    lines = t * h
-    line, height, width = _count_up(lines), np.repeat(h, lines), np.repeat(w, lines)
-    frame, first = line // height, np.repeat(position_ids[0, offset], lines)
-    time = frame.astype(np.float32) * np.repeat(np.array(time_steps, np.float32), lines)
-    token = np.repeat(offset, rows) + _count_up(rows)
-    position_ids[0, token] = np.repeat(first + time.astype(np.int64), width)
-    position_ids[1, token] = np.repeat(first + line - frame * height, width)
-    position_ids[2, token] = np.repeat(first, width) + _count_up(width)
+    position_ids = np.empty((3, sum(lengths)), np.int64)
+    steps = [1.0] * len(grids) if time_steps is None else time_steps
+    items = deque(zip(item_offsets, grids, steps, strict=True))
+    token = end = 0  # of all sequences: the next token, and the end of its sequence
+    for length in lengths:
+        end, position = end + length, 0
+        while token < end:
+            offset, grid, step = items[0] if items else (end, (0, 0, 0), 0.0)
+            text = min(offset, end) - token
+            position_ids[:, token : token + text] = np.arange(position, position + text)
+            token, position = token + text, position + text
+            if token < end:
+                items.popleft()
+                place = np.indices(grid).reshape(3, -1)
+                place[0] = place[0].astype(np.float32) * np.float32(step)
+                position_ids[:, token : token + place.shape[1]] = position + place
+                token, position = token + place.shape[1], position + max(grid[1:])
     return position_ids
-
-
-def _check(offset: np.ndarray, grid: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
-    """Raise ValueError unless items with these (I, 3) grids fit in start .. stop - 1, in order."""
-    end = offset + grid.prod(axis=1)
-    free = np.maximum(np.append(0, end)[:-1], start)
-    bad = (grid < 1).any(axis=1) | (offset < free) | (end > stop)
-    for number in np.flatnonzero(bad)[:1].tolist():
-        raise ValueError(
-            f"item {number} covers the tokens {offset[number]}..{end[number] - 1}: need them "
-            f"between {free[number]} (the end of what is before it) and {stop[number] - 1}; its "
-            f"grid is {tuple(grid[number].tolist())} in rows: need t, h and w of at least 1"
-        )
-
-
-def _count_up(counts: np.ndarray) -> np.ndarray:
-    """Return 0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ... of (n,) counts."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How samples become sequences, and the multiples to which these are padded.
+    """How samples become sequences, and the multiples to which these are padded."""
 
-    packed: one sequence per lane; else one per sample. segment: multiple of each sample in a packed
-    sequence. sequence: multiple of each whole sequence.
-    """
-
-    packed: bool = True
-    segment: int = 1
-    sequence: int = 1
+    packed: bool = True  # one sequence per lane; else one per sample
+    segment: int = 1  # multiple of each sample in a packed sequence
+    sequence: int = 1  # multiple of each whole sequence
 
 
-_OF_SAMPLES = ("source", "sample", "lane", "start", "length", "loss_tokens", "segment_length")
 _OF_ITEMS = ("item_media", "item", "item_sample", "item_position", "item_rows", "item_cost")
 
 
@@ -107,35 +77,24 @@ class GlobalMicrobatch:
     """The samples that all language lanes together process in one microbatch step.
 
     Samples are ordered by lane, items by sample.
-
-    source, sample: (n,) which sample of which data source.
-    lane: (n,) its language lane. start: (n,) its first token among those of the lane.
-    length, loss_tokens: (n,) tokens, and tokens that count in the loss.
-    segment_length: (n,) tokens with the sample's own padding.
-    lane_tokens: (L,) tokens T of each lane, all padding included.
-    packed: whether a lane is one sequence; else each of its samples is one.
-    media: names of the modalities. item_media: (m,) into these.
-    item: (m,) number in its source's index. item_sample: (m,) ascending, into the samples.
-    item_position: (m,) first placeholder among the tokens of the lane.
-    item_rows, item_cost: (m,) placeholders, and work of the encoder.
     """
 
-    source: np.ndarray
-    sample: np.ndarray
-    lane: np.ndarray
-    start: np.ndarray
-    length: np.ndarray
-    loss_tokens: np.ndarray
-    segment_length: np.ndarray
-    lane_tokens: np.ndarray
-    packed: bool
-    media: tuple[str, ...]
-    item_media: np.ndarray
-    item: np.ndarray
-    item_sample: np.ndarray
-    item_position: np.ndarray
-    item_rows: np.ndarray
-    item_cost: np.ndarray
+    source: np.ndarray  # (n,) data source
+    sample: np.ndarray  # (n,) number in its source's index
+    lane: np.ndarray  # (n,) language lane
+    start: np.ndarray  # (n,) first token among those of the lane
+    length: np.ndarray  # (n,) tokens
+    loss_tokens: np.ndarray  # (n,) tokens that count in the loss
+    segment_length: np.ndarray  # (n,) tokens with the sample's own padding
+    lane_tokens: np.ndarray  # (L,) tokens T of each lane, all padding included
+    packed: bool  # whether a lane is one sequence; else each of its samples is one
+    media: tuple[str, ...]  # names of the modalities
+    item_media: np.ndarray  # (m,) into the modalities
+    item: np.ndarray  # (m,) number in its source's index
+    item_sample: np.ndarray  # (m,) ascending, into the samples
+    item_position: np.ndarray  # (m,) first placeholder among the tokens of the lane
+    item_rows: np.ndarray  # (m,) placeholders
+    item_cost: np.ndarray  # (m,) work of the encoder
 
     @property
     def num_samples(self) -> int:
@@ -162,22 +121,6 @@ class GlobalMicrobatch:
             lane_tokens=np.full_like(self.lane_tokens, per_lane * tokens),
             item_position=self.item_position + (start - self.start)[self.item_sample],
         )
-
-    def split(self, count: int) -> list[GlobalMicrobatch]:
-        """Split one microbatch of many lanes into ``count`` microbatches of equally many lanes."""
-        lanes = len(self.lane_tokens) // count
-        first_samples = np.searchsorted(self.lane, np.arange(count + 1) * lanes)
-        first_items = np.searchsorted(self.item_sample, first_samples)
-        microbatches = []
-        for m in range(count):
-            samples, items = slice(*first_samples[m : m + 2]), slice(*first_items[m : m + 2])
-            parts = {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
-            parts |= {name: getattr(self, name)[items] for name in _OF_ITEMS}
-            parts["lane"] = parts["lane"] - m * lanes
-            parts["item_sample"] = parts["item_sample"] - first_samples[m]
-            parts["lane_tokens"] = self.lane_tokens[m * lanes : (m + 1) * lanes]
-            microbatches.append(replace(self, **parts))
-        return microbatches
 
     def samples_of_lane(self, lane: int) -> np.ndarray:
         """Numbers in this microbatch of the samples of one lane, in packed order."""
@@ -273,24 +216,18 @@ def _up(length: np.ndarray, multiple: int) -> np.ndarray:
 class PackedLane:
     """One lane's samples of a microbatch, one after the other.
 
-    input_ids, labels: (T,) int64. loss_mask: (T,) float32. position_ids: (3, T) int64.
-    lengths: tokens per segment with its padding; their sum is T. Padding at the end of a packed
-        sequence is a segment of its own.
-    real_lengths: tokens per segment without its padding.
-    packed: whether all segments are one sequence; else each is one, all equally long.
-    items: first token and number of tokens of each item, in order.
-    parts: modality and grid of each item.
+    Padding at the end of a packed sequence is a segment of its own.
     """
 
-    input_ids: np.ndarray
-    labels: np.ndarray
-    loss_mask: np.ndarray
-    position_ids: np.ndarray
-    lengths: tuple[int, ...]
-    real_lengths: tuple[int, ...]
-    packed: bool = True
-    items: tuple[tuple[int, int], ...] = ()
-    parts: tuple[tuple[str, tuple[int, int, int]], ...] = ()
+    input_ids: np.ndarray  # (T,) int64
+    labels: np.ndarray  # (T,) int64
+    loss_mask: np.ndarray  # (T,) float32
+    position_ids: np.ndarray  # (3, T) int64
+    lengths: tuple[int, ...]  # tokens per segment with its padding; their sum is T
+    real_lengths: tuple[int, ...]  # tokens per segment without its padding
+    packed: bool = True  # whether all segments are one sequence; else each is one, equally long
+    items: tuple[tuple[int, int], ...] = ()  # first token and number of tokens of each item
+    parts: tuple[tuple[str, tuple[int, int, int]], ...] = ()  # modality and grid of each item
 
     @property
     def num_sequences(self) -> int:
@@ -323,8 +260,6 @@ def pack_lane(
     tail = num_tokens - int(padded.sum())
     assert tail >= 0, f"{padded.sum()} tokens do not fit into the planned {num_tokens}"
     assert packed or tail == 0, "sequences of their own are planned with all their padding"
-    for i in np.flatnonzero(real > padded).tolist():
-        raise AssertionError(f"{real[i]} tokens in a segment of {padded[i]}")
     place = np.arange(real.sum()) + np.repeat(start - (np.cumsum(real) - real), real)
     ids, labels = (np.full(num_tokens, pad_token_id, np.int64) for _ in range(2))
     ids[place] = np.concatenate([sample.input_ids for sample in samples])

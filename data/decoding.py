@@ -25,23 +25,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from data.index.reader import SampleReader, UnreadableSample
-from data.worker_process import (
-    ITEM,
-    WITH_SERVER,
-    HandoverFolder,
-    arrays_in,
-    decode,
-    write_arrays,
-)
+from data.worker_process import ITEM, HandoverFolder, decode, read_arrays, write_arrays
 
 logger = logging.getLogger(__name__)
 
-_COPIED_BYTES = 64 * 1024  # smaller files are not worth a mapping, of which a process has 65,530
 _TRIES = 2
-_MOST_ENDS = 10  # of workers over one task, whatever the causes
 _ANSWER_SECONDS = 120.0  # of the fork server, which loads a tokenizer
 _END_SECONDS = 5.0
 # No GPU; one thread each, as there are many workers; no fork of a pool of threads.
@@ -63,25 +53,20 @@ class Worker:
 
 
 class WorkerPool:
-    """Up to ``size`` workers, started when they are needed. Safe to use from several threads.
+    """Starts up to ``size`` workers when they are needed. Safe to use from several threads.
 
-    Even without workers, the fork server removes ``folder`` if this process is killed.
-    readers: what workers read from; they are sent once.
+    Its methods raise RuntimeError when the process that starts workers fails.
     """
 
     def __init__(self, folder: Path, readers: Sequence[SampleReader], size: int) -> None:
-        self.folder, self.readers, self.size = folder, tuple(readers), size
+        self.size, self._unsent = size, tuple(readers)
         self._lock = threading.Lock()
         self._free: list[Worker] = []
         self._slots = threading.Semaphore(size)
-        self._start()
-
-    def _start(self) -> None:
         self._control, theirs = Pipe()
-        self._has_readers = False
         command = [sys.executable, "-P", "-m", "data.worker_process"]
         self._server = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(self.folder)],
+            [*command, str(theirs.fileno()), str(folder)],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
             pass_fds=[theirs.fileno()],
@@ -89,21 +74,11 @@ class WorkerPool:
         theirs.close()
 
     def take(self) -> Worker:
-        """Return an idle worker; wait for one. Raises RuntimeError when none can be started."""
+        """Return an idle worker; wait for one."""
         self._slots.acquire()
         try:
             with self._lock:
-                while self._free:
-                    worker = self._free.pop()
-                    if not worker.pipe.poll():
-                        return worker
-                    self._reap(worker)  # it died while idle
-                try:
-                    return self._fork()
-                except (EOFError, OSError):  # the fork server died
-                    self._end()
-                    self._start()
-                    return self._fork()
+                return self._free.pop() if self._free else self._fork()
         except BaseException:
             self._slots.release()
             raise
@@ -116,9 +91,10 @@ class WorkerPool:
 
     def reap(self, worker: Worker) -> str:
         """Give up a worker that has ended; return how it ended."""
+        worker.pipe.close()
         with self._lock:
             self._slots.release()
-            return self._reap(worker)
+            return self._ask("reap", worker.pid)
 
     def close(self) -> None:
         """End all processes."""
@@ -126,62 +102,51 @@ class WorkerPool:
             for worker in self._free:
                 worker.pipe.close()
             self._free.clear()
-            with suppress(OSError):
-                self._control.send(("end", None))
-            self._end()
-
-    def _end(self) -> None:
-        try:
-            self._server.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
-        self._control.close()
+            self._control.close()
+            try:
+                self._server.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
 
     def _fork(self) -> Worker:
-        self._control.send(("fork", b"" if self._has_readers else pickle.dumps(self.readers)))
-        answer = self._answer()
+        answer = self._ask("fork", pickle.dumps(self._unsent) if self._unsent else b"")
         if isinstance(answer, str):
             raise RuntimeError(f"decode workers cannot load what they need:\n{answer}")
-        self._has_readers = True
+        self._unsent = ()
         return Worker(answer, Connection(recv_handle(self._control)))
 
-    def _reap(self, worker: Worker) -> str:
-        worker.pipe.close()
+    def _ask(self, question: str, value: Any) -> Any:
+        """Ask the fork server, see `worker_process.main`."""
         try:
-            self._control.send(("reap", worker.pid))
-            return self._answer()
-        except (EOFError, OSError):  # the fork server died, and its workers with it
-            return WITH_SERVER
-
-    def _answer(self) -> Any:
-        if not self._control.poll(_ANSWER_SECONDS):
-            self._server.kill()  # a late answer would be read as that to the next question
-            raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s")
-        return self._control.recv()
+            self._control.send((question, value))
+            if self._control.poll(_ANSWER_SECONDS):
+                return self._control.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                "the process that starts decode workers has ended; it may have been killed"
+            ) from error
+        raise RuntimeError(
+            f"the process that starts decode workers has not answered for {_ANSWER_SECONDS:g} s"
+        )
 
 
 @dataclass(frozen=True)
 class Task:
-    """One text or item to decode.
-
-    number, sample: its number, and its sample's, in the microbatch. address: its number in its
-    index. by: the rank that decodes it. num_bytes: estimated size. path: the file in which it is
-    handed over. shared: other ranks need it too.
-    """
+    """One text or item to decode."""
 
     step: int
     reader: SampleReader
     kind: str
     microbatch: int
-    number: int
-    sample: int
+    number: int  # in the microbatch
+    sample: int  # the number of its sample in the microbatch
     source: int
-    address: int
-    by: int
-    num_bytes: int
-    path: Path
-    shared: bool
+    address: int  # its number in its index
+    by: int  # the rank that decodes it
+    num_bytes: int  # estimated
+    path: Path  # of the file in which it is handed over
+    shared: bool  # whether other ranks need it too
 
     def error(self, reason: str) -> UnreadableSample:
         """The error for a task that cannot be decoded; names shard, key and item."""
@@ -231,26 +196,17 @@ class Decoding:
         if root is not None:
             self._handover = HandoverFolder(root, job)
             self.folder = self._handover.path
-            self._processes = WorkerPool(self.folder, self.readers, num_workers)
-            self.pool = self._processes if num_workers else None
+            if num_workers:
+                self.pool = WorkerPool(self.folder, self.readers, num_workers)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._handover is not None:
-            self._processes.close()
             self._handover.close()
-
-
-def read_arrays(path: Path) -> list[np.ndarray]:
-    """Return the arrays of a handed-over file; large ones are mapped, and outlive its name."""
-    size = path.stat().st_size
-    if size < _COPIED_BYTES:
-        return arrays_in(np.fromfile(path, np.uint8))
-    # torch's mapping, unlike Python's, keeps no descriptor open.
-    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    return arrays_in(mapped.numpy())
+        if self.pool is not None:
+            self.pool.close()
 
 
 class DecodeExecutor:
@@ -334,8 +290,7 @@ class DecodeExecutor:
             if self._closed:
                 raise CancelledError
             ends.append(f"did not answer for {limit:g} s and was ended" if is_late else how)
-            caused = len(ends) - ends.count(WITH_SERVER)  # by the task, perhaps
-            if caused == _TRIES or len(ends) == _MOST_ENDS:
+            if len(ends) == _TRIES:
                 raise task.error(f"{len(ends)} workers ended over it: one {', one '.join(ends)}")
             again = task.error("again")
             logger.warning("a decode worker %s; another one tries: %s", ends[-1], again)

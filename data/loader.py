@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decoding import DecodeExecutor, Decoding, Task, read_arrays
+from data.decoding import DecodeExecutor, Decoding, Task
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import SkippedSample
 from data.packing import Used
 from data.text.chat import EncodedSample
-from data.worker_process import TEXT
+from data.worker_process import TEXT, read_arrays
 
 _MOST_STEPS_AHEAD = 8  # beyond the next, however small they are
 _POLL_SECONDS = 0.005  # between two looks for a file of another rank
@@ -43,23 +43,17 @@ class Planner(Protocol):
 
 @dataclass
 class LoadedStep:
-    """This rank's texts and items of a step, before the ranks agree on unusable samples.
-
-    microbatches: as the planner gave them. used: the samples of the order that are used once the
-        step is done.
-    encoded: per microbatch, samples by their number in it.
-    patches: per microbatch, items (P, W) by data source and number in its index.
-    unusable: sample numbers in the step that this rank could not read, with the reason.
-    handed_over: files that this rank has written for others.
-    """
+    """This rank's texts and items of a step, before the ranks agree on unusable samples."""
 
     step: int
-    microbatches: Sequence[Any]
-    used: Used
+    microbatches: Sequence[Any]  # as the planner gave them
+    used: Used  # the samples of the order that are used once the step is done
+    # Per microbatch: samples by their number in it, items (P, W) by source and number in its index.
     encoded: list[dict[int, EncodedSample]] = field(default_factory=list)
     patches: list[dict[tuple[int, int], Tensor]] = field(default_factory=list)
+    # Sample numbers in the step that this rank could not read, with the reason.
     unusable: dict[int, SkippedSample] = field(default_factory=dict)
-    handed_over: list[Path] = field(default_factory=list)
+    handed_over: list[Path] = field(default_factory=list)  # files written for other ranks
 
     def release(self) -> None:
         """Remove the files for other ranks, once all ranks have loaded the step."""
@@ -80,11 +74,11 @@ class LoadedStep:
 
 @dataclass
 class _Loading:
-    """A step that is being loaded. todo: for this rank to decode. awaited: from other ranks."""
+    """A step that is being loaded."""
 
     loaded: LoadedStep
-    todo: deque[Task]
-    awaited: deque[Task]
+    todo: deque[Task]  # for this rank to decode
+    awaited: deque[Task]  # from other ranks
     num_missing: int
     num_bytes: int = 0
 
@@ -160,9 +154,12 @@ class StepLoader:
         try:
             while not self._closing and self._error is None:
                 self._wake.clear()
-                began = self._begin_next()
+                if step := self._step_to_read():
+                    task = step.todo.popleft()
+                    self._count_bytes(step, task.num_bytes)
+                    self._executor.submit(task)
                 self._fetch()
-                if not began:
+                if step is None:
                     awaits = any(step.awaited for step in list(self._steps))
                     self._wake.wait(_POLL_SECONDS if awaits else None)
         except Exception as error:
@@ -180,16 +177,6 @@ class StepLoader:
             self._error = error
             self._changed.notify_all()
         self._wake.set()
-
-    def _begin_next(self) -> bool:
-        """Begin to decode the next task; False if none may begin."""
-        step = self._step_to_read()
-        if step is None:
-            return False
-        task = step.todo.popleft()
-        self._count_bytes(step, task.num_bytes)
-        self._executor.submit(task)
-        return True
 
     def _step_to_read(self) -> _Loading | None:
         """Return the first step with a task that may begin now; plan further steps if needed."""
@@ -246,11 +233,9 @@ class StepLoader:
         step = next(step for step in list(self._steps) if step.loaded.step == task.step)
         loaded, arrays = step.loaded, outcome
         if isinstance(arrays, UnreadableSample):
-            sample = task.sample + sum(
-                m.samples.num_samples for m in loaded.microbatches[: task.microbatch]
-            )
-            loaded.unusable[sample] = arrays.sample
-            arrays = []
+            earlier = loaded.microbatches[: task.microbatch]
+            sample = task.sample + sum(m.samples.num_samples for m in earlier)
+            loaded.unusable[sample], arrays = arrays.sample, []
         if task.shared:
             loaded.handed_over.append(task.path)
         self._count_bytes(step, -task.num_bytes)
@@ -261,9 +246,10 @@ class StepLoader:
         """Put decoded arrays in their place; an unreadable text or item has none."""
         loaded, m = step.loaded, task.microbatch
         if task.kind == TEXT:
-            length = int(loaded.microbatches[m].samples.length[task.number])
-            sample = EncodedSample(*arrays) if arrays else _placeholder(length)
-            loaded.encoded[m][task.number] = sample
+            if not arrays:  # it is blanked before use
+                ids = np.zeros(int(loaded.microbatches[m].samples.length[task.number]), np.int64)
+                arrays = ids, ids, ids.astype(np.float32), ids[:0]
+            loaded.encoded[m][task.number] = EncodedSample(*arrays)
         else:
             for array in arrays:
                 loaded.patches[m][task.source, task.address] = torch.from_numpy(array)
@@ -276,9 +262,3 @@ class StepLoader:
         with self._changed:
             step.num_bytes += num_bytes
             self._num_bytes += num_bytes
-
-
-def _placeholder(length: int) -> EncodedSample:
-    """Tokens in place of an unreadable sample, which is blanked before use."""
-    ids = np.zeros(length, np.int64)
-    return EncodedSample(ids, ids, np.zeros(length, np.float32), item_offsets=ids[:0])

@@ -33,24 +33,17 @@ _SUFFIXES = (".json", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file.
-
-    number: in its file, from 1; the line in JSON Lines. problem: the reason for no document. done:
-    share of the file's bytes or rows up to this one.
-    """
+    """A row of a file."""
 
     file: str
-    number: int
+    number: int  # in its file, from 1; the line in JSON Lines
     document: Any
-    done: float
-    problem: str = ""
+    done: float  # share of the file's bytes or rows up to this one
+    problem: str = ""  # the reason for no document
 
 
 def find_files(source: str) -> tuple[list[str], Path]:
-    """Return the files that a path, a folder of Parquet files or a glob names, and their folder.
-
-    Raises ValueError for no files and for files of another kind.
-    """
+    """Return the files that a path, folder or glob names, and their folder. Raises ValueError."""
     path = Path(source)
     if path.is_dir():
         files, folder = [str(file) for file in path.rglob("*.parquet")], path
@@ -132,48 +125,42 @@ _KINDS = {  # of files, by how they begin
 }
 
 
-@dataclass(frozen=True)
-class ShardSize:
-    """A shard ends once it has this many samples, or bytes of members."""
-
-    samples: int = sys.maxsize
-    bytes: int = sys.maxsize
-
-    @classmethod
-    def parse(cls, text: str) -> ShardSize:
-        """From `2000`, a number of samples, or `512MiB`. Raises ValueError."""
-        match = re.fullmatch(r"([1-9]\d{0,8})(MiB)?", text)
-        if not match:
-            raise ValueError(f"--shard-size {text!r}: need samples, as 2000, or a size, as 512MiB")
-        number = int(match[1])
-        return cls(bytes=number * 2**20) if match[2] else cls(number)
+def parse_shard_size(text: str) -> dict[str, int]:
+    """Return limits of `pack`, of `2000`, a number of samples, or `512MiB`. Raises ValueError."""
+    match = re.fullmatch(r"([1-9]\d{0,8})(MiB)?", text)
+    if not match:
+        raise ValueError(f"--shard-size {text!r}: need samples, as 2000, or a size, as 512MiB")
+    number = int(match[1])
+    return {"max_bytes": number * 2**20} if match[2] else {"max_samples": number}
 
 
 @dataclass
 class Packed:
-    """Counts of a call. first_bad: place of the first omitted row, and the reason."""
+    """Counts of a call."""
 
     samples: int = 0
     files: int = 0
     shards: int = 0
     bad: int = 0
-    first_bad: str = ""
+    first_bad: str = ""  # place of the first omitted row, and the reason
 
 
 def pack(
     source: str,
     out: Path,
     media_root: Path | None = None,
-    size: ShardSize = ShardSize(bytes=512 * 2**20),
     max_bad_fraction: float = 0.01,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    max_samples: int = sys.maxsize,
+    max_bytes: int = sys.maxsize,
 ) -> Packed:
     """Write the rows of JSON, JSON Lines or Parquet files as shards into the folder `out`.
 
     media_root: the folder of the files, outside of which none is read; default: that of `source`.
     An unusable row is left out and listed in `out`/bad_samples.jsonl. overwrite: replace the shards
-    of an earlier call. progress(done, total) counts thousandths of files.
+    of an earlier call. progress(done, total) counts thousandths of files. A shard ends once it has
+    ``max_samples``, or members of ``max_bytes``.
 
     Raises ValueError for a folder that is not empty, an unreadable source, or too many bad rows.
     Then no shard is added or replaced; only the list of bad rows is written.
@@ -190,7 +177,7 @@ def pack(
     fixed = {"encoder": False, "mtime": 0, "user": "data", "group": "data", "verbose": 0}
     with (
         _all_or_nothing(out) as folder,
-        ShardWriter(f"{folder}/shard-%06d.tar", size.samples, size.bytes, **fixed) as writer,
+        ShardWriter(f"{folder}/shard-%06d.tar", max_samples, max_bytes, **fixed) as writer,
     ):
         for number, file in enumerate(files):
             for row in read_rows(file):
@@ -215,10 +202,7 @@ def pack(
 
 @contextmanager
 def _all_or_nothing(out: Path) -> Iterator[Path]:
-    """Give a folder whose files replace those of an earlier call in ``out`` at the end.
-
-    After an error, only the list of bad rows is replaced.
-    """
+    """Give a folder whose files replace those of an earlier call at the end, if all goes well."""
     folder = out / _UNFINISHED
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed call
     folder.mkdir()
@@ -256,10 +240,7 @@ def _list_bad(out: Path, row: Row, reason: str, packed: Packed) -> None:
 
 
 def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
-    """Convert a row into a sample for the tar writer, in our form.
-
-    Raises ValueError, RecursionError, and TypeError for bytes inside a message.
-    """
+    """Convert a row for the tar writer. Raises ValueError, RecursionError, TypeError."""
     if row.problem:
         raise ValueError(row.problem)
     chat = read_chat(row.document)

@@ -1,7 +1,7 @@
 """The processes that decode for a rank: workers, and the fork server, of which each is a fork.
 
 The fork server loads tokenizer and indexes once, so that a worker starts in milliseconds. It ends
-with its rank, and its workers with it. None loads torch unless a decoder does, nor sees a GPU.
+with its rank, and ends its workers. None loads torch unless a decoder does, nor sees a GPU.
 
 Arrays are handed from one process of a host to others as files in a folder of shared memory. A file
 gets its name once it is complete. Users of the folder hold a lock in it, which ends with the
@@ -10,7 +10,6 @@ process; the last user, or the next job, removes the folder.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import math
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.index.reader import SampleReader, UnreadableSample
+from data.index.reader import SampleReader
 
 _ALIGNMENT = 64  # bytes
 
@@ -63,20 +62,15 @@ def _locked(folder: Path) -> int:
             os.close(descriptor)
 
 
-def remove_unless_used(folder: Path) -> bool:
-    """Remove a folder whose lock no process holds; return whether it is gone."""
-    try:
+def remove_unless_used(folder: Path) -> None:
+    """Remove a folder whose lock no process holds."""
+    with suppress(OSError):  # another user's, or gone, or in use
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # another user's, or gone
-        return not folder.exists()
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def write_arrays(path: Path, arrays: Sequence[np.ndarray]) -> None:
@@ -95,8 +89,9 @@ def write_arrays(path: Path, arrays: Sequence[np.ndarray]) -> None:
         raise
 
 
-def arrays_in(whole: np.ndarray) -> list[np.ndarray]:
-    """Return the arrays of a file whose bytes are ``whole`` (n,) uint8, without a copy."""
+def read_arrays(path: Path) -> list[np.ndarray]:
+    """Return the arrays of a file."""
+    whole = np.fromfile(path, np.uint8)
     end = 8 + int.from_bytes(whole[:8].tobytes(), "little")
     arrays = []
     for name, shape in json.loads(whole[8:end].tobytes()):
@@ -107,9 +102,7 @@ def arrays_in(whole: np.ndarray) -> list[np.ndarray]:
 
 
 TEXT, ITEM = "text", "item"  # kinds of work
-WITH_SERVER = "ended with the process that started it"
-_END_SECONDS = 1.0  # for the other ranks' last uses of the folder
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_LOCK_SECONDS = 0.1  # until the system has released the lock of a rank that was killed
 
 
 def decode(reader: SampleReader, kind: str, number: int) -> list[np.ndarray]:
@@ -128,11 +121,9 @@ def main(descriptor: int, folder: Path) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the rank handles these
         signal.signal(signum, signal.SIG_IGN)
     control, readers, workers = Connection(descriptor), [], set[int]()
-    try:
+    with suppress(EOFError, OSError):  # the rank has closed its end, or is gone
         while True:
             question, value = control.recv()
-            if question == "end":
-                return
             if question == "reap":
                 control.send(_reap(value))
                 workers.discard(value)
@@ -143,26 +134,19 @@ def main(descriptor: int, folder: Path) -> None:
                 control.send(traceback.format_exc())
             else:
                 workers.add(_fork(control, readers))
-    except (EOFError, OSError):  # the rank is gone, perhaps by SIGKILL
-        deadline = time.monotonic() + _END_SECONDS
-        while not remove_unless_used(folder) and time.monotonic() < deadline:
-            time.sleep(0.05)  # other ranks may be about to end as well
-    finally:
-        for pid in workers:
-            os.kill(pid, signal.SIGKILL)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(_LOCK_SECONDS)
+    remove_unless_used(folder)
 
 
 def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
     to_rank, to_worker = Pipe()
-    server, pid = os.getpid(), os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         try:
             control.close()
             to_worker.close()
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == server:
-                _work(to_rank, readers)
+            _work(to_rank, readers)
         except (EOFError, OSError):  # the rank is gone
             os._exit(0)
         except BaseException:
@@ -176,10 +160,7 @@ def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
 
 
 def _reap(pid: int) -> str:
-    try:
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # the child of a fork server that has died
-        return WITH_SERVER
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
@@ -188,22 +169,14 @@ def _reap(pid: int) -> str:
 def _work(pipe: Connection, readers: Sequence[SampleReader]) -> None:
     while True:
         reader, kind, number, path = pipe.recv()
+        answer: Exception | None = None
         try:
             write_arrays(path, decode(readers[reader], kind, number))
-            answer: Exception | None = None
         except Exception as error:
-            answer = error if isinstance(error, UnreadableSample) else _portable(error)
+            # The pipe does not carry its traceback.
+            error.add_note(f"in a decode worker: {traceback.format_exc()}")
+            answer = error
         pipe.send(answer)
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error with its traceback as a note; a RuntimeError if it cannot be pickled."""
-    text = "".join(traceback.format_exception(error))
-    error.add_note(f"in a decode worker: {text}")
-    with suppress(Exception):
-        pickle.loads(pickle.dumps(error))
-        return error
-    return RuntimeError(text)
 
 
 if __name__ == "__main__":

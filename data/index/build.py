@@ -36,14 +36,11 @@ class IndexTask:
 
 @dataclass
 class Problems:
-    """Problems that kept shards from being indexed: the number and the first lines of each kind.
+    """Problems that kept shards from being indexed."""
 
-    causes: the system's error for each shard that could not be read.
-    """
-
-    counts: dict[str, int] = field(default_factory=dict)
-    lines: dict[str, list[str]] = field(default_factory=dict)
-    causes: list[OSError] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # by kind
+    lines: dict[str, list[str]] = field(default_factory=dict)  # the first ones of each kind
+    causes: list[OSError] = field(default_factory=list)  # one for each shard not readable
 
     def add(self, kind: str, line: str, cause: BaseException | None = None) -> None:
         """Add one problem."""
@@ -110,6 +107,16 @@ def build_here(
     Raises ValueError when a shard is damaged or has samples that would be misread (see Problems);
     the other shards are still indexed.
     """
+    index_shards(tasks, chat, processors, progress).raise_any(processors)
+
+
+def index_shards(
+    tasks: Sequence[IndexTask],
+    chat: ChatTokenizer,
+    processors: Processors,
+    progress: Progress | None = None,
+) -> Problems:
+    """Index shards as `build_here`, and return the problems."""
     problems, done, total = Problems(), 0, sum(task.shard.size for task in tasks)
     for task in tasks:
 
@@ -119,15 +126,15 @@ def build_here(
 
         problems.merge(index_shard(task, chat, processors, show))
         done += task.shard.size
-        show(task.shard.size)
-    problems.raise_any(processors)
+        show(0, done)
+    return problems
 
 
 def index_shard(
     task: IndexTask,
     chat: ChatTokenizer,
     processors: Processors,
-    progress: Callable[[int], None] = lambda position: None,
+    progress: Callable[[int], None],
 ) -> Problems:
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 
@@ -194,11 +201,7 @@ _Row = dict[str, float]  # a number for each column of a sample, an item or a fi
 def _read_sample(
     raw: RawSample, file: ShardStream, chat: ChatTokenizer, processors: Processors
 ) -> tuple[_Row, list[_Row], list[_Row]]:
-    """Read a sample, its items and its files; `item_file` counts from the sample's first file.
-
-    Raises ValueError or RecursionError for an unusable sample, PlaceholderError and
-    UnknownMediaError for one that would be misread.
-    """
+    """Read a sample, its items and its files; `item_file` counts from the sample's first file."""
     if raw.problem or raw.json is None:
         raise ValueError(raw.problem or "no .json member")
     if sorted(raw.items) != list(range(len(raw.items))):

@@ -24,10 +24,7 @@ _PART_COLUMNS = ("item_media", "item_size_0", "item_size_1", "item_frames", "ite
 
 
 class UnreadableSample(Exception):
-    """A sample is corrupt, or differs from its index.
-
-    item: the number in the name of the file at fault, or None when it is the text.
-    """
+    """A sample is corrupt, or differs from its index. item: see `SkippedSample`."""
 
     def __init__(self, shard: str, key: str, item: int | None, reason: str) -> None:
         self.sample, self.reason = SkippedSample(shard, key, reason, item), reason
@@ -68,10 +65,7 @@ class SampleReader:
         return SampleReader, (self.index, self.chat, self.processors, self.cache)
 
     def messages(self, sample: int) -> list[dict[str, object]]:
-        """Return the chat messages of a sample, as they are in its JSON.
-
-        Raises UnreadableSample.
-        """
+        """Return the chat messages of a sample's JSON. Raises UnreadableSample."""
         data = self.read(sample, None)
         try:
             return parse_messages(data)
@@ -79,41 +73,30 @@ class SampleReader:
             raise self._unreadable(sample, None, str(error)) from error
 
     def sample(self, sample: int) -> EncodedSample:
-        """Return tokens, labels and loss mask of a sample; no item is read.
-
-        Raises UnreadableSample when it cannot be encoded or differs from the index.
-        """
+        """Tokenize a sample. Raises UnreadableSample, also when it differs from the index."""
         index = self.index
         numbers = index.items_of_sample(sample)
         items = slice(numbers.start, numbers.stop)
         messages, key = self.messages(sample), index.key(sample)
-        parts = index.parts_of_sample(sample)
-        plans = self.plans(np.array(parts, int))
+        plans = self.plans(np.array(index.parts_of_sample(sample), int))
         texts, rows = [plan.text for plan in plans], [r for p in plans for r in p.rows_of_items]
         try:
             encoded = self.chat.encode(messages, rows, key, texts)
-            media = [mention.media for mention in self.chat.mentions(messages, key)]
         except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
-        actual = (
-            len(encoded.input_ids),
-            count_loss_tokens(encoded),
-            encoded.item_offsets.tolist(),
-            media,
-        )
+        offsets = encoded.item_offsets.tolist()
+        actual = len(encoded.input_ids), count_loss_tokens(encoded), offsets
         expected = (
             int(index.column("token_length", sample)),
             int(index.column("loss_tokens", sample)),
             index.column("item_placeholder", items).tolist(),
-            [index.media[number] for number in index.column("item_media", np.array(parts, int))],
         )
         if actual != expected:
             raise self._unreadable(
                 sample,
                 None,
-                f"tokens, loss tokens, item offsets and modalities are {actual}, the "
-                f"index says {expected}: the shard or the tokenizer changed since it was built; "
-                "run `mimo data index`",
+                f"tokens, loss tokens and item offsets are {actual}, the index says {expected}: "
+                "the shard or the tokenizer changed since it was built; run `mimo data index`",
             )
         return encoded
 
@@ -122,10 +105,7 @@ class SampleReader:
         return self.processors[self.index.media[int(self.index.column("item_media", item))]]
 
     def decoded(self, item: int, file: int) -> Any:
-        """Decode a file of the part that an item belongs to.
-
-        Raises UnreadableSample when it cannot be decoded or its size differs from the index.
-        """
+        """Decode a file of an item's part. Raises UnreadableSample, also for another size."""
         kept = self._kept  # another thread may replace it
         if kept is not None and kept[0] == file:
             return kept[1]
@@ -166,11 +146,6 @@ class SampleReader:
         """Plan the parts of many items, from the index alone."""
         columns = [self.index.column(name, items).tolist() for name in _PART_COLUMNS]
         return [self._plan(*values) for values in zip(*columns, strict=True)]
-
-    def close(self) -> None:
-        """Close all files. The reader can still be used: it opens them again."""
-        self._shard.cache_clear()
-        self._kept = None
 
     def read(self, sample: int, file: int | None) -> bytes:
         """Return a file of a sample, not decoded, or its JSON. Raises UnreadableSample."""

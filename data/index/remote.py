@@ -52,10 +52,7 @@ def is_remote(path: str) -> bool:
 
 
 def check_url(pattern: str) -> None:
-    """Raise ValueError for a URL with credentials; the message does not repeat them.
-
-    URLs are copied into messages, run folders and index files.
-    """
+    """Raise ValueError for a URL with credentials; the message does not repeat them."""
     protocol, _, rest = pattern.partition("://")
     user, at, _ = rest.partition("/")[0].rpartition("@")
     web = protocol in ("http", "https")
@@ -80,11 +77,7 @@ def describe(url: str) -> State:
 
 
 def read(url: str, version: str, offset: int, size: int) -> bytes:
-    """Return bytes [offset, offset + size), all of them.
-
-    Raises ChangedError where a web server has another version by now, OSError with the URL when the
-    request fails for good, or again and again.
-    """
+    """Return bytes [offset, offset + size). Raises ChangedError for another version, OSError."""
 
     def ask() -> bytes:
         system, path = url_to_fs(url)
@@ -104,10 +97,7 @@ def read(url: str, version: str, offset: int, size: int) -> bytes:
 
 
 def find(patterns: Sequence[str]) -> list[tuple[str, State | None]]:
-    """Return the shards of each pattern, globs expanded; None stands for a pattern without any.
-
-    Raises OSError with the URL.
-    """
+    """Expand globs. None stands for a pattern without any shards. Raises OSError with the URL."""
     shards: list[tuple[str, State | None]] = []
     with ThreadPoolExecutor(_MANY) as pool:
         for pattern, matches in zip(patterns, pool.map(_find, patterns), strict=True):

@@ -39,15 +39,12 @@ _MAX_MAPPED = 2**14  # files at a time: Linux allows a process about four times 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """An unusable sample and the reason.
-
-    item: the number in the name of the file at fault, if reading the file failed.
-    """
+    """An unusable sample and the reason."""
 
     shard: str
     key: str
     reason: str
-    item: int | None = None
+    item: int | None = None  # the number in the name of the file at fault; None: the text
 
     def __str__(self) -> str:
         where = "" if self.item is None else f", item {self.item}"
@@ -67,7 +64,10 @@ class Index:
         self.shards, self.media = catalog.shards, catalog.media
         self._entries = entries = catalog.entries
         self._specs = entries["columns"]  # (S, C)
-        self._starts = {of: _starts(entries[of]) for of in ("samples", "items", "files")}
+        self._starts = {  # int64 (S + 1,): the sum of the counts before each shard, and of all
+            of: np.concatenate(([0], np.cumsum(entries[of], dtype=np.int64)))
+            for of in ("samples", "items", "files")
+        }
         self.num_items = int(self._starts["items"][-1])
         self.num_skipped = int(entries["skipped"].sum())
         self.most_tokens = int(entries["most_tokens"].max(initial=0))
@@ -164,14 +164,9 @@ class Index:
 
     def sample_of_item(self, item: int) -> int:
         """The sample that an item belongs to."""
-        shard, column = bisect_right(self._starts["items"], item) - 1, NAMES.index("item_start")
-        samples, local = self.samples_of_shard(shard), item - int(self._starts["items"][shard])
-        spec = self._specs[shard, column]
-        if spec["dtype"] != STEPS:
-            return samples[bisect_right(self._stored(shard, column), local) - 1]
-        if not spec["step"]:
-            return samples[-1]  # the others have no items
-        return samples[: int(local // spec["step"]) + 1][-1]  # the last may have more than a step
+        samples = self.samples_of_shard(bisect_right(self._starts["items"], item) - 1)
+        first_items = self.column("item_start", slice(samples.start, samples.stop))
+        return samples[bisect_right(first_items, item) - 1]
 
     def part(self, item: int) -> Part:
         """The content part that an item belongs to."""
@@ -217,10 +212,7 @@ class Index:
                 yield SkippedSample(self.shards[shard], key, reason)
 
     def above(self, what: str, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples with more ``what`` ("tokens", "rows") than ``limit``, and how many.
-
-        Reads only the shards with such samples.
-        """
+        """Return the samples with more ``what`` ("tokens", "rows") than ``limit``, and how many."""
         samples, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for shard in np.flatnonzero(self._entries[f"most_{what}"] > limit).tolist():
             inside = self.samples_of_shard(shard)
@@ -250,10 +242,7 @@ def _map(catalog: Catalog, shard: int) -> np.ndarray:
 
 
 def open_index(path: Path, root: str, identity: str) -> Index:
-    """Open the index of a catalog that another process has opened.
-
-    Raises DamagedFileError if it has been replaced.
-    """
+    """Open a catalog that another process has open. Raises DamagedFileError if it was replaced."""
     catalog = Catalog.read(path, root)
     if catalog.identity != identity:
         raise damaged(path, "it was replaced while it was in use")
@@ -285,11 +274,6 @@ def items_of_samples(
     return np.arange(len(item_sample)) + (first - before)[item_sample], item_sample
 
 
-def _starts(counts: np.ndarray) -> np.ndarray:
-    """Return int64 (S + 1,): the sum of the counts before each shard, and of all."""
-    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
-
-
 def settings_fingerprint(chat: ChatTokenizer, processors: Processors) -> str:
     """Return a hex digest of all that an index depends on besides its shards."""
     fingerprints = sorted((name, modality.fingerprint()) for name, modality in processors.items())
@@ -298,29 +282,23 @@ def settings_fingerprint(chat: ChatTokenizer, processors: Processors) -> str:
 
 
 def check_sizes(index: Index, sequence_length: int, rows_per_microbatch: int | None) -> None:
-    """Raise ValueError when samples have more tokens or rows than these (None: any number).
-
-    They are never truncated: a cut item has fewer placeholders than rows.
-    """
-    if index.most_tokens > sequence_length:
-        what = "are longer than sequence_length"
-        raise _too_large(index, "tokens", sequence_length, what)
-    if rows_per_microbatch is not None and index.most_rows > rows_per_microbatch:
-        what = "have more rows than rows_per_microbatch"
-        raise _too_large(index, "rows", rows_per_microbatch, what)
-
-
-def _too_large(index: Index, unit: str, limit: int, what: str) -> ValueError:
-    large, sizes = index.above(unit, limit)
-    lines = [
-        f"{index.shard_of(i)}: {index.key(i)}: {size} {unit}"
-        for i, size in zip(large[:_SHOWN].tolist(), sizes[:_SHOWN].tolist(), strict=True)
-    ]
-    return ValueError(
-        f"{len(large)} of {len(index)} samples {what} {limit}; the most are {sizes.max()} "
-        f"{unit}:\n  {listed(lines, len(large))}\nraise data.{what.split()[-1]}, let an encoder's "
-        "items have fewer rows, or leave them out of the shards (samples are never truncated)"
-    )
+    """Raise ValueError when samples have more tokens or rows than these (None: any number)."""
+    for unit, most, limit, what in (
+        ("tokens", index.most_tokens, sequence_length, "are longer than sequence_length"),
+        ("rows", index.most_rows, rows_per_microbatch, "have more rows than rows_per_microbatch"),
+    ):
+        if limit is None or most <= limit:
+            continue
+        large, sizes = index.above(unit, limit)
+        lines = [
+            f"{index.shard_of(i)}: {index.key(i)}: {size} {unit}"
+            for i, size in zip(large[:_SHOWN].tolist(), sizes[:_SHOWN].tolist(), strict=True)
+        ]
+        raise ValueError(
+            f"{len(large)} of {len(index)} samples {what} {limit}; the most are {most} {unit}:\n  "
+            f"{listed(lines, len(large))}\nraise data.{what.split()[-1]}, let an encoder's items "
+            "have fewer rows, or leave them out of the shards (samples are never truncated)"
+        )
 
 
 def check_skipped(index: Index, max_fraction: float) -> None:
@@ -343,10 +321,7 @@ def worst_shards(by_shard: Counter[str]) -> str:
     return f"the worst shards: {', '.join(worst)}"
 
 
-def listed(lines: list[str], total: int | None = None) -> str:
+def listed(lines: list[str], total: int) -> str:
     """Join the first ten of ``total`` lines about bad samples, with the number of the others."""
-    total = len(lines) if total is None else total
-    shown = lines[:_SHOWN]
-    return "\n  ".join(shown) + (
-        f"\n  ... and {total - len(shown)} more" if total > len(shown) else ""
-    )
+    more = [f"... and {total - _SHOWN} more"] if total > _SHOWN else []
+    return "\n  ".join([*lines[:_SHOWN], *more])

@@ -234,11 +234,7 @@ def write_shard_index(
     columns: Mapping[str, np.ndarray],
     skipped: Sequence[tuple[str, str]],
 ) -> None:
-    """Write the index of a shard.
-
-    settings: fingerprint. columns: all of COLUMNS but `skipped`. skipped: keys and reasons.
-    Raises OSError.
-    """
+    """Write the index of a shard. skipped: keys and reasons; columns: all others of COLUMNS."""
     starts, rows = columns["item_start"], columns["item_rows"]
     before = np.concatenate(([0], np.cumsum(rows, dtype=np.int64)))
     rows = np.diff(before[np.append(starts, len(rows))])
@@ -261,10 +257,7 @@ def write_shard_index(
 
 
 def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
-    """Return the ENTRY of a shard's index, checksums compared; None for another shard version.
-
-    Raises OSError if there is none, DamagedFileError.
-    """
+    """Return the ENTRY of a shard's index; None for another version. Raises as `ColumnFile`."""
     file = ColumnFile(path)
     facts = file.facts
     made_of = (facts["settings"], facts["shard_size"], facts["shard_version"])
@@ -283,21 +276,16 @@ def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The summary of a source, read without opening the files of its shards.
+    """The summary of a source, read without opening the files of its shards."""
 
-    path: its file; the shards' files are beside it. root: folder of the shards. media: sorted names
-    of modalities. names: of the shards, inside the root. sizes, versions: of the shards.
-    entries: (S,) ENTRY, of their index files.
-    """
-
-    path: Path
-    root: str
-    settings: str
-    media: tuple[str, ...]
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    path: Path  # the shards' files are beside it
+    root: str  # folder of the shards
+    settings: str  # fingerprint
+    media: tuple[str, ...]  # sorted names of modalities
+    names: tuple[str, ...]  # of the shards, inside the root
+    sizes: tuple[int, ...]  # of the shards
     versions: tuple[str, ...]
-    entries: np.ndarray
+    entries: np.ndarray  # (S,) ENTRY, of their index files
 
     @classmethod
     def read(cls, path: Path, root: str) -> Catalog:

@@ -123,27 +123,21 @@ class ShardFile:
     """An open shard. Safe to use from several threads, and in a forked process.
 
     It closes itself with its last reference: another thread may still read a shard that was evicted
-    from a cache. shard: as indexed, or only its path. cache: keeps blocks of a remote shard.
-    Raises OSError when it cannot be opened, ShardChangedError when it differs.
+    from a cache. cache: keeps blocks of a remote shard. Raises OSError when it cannot be opened,
+    ShardChangedError when it differs.
     """
 
-    def __init__(self, shard: Shard | str, cache: BlockCache | None = None) -> None:
+    def __init__(self, shard: Shard, cache: BlockCache | None = None) -> None:
         self._file = -1  # __del__ needs it when open() fails
-        self._cache = cache
-        self.path = shard if isinstance(shard, str) else shard.path
-        self._pause = _CHECK_URL_SECONDS
+        self.shard, self.path, self._cache = shard, shard.path, cache
+        self._pause, self._check_at = _CHECK_URL_SECONDS, 0.0
         if not remote.is_remote(self.path):
             self._pause = _CHECK_FILE_SECONDS
             self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        self.shard = shard if isinstance(shard, Shard) else Shard(self.path, *self._state())
-        self._check_at = 0.0 if isinstance(shard, Shard) else time.monotonic() + self._pause
         self._check_now_and_then()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return bytes [offset, offset + size), fewer at the end; uses no file position.
-
-        Raises OSError, and ShardChangedError when the shard was written in the meantime.
-        """
+        """Return these bytes, fewer at the end. Raises OSError, ShardChangedError."""
         self._check_now_and_then()
         size = max(min(size, self.shard.size - offset), 0)
         if not size:
@@ -205,11 +199,7 @@ class ShardFile:
 
 
 class ShardStream:
-    """Bytes [begin, begin + size) of a shard as a file, for small reads near each other.
-
-    It reads aligned parts of the shard and keeps the last few: a tar header or a step back is no
-    request of its own.
-    """
+    """A shard, or a member, as a file. It keeps the last few parts: a tar header is no request."""
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0

@@ -41,14 +41,11 @@ Build = Callable[[Sequence[IndexTask], ChatTokenizer, Processors, Progress | Non
 
 @dataclass(frozen=True)
 class Survey:
-    """The state of a source's index. tasks: the shards that are not indexed yet.
+    """The state of a source's index."""
 
-    catalog: of all shards; entries of unindexed shards are undefined. is_written: it is on disk.
-    """
-
-    catalog: Catalog
-    tasks: tuple[IndexTask, ...]
-    is_written: bool
+    catalog: Catalog  # of all shards; entries of unindexed shards are undefined
+    tasks: tuple[IndexTask, ...]  # the shards that are not indexed yet
+    is_written: bool  # whether the catalog is on disk
 
     def open(self) -> Index:
         """Open the index; write its catalog if needed. Raises ValueError, OSError."""
@@ -145,10 +142,7 @@ def load_or_build_index(
 
 
 def find_survey(pattern: str, settings: str, media: Sequence[str], cache: Path | None) -> Survey:
-    """Return the first complete survey, else that of the first folder that can be written.
-
-    Raises ValueError if there is no such folder, and as `survey` does.
-    """
+    """Return the first complete survey, else that of the first folder that can be written."""
     homes = index_homes(pattern, settings, cache)
     surveys: dict[Path, Survey] = {}
     for home in filter(Path.is_dir, homes):

@@ -35,12 +35,12 @@ class TarError(ValueError):
 
 @dataclass(frozen=True)
 class TarMember:
-    """A member. problem: the reason why it cannot be read as a file, or empty."""
+    """A member."""
 
     name: str
     offset: int
     size: int
-    problem: str = ""
+    problem: str = ""  # the reason why it cannot be read as a file
 
 
 @dataclass
@@ -53,13 +53,12 @@ class RawSample:
     problem: str = ""
 
 
-def scan_shard(shard: Shard | str, suffixes: Collection[str]) -> Iterator[RawSample]:
+def scan_shard(shard: Shard, suffixes: Collection[str]) -> Iterator[RawSample]:
     """Yield the samples of a shard in the order of their first members; read only headers.
 
     suffixes: of items' names, in lower case and without a dot; other members are no items.
     Raises ValueError when the file is compressed, damaged or truncated, changes or cannot be read.
     """
-    path = shard if isinstance(shard, str) else shard.path
     samples: dict[str, RawSample] = {}
     item_name = re.compile(
         rf"([0-9]{{1,9}})\.(?:{'|'.join(map(re.escape, suffixes))})", re.IGNORECASE
@@ -68,10 +67,10 @@ def scan_shard(shard: Shard | str, suffixes: Collection[str]) -> Iterator[RawSam
         for member in tar_members(ShardFile(shard).stream()):
             _add_member(samples, member, item_name)
     except OSError as error:
-        raise ValueError(f"shard {path} cannot be read: {error}") from error
+        raise ValueError(f"shard {shard.path} cannot be read: {error}") from error
     except TarError as error:
         raise ValueError(
-            f"shard {path} is not a whole uncompressed tar file ({error}): it is truncated, "
+            f"shard {shard.path} is not a whole uncompressed tar file ({error}): it is truncated, "
             "damaged or compressed; copy it again or prepare it again"
         ) from error
     yield from samples.values()
@@ -122,10 +121,7 @@ class _Headers:
 
 
 def tar_members(file: Any) -> Iterator[TarMember]:
-    """Yield the members of a tar file in order. Raises TarError, also when there is no end mark.
-
-    Memory is bounded, and time by the number of headers, whatever they say.
-    """
+    """Yield the members in order, in bounded memory. Raises TarError, also without an end mark."""
     headers: Any = _Headers(file)
     try:
         with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8") as tar:

@@ -223,19 +223,12 @@ def log_mel(waveform: np.ndarray, num_mel_bins: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def mel_filters(num_mel_bins: int) -> np.ndarray:
-    """float64 (F, C): triangles of equal area between 0 and 8 kHz, evenly spaced on Slaney's scale.
+    """float64 (F, C): triangles of equal area up to 8 kHz, evenly spaced on Slaney's scale."""
+    from transformers.audio_utils import mel_filter_bank  # late: it costs seconds to import
 
-    The scale is linear up to 1 kHz, logarithmic above. Source: Slaney, Auditory Toolbox (1998).
-    """
-    knee, per_hertz, step = 1000.0, 3 / 200, math.log(6.4) / 27
-    top = knee * per_hertz + math.log(SAMPLE_RATE / 2 / knee) / step
-    mels = np.linspace(0.0, top, num_mel_bins + 2)
-    above = knee * np.exp(step * (np.maximum(mels, knee * per_hertz) - knee * per_hertz))
-    edges = np.where(mels < knee * per_hertz, mels / per_hertz, above)
-    frequencies = np.linspace(0, SAMPLE_RATE / 2, FRAME_SAMPLES // 2 + 1)[:, None]
-    rising = (frequencies - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    falling = (edges[2:] - frequencies) / (edges[2:] - edges[1:-1])
-    return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))
+    slaney = {"norm": "slaney", "mel_scale": "slaney"}
+    num_frequencies, highest = FRAME_SAMPLES // 2 + 1, SAMPLE_RATE / 2
+    return mel_filter_bank(num_frequencies, num_mel_bins, 0.0, highest, SAMPLE_RATE, **slaney)
 
 
 def wav_bytes(samples: np.ndarray, rate: int = SAMPLE_RATE) -> bytes:

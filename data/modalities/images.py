@@ -244,10 +244,7 @@ class PanAndScan:
     min_ratio: float = 1.2
 
     def crops(self, width: int, height: int) -> list[Box]:
-        """The crops of an image of this many pixels, from its start on; none if it is not long.
-
-        Raises ValueError for an image too small for the crops that the settings ask for.
-        """
+        """The crops of an image, from its start on; none if it is not long. Raises ValueError."""
         long, short = max(width, height), min(width, height)
         if long / short < self.min_ratio:
             return []

@@ -115,10 +115,7 @@ class TimedVideoProcessor(VideoProcessor):
 
 
 def resize_frames(frames: np.ndarray, width: int, height: int) -> np.ndarray:
-    """uint8 (F, height, width, 3) of uint8 (F, any height, any width, 3), bicubic.
-
-    Source: torchvision `resize` of a uint8 tensor with antialiasing.
-    """
+    """Resize uint8 (F, any height, any width, 3), as torchvision does with antialiasing."""
     import torch  # late: it costs seconds to import
 
     if frames.shape[1:3] == (height, width):

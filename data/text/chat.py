@@ -35,17 +35,14 @@ _VERSION = 2  # raise it whenever the same files give other ids or masks
 
 @dataclass(frozen=True)
 class _Chat:
-    """Messages to tokenize; key: names them in errors.
-
-    parts: modality, and text with `{item}` in it, of each content part that is not text, in order
-    of mention. rows: of each `{item}`. slots: how many `{item}` each item has.
-    """
+    """Messages to tokenize."""
 
     messages: Sequence[Message]
+    # Modality, and text with `{item}` in it, of each content part that is not text, in order.
     parts: Sequence[tuple[str, str]]
-    rows: Sequence[int]
-    slots: Sequence[int]
-    key: str
+    rows: Sequence[int]  # of each `{item}`
+    slots: Sequence[int]  # how many `{item}` each item has
+    key: str  # names the messages in errors
 
     def error(self, problem: object) -> MessagesError:
         return MessagesError(f"sample {self.key!r}: {problem}")
@@ -53,15 +50,12 @@ class _Chat:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """Rendered messages in tokens, one placeholder per item.
-
-    offsets: (L, 2), the characters [start, end) of each token. parts: those of each part.
-    """
+    """Rendered messages in tokens, one placeholder per item."""
 
     text: str
     ids: np.ndarray
-    offsets: np.ndarray
-    parts: list[tuple[int, int]]
+    offsets: np.ndarray  # (L, 2): the characters [start, end) of each token
+    parts: list[tuple[int, int]]  # the characters [start, end) of each part
 
 
 @dataclass(frozen=True)
@@ -141,11 +135,7 @@ class ChatTokenizer:
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
     def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
-        """The content parts that stand for items, in order of mention.
-
-        Raises MessagesError for malformed messages, UnknownMediaError for a modality without a
-        placeholder.
-        """
+        """As `messages.mentions`. Raises UnknownMediaError for a modality without a placeholder."""
         mentioned = mentions(messages, key)
         for mention in mentioned:
             if mention.media not in self.placeholders:
@@ -187,9 +177,7 @@ class ChatTokenizer:
         rows_per_item: Sequence[ItemRows],
         part_texts: Sequence[str] | None = None,
     ) -> EncodedSample:
-        """Tokenize a conversation that waits for an answer: ends with the generation prompt.
-
-        There is nothing to learn: labels are all padding, loss_mask is all 0.
+        """Tokenize a conversation and the generation prompt; nothing in it counts in the loss.
 
         Raises as `encode`, and MessagesError when the last message already is the assistant's.
         """
@@ -311,10 +299,7 @@ class ChatTokenizer:
         return [self._answer_span(chat, number, whole.ids) for number in numbers]
 
     def _answer_span(self, chat: _Chat, number: int, ids: np.ndarray) -> tuple[int, int]:
-        """[start, end) of the answer in message `number`, for templates without an opening of it.
-
-        They need to write the same for the first messages, whatever follows.
-        """
+        """[start, end) of the answer in message `number`, for templates without an opening."""
         before = self._rendered(chat, number, add_generation_prompt=True).ids
         through = self._rendered(chat, number + 1).ids
         for first, longer in ((before, through), (through, ids)):

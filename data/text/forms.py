@@ -1,9 +1,4 @@
-"""Convert the forms in which people write chats into ours (messages.py).
-
-Recognised are LLaVA's, also called ShareGPT's
-(`conversations` of `from` and `value`, `<image>` in the text, files under `image` or `images`), and
-OpenAI's (content parts such as `image_url`, `tool_calls`, and answers of the role `tool`).
-"""
+"""Convert LLaVA's or ShareGPT's chats and OpenAI's into ours (messages.py); see docs/data.md."""
 
 from __future__ import annotations
 
@@ -49,24 +44,16 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Chat:
-    """A document in our form.
+    """A document in our form."""
 
-    messages: the first has the `tools` of the document, if any. files: in order of mention, a path
-    or URL, `Embedded`, the value of a Hugging Face column, or None. left: modalities whose files
-    are not all mentioned.
-    """
-
-    messages: list[Any]
+    messages: list[Any]  # the first has the `tools` of the document, if any
+    # In order of mention: a path or URL, `Embedded`, the value of a Hugging Face column, or None.
     files: list[Any]
-    left: list[str]
+    left: list[str]  # modalities whose files are not all mentioned
 
 
 def parse_messages(data: bytes) -> list[Any]:
-    """Return the messages of a shard's JSON member in our form; encoding checks them.
-
-    Raises ValueError for malformed JSON, very many messages, an unrecognised form, or a file inside
-    the JSON.
-    """
+    """Return the messages of a shard's JSON in our form, not checked yet. Raises ValueError."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -59,22 +59,15 @@ def item_parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class Mention:
-    """A content part that stands for items.
-
-    frames: consecutive files that it takes. fps: frames per second.
-    """
+    """A content part that stands for items."""
 
     media: str
-    frames: int
-    fps: float
+    frames: int  # consecutive files that it takes
+    fps: float  # frames per second
 
 
 def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
-    """The content parts that stand for items, in order of mention.
-
-    Raises MessagesError unless `messages` is a chat of texts and items with valid `frames` and
-    `fps`.
-    """
+    """The content parts that stand for items, in order. Raises MessagesError."""
     _check(messages, key)
     result = []
     for part in item_parts(messages):
@@ -133,16 +126,11 @@ ITEM_SLOT = "{item}"  # in the text of a part: once per item that the part becom
 
 @dataclass(frozen=True)
 class MediaText:
-    """How items of one modality appear in the text.
+    """How items of one modality appear in the text."""
 
-    placeholder: the token that is repeated once per row.
-    template_token: what the chat template writes per content part; None for the placeholder.
-    item_text: what stands for one item, with `{placeholder}` in it once: see `item_text_problem`.
-    """
-
-    placeholder: str
-    template_token: str | None = None
-    item_text: str = _PLACEHOLDER_SLOT
+    placeholder: str  # the token that is repeated once per row
+    template_token: str | None = None  # what the template writes per part; None: the placeholder
+    item_text: str = _PLACEHOLDER_SLOT  # what stands for one item, with `{placeholder}` in it once
 
     @property
     def written(self) -> str:
@@ -169,12 +157,11 @@ def write_items(
     key: str,
     finish: Callable[[str], str],
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text with the k-th token that the template wrote replaced by the k-th part.
+    """Replace the k-th token that the template wrote by the k-th part, and finish the text.
 
-    It is finished by `finish`. Also where each part is in it: characters [start, end). parts:
-    (media, text of the part) in order of mention. key: names the sample in errors. Raises
-    PlaceholderError when tokens and parts differ in number, MessagesError when they are in another
-    order.
+    parts: (media, text of the part) in order of mention. key: names the sample in errors. Returns
+    also the characters [start, end) of each part. Raises PlaceholderError when tokens and parts
+    differ in number, MessagesError when they are in another order.
     """
     media_of = {text.written: kind for kind, text in media_text.items()}
     # The longest first: one may be contained in another.

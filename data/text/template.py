@@ -37,8 +37,6 @@ class SpecialTokens:
         special = {token for token in special if len(token) > 1}
         self._looks_special = _any_of(special)
         self._special = _any_of(token.content for _, token in added if token.content in special)
-        self._beginnings = {token[:end] for token in special for end in range(1, len(token))}
-        self._longest = max(map(len, special), default=0)
 
         self._tokenizer = Tokenizer(backend.model)
         for step in ("normalizer", "pre_tokenizer"):
@@ -71,32 +69,19 @@ class SpecialTokens:
         self._needed_ids = [self._ids[name] for name in marked if name in self._ids]
 
     def as_text(self, value: Any) -> Any:
-        """Messages, or a part of them, with a mark in all that looks like a special token.
-
-        Raises ValueError for a text with a character that is reserved for marks.
-        """
+        """Mark all texts in messages that look like special tokens. Raises ValueError."""
         if isinstance(value, str):
-            return self._marked(value)
+            if _RESERVED.search(value):
+                raise ValueError(
+                    "a text has one of the characters U+FDD0 to U+FDD2, which Unicode leaves to "
+                    "programs: take them out"
+                )
+            return self._looks_special.sub(lambda m: m[0][0] + _MARK_OF_TEXT + m[0][1:], value)
         if isinstance(value, Mapping):
             return {self.as_text(name): self.as_text(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
             return [self.as_text(part) for part in value]
         return value
-
-    def _marked(self, text: str) -> str:
-        if _RESERVED.search(text):
-            raise ValueError(
-                "a text has one of the characters U+FDD0 to U+FDD2, which Unicode leaves to "
-                "programs: take them out"
-            )
-        # What begins like a special token at the end of one text may go on in the next.
-        kept = text.rstrip()
-        for length in range(min(len(kept), self._longest), 0, -1):
-            if kept[-length:] in self._beginnings:
-                place = len(kept) - length + 1
-                text = text[:place] + _MARK_OF_TEXT + text[place:]
-                break
-        return self._looks_special.sub(lambda m: m[0][0] + _MARK_OF_TEXT + m[0][1:], text)
 
     def finish(self, rendered: str) -> str:
         """Rendered messages, or a part of them, as `encode` takes them."""
@@ -134,17 +119,13 @@ _DEFAULT = "default"
 
 
 def find_chat_template(directory: Path, of_tokenizer: object) -> str:
-    """The text of the template of a folder.
+    """The text of the template of a folder. Raises ValueError for none, or for a damaged file.
 
-    of_tokenizer: the template that transformers loads with the tokenizer: chat_template.jinja if
-    there is one, else that of tokenizer_config.json; one, several by name, or None. Raises
-    ValueError when there is none, several without a default, or a damaged file.
+    of_tokenizer: the template, or several by name, that transformers loads with the tokenizer.
     """
     files = (directory / name for name in ("processor_config.json", "chat_template.json"))
     of_processor = (_read_json(file).get("chat_template") for file in files)
     template = next((entry for entry in of_processor if entry is not None), of_tokenizer)
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}
     if isinstance(template, dict):
         if not isinstance(template.get(_DEFAULT), str):
             names = ", ".join(map(str, template)) or "none"
@@ -194,10 +175,7 @@ class Template:
         self.opening = self._opening()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Messages as the template writes them, for `SpecialTokens.finish`.
-
-        Raises ValueError, with the reason, when it refuses them or has no place for their tools.
-        """
+        """Render messages, for `SpecialTokens.finish`. Raises ValueError if the template cannot."""
         from jinja2 import TemplateError
 
         if messages[0].get("tools") and not self._writes_tools:

@@ -70,13 +70,13 @@ def data_pack(
     ] = False,
 ) -> int | None:
     """Convert JSON, JSON Lines or Parquet, and the files that rows name, into shards."""
-    from data.pack import ShardSize, pack
+    from data.pack import pack, parse_shard_size
     from mimo.runtime.progress import progress_of
 
     try:
         with progress_of("packing") as progress:
-            size = ShardSize.parse(shard_size)
-            packed = pack(source, out, media_root, size, max_bad_fraction, overwrite, progress)
+            size = parse_shard_size(shard_size)
+            packed = pack(source, out, media_root, max_bad_fraction, overwrite, progress, **size)
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
     print(f"packed {packed.samples} samples with {packed.files} files, shards: {packed.shards}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.index.build import IndexTask, Problems, Progress, build_here, index_shard
+from data.index.build import IndexTask, Problems, Progress, build_here, index_shards
 from data.index.samples import Processors, settings_fingerprint
 from data.index.store import Survey, find_survey
 from data.text.chat import ChatTokenizer
@@ -111,17 +111,12 @@ def _index_share(
     counts: str,
 ) -> Problems:
     """Index the share of this process. counts: a file of int64, the bytes done by each process."""
-    process = int(os.environ["RANK"])
-    done, problems, before = np.memmap(counts, np.int64, "r+"), Problems(), 0
-    for task in dealt[process]:
+    process, done_by_process = int(os.environ["RANK"]), np.memmap(counts, np.int64, "r+")
 
-        def show(position: int, before: int = before) -> None:
-            done[process] = before + position
+    def show(done: int, total: int) -> None:
+        done_by_process[process] = done
 
-        problems.merge(index_shard(task, chat, processors, show))
-        before += task.shard.size
-        done[process] = before
-    return problems
+    return index_shards(dealt[process], chat, processors, show)
 
 
 def build_nothing(

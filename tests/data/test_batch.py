@@ -67,28 +67,6 @@ def test_segments_follow_each_other_and_are_padded_to_their_multiples(
     assert batch.padded_to(tokens).longest_sequence == tokens
 
 
-@given(
-    counts=st.lists(st.integers(1, 4), min_size=1, max_size=6),
-    packed=st.booleans(),
-    multiples=st.tuples(MULTIPLES, st.integers(1, 4)),
-    lanes=st.integers(1, 3),
-)
-@settings(deadline=None)
-def test_microbatches_planned_in_one_go_are_those_planned_one_by_one(
-    index: Index, counts: list[int], packed: bool, multiples: tuple[int, int], lanes: int
-) -> None:
-    counts = counts if packed else [counts[0]] * len(counts)
-    order = SampleOrder([len(index)], [1.0], 0, 1)
-    packs = np.split(np.arange(lanes * sum(counts)), np.cumsum(np.repeat(counts, lanes))[:-1])
-    padding = Padding(packed, multiples[0], multiples[0] * multiples[1])
-    together = plan_microbatch([index], order, packs, padding).split(len(counts))
-    assert len(together) == len(counts)
-    for m, got in enumerate(together):
-        alone = plan_microbatch([index], order, packs[m * lanes : (m + 1) * lanes], padding)
-        for name, expected in vars(alone).items():
-            np.testing.assert_array_equal(getattr(got, name), expected, name)
-
-
 def sample(length: int, first: int) -> EncodedSample:
     ids = np.arange(first, first + length)
     return EncodedSample(
@@ -113,8 +91,3 @@ def test_without_packing_every_sample_is_a_sequence() -> None:
     assert lane.num_sequences == 2
     assert lane.input_ids.reshape(2, 6).tolist() == [[10, 11, 12, 0, 0, 0], [20, 21, 22, 23, 24, 0]]
     assert lane.loss_mask.reshape(2, 6).tolist() == [[1, 1, 1, 0, 0, 0], [0] * 6]
-
-
-def test_a_sample_that_outgrew_its_segment_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="5 tokens in a segment of 4"):
-        pack_lane([sample(5, 20)], [[]], [5], 8, 0, [4])

@@ -14,6 +14,7 @@ from PIL import Image
 
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import Processors, check_skipped
+from data.index.shards import find_shards
 from data.index.tar_shards import scan_shard
 from data.modalities.images import ImageProcessor
 from data.modalities.processor import Part
@@ -84,7 +85,7 @@ def test_an_odd_but_good_sample_arrives(tmp_path: Path, chat: ChatTokenizer, kin
     assert not bad
     (odd,) = arrived - {"good0", "good1"}
     assert odd.endswith("odd")
-    (raw,) = [one for one in scan_shard(str(path), {"png"}) if one.key == odd]
+    (raw,) = [one for one in scan_shard(*find_shards(str(path)), {"png"}) if one.key == odd]
     assert raw.json is not None
     stored = path.read_bytes()[raw.json.offset : raw.json.offset + raw.json.size]
     assert b'"role"' in stored.replace(b"\0", b"")

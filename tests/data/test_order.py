@@ -5,7 +5,6 @@ import tracemalloc
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,25 +22,6 @@ def test_every_sample_comes_exactly_once_per_epoch(num_samples: list[int], seed:
         stream = sample[source == number]
         epochs = stream[: len(stream) // count * count].reshape(-1, count)
         assert (np.sort(epochs, axis=1) == np.arange(count)).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    num_samples=counts,
-    block=st.integers(1, 20),
-    positions=st.lists(st.integers(0, 3_000_000), min_size=1, max_size=30),
-)
-def test_the_answer_does_not_depend_on_what_was_asked_before(
-    num_samples: list[int], block: int, positions: list[int]
-):
-    def fresh() -> SampleOrder:
-        return SampleOrder(num_samples, np.arange(1, len(num_samples) + 1).tolist(), 7, block)
-
-    together = np.stack(fresh().at(np.array(positions)))
-    used = fresh()
-    for column in reversed(range(len(positions))):
-        alone = np.stack(used.at(np.array([positions[column]])))
-        np.testing.assert_array_equal(alone[:, 0], together[:, column])
 
 
 def test_samples_of_a_block_stay_together_and_in_order():
@@ -66,28 +46,6 @@ def test_the_order_never_changes_between_versions():
     source, sample = SampleOrder([10, 6], [2, 1], 123, 3).at(np.arange(24))
     assert source.tolist() == SOURCE
     assert sample.tolist() == SAMPLE
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "weights", "block", "message"),
-    [
-        ([3], [1, 2], 1, "1 sources but 2 weights"),
-        ([], [], 1, "0 sources"),
-        ([3, 3], [0, 0], 1, "at least one above 0"),
-        ([3, 3], [-1, 2], 1, "none below"),
-        ([3, 0], [1, 2], 0, "source 1 has 0 samples.*block is 0"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    num_samples: list[int], weights: list[float], block: int, message: str
-):
-    with pytest.raises(ValueError, match=message):
-        SampleOrder(num_samples, weights, 0, block)
-
-
-def test_a_negative_position_is_refused():
-    with pytest.raises(ValueError, match="position -1 is negative"):
-        SampleOrder([3], [1], 0, 1).at(np.array([4, -1]))
 
 
 # ---------------------------------------------------------------------------- large sources

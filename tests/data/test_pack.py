@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from data.index.reader import SampleReader
 from data.index.samples import Processors
 from data.modalities.audio import wav_bytes
-from data.pack import ShardSize, pack
+from data.pack import pack
 from data.text.chat import ChatTokenizer
 from mimo.cli.main import app
 from tests.data.conftest import build_index
@@ -165,16 +165,16 @@ def test_a_share_of_bad_rows_ends_it_and_names_the_first(images: Path, tmp_path:
         pack(str(source), tmp_path / "none", max_bad_fraction=1.0)
 
 
-@pytest.mark.parametrize("size", [ShardSize(samples=3), ShardSize(bytes=400)])
+@pytest.mark.parametrize("size", [{"max_samples": 3}, {"max_bytes": 400}])
 def test_shards_have_the_size_and_the_same_bytes_each_time(
-    images: Path, tmp_path: Path, size: ShardSize
+    images: Path, tmp_path: Path, size: dict[str, int]
 ):
     source = write_lines(images / "rows.jsonl", *[llava(None, f"read {n}") for n in range(7)])
     for out in ("one", "two"):
-        pack(str(source), tmp_path / out, size=size)
+        pack(str(source), tmp_path / out, **size)
     shards = members(tmp_path / "one")
     # The JSON of a sample has some 90 bytes.
-    assert [len(one) for one in shards.values()] == ([3, 3, 1] if size.samples == 3 else [5, 2])
+    assert [len(one) for one in shards.values()] == ([3, 3, 1] if "max_samples" in size else [5, 2])
     assert sorted(os.listdir(tmp_path / "one")) == list(shards)
     digests = [
         [hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted((tmp_path / out).iterdir())]
@@ -187,15 +187,15 @@ def test_a_source_that_ends_early_leaves_nothing_and_the_corrected_call_packs_it
     images: Path, tmp_path: Path
 ):
     documents = json.dumps([llava(None, f"read {n}") for n in range(5)])
-    out, source, size = tmp_path / "out", images / "cut.json", ShardSize(samples=3)
+    out, source = tmp_path / "out", images / "cut.json"
     source.write_text(documents[:-60])
     with pytest.raises(ValueError, match=r"cut\.json cannot be read: "):
-        pack(str(source), out, size=size)
+        pack(str(source), out, max_samples=3)
     assert os.listdir(out) == []
     (out / ".packing").mkdir()  # as after a kill
     (out / ".packing" / "shard-000007.tar").write_bytes(b"half")
     source.write_text(documents)
-    assert pack(str(source), out, size=size).samples == 5
+    assert pack(str(source), out, max_samples=3).samples == 5
     assert sorted(os.listdir(out)) == ["shard-000000.tar", "shard-000001.tar"]
     table = pa.table({"conversations": [llava(None)["conversations"]] * 4})
     pq.write_table(table, images / "cut.parquet")

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.batch import sizes_in_order
-from data.index.samples import Processors
-from data.index.store import load_or_build_index
-from data.order import SampleOrder
 from data.packing import (
     Mixing,
     Sizes,
@@ -26,7 +20,6 @@ from data.packing import (
     packs_of_tokens,
     permutation,
 )
-from data.text.chat import ChatTokenizer
 
 LONGEST, MOST_ROWS = 12, 9  # of a sample
 
@@ -99,19 +92,6 @@ def test_packs_are_the_same_in_steps_of_any_size(
 
 @given(samples=SAMPLES, budget=BUDGETS)
 @settings(deadline=None)
-def test_the_oldest_sample_is_always_the_next_and_none_comes_from_beyond_the_window(
-    samples: Samples, budget: TokenBudget
-) -> None:
-    used = Used()
-    for pack in packs_of_tokens(used, 10, budget, sizes_of(samples)):
-        assert pack[0] == used.unused(1)[0]
-        assert set(pack.tolist()) <= set(used.unused(budget.window).tolist())
-        used = used.with_packs([pack])
-        assert len(used.passed_over) < budget.window
-
-
-@given(samples=SAMPLES, budget=BUDGETS)
-@settings(deadline=None)
 def test_packs_are_those_of_a_search_through_all_of_the_window(
     samples: Samples, budget: TokenBudget
 ) -> None:
@@ -142,17 +122,6 @@ def searched(window: np.ndarray, budget: TokenBudget, sizes: Sizes) -> list[int]
     while own := fitting():
         pack.append(max(own, key=lambda one: (tokens[one], -one)))
     return sorted(pack)
-
-
-def test_packs_of_long_tails_are_those_of_the_search() -> None:
-    rng = np.random.default_rng(7)
-    lengths = log_normal(rng, 800, 1.2, 8192)
-    sizes = sizes_of(list(zip(lengths.tolist(), rng.integers(0, 900, len(lengths)), strict=True)))
-    for budget in (TokenBudget(8192), TokenBudget(8192, rows=2500, window=100)):
-        used = Used()
-        for pack in packs_of_tokens(used, 30, budget, sizes):
-            assert pack.tolist() == searched(used.unused(budget.window), budget, sizes)
-            used = used.with_packs([pack])
 
 
 def test_a_sample_that_was_used_before_is_not_used_again() -> None:
@@ -198,21 +167,6 @@ def test_real_tokens_fill_98_percent_of_the_budget_on_long_tailed_lengths(kind: 
     filled = np.array([sizes(pack)[0].sum() for pack in packs]) / 8192
     assert filled.mean() >= 0.98
     assert filled.min() >= 0.9
-
-
-def test_real_tokens_fill_98_percent_of_the_budget_on_the_digits(
-    digits: Path, chat: ChatTokenizer, processors: Processors
-) -> None:
-    splits = [str(digits / f"{split}-*.tar") for split in ("train", "validation")]
-    indexes = [load_or_build_index(split, chat, processors) for split in splits]
-    order = SampleOrder([len(index) for index in indexes], [3.0, 1.0], seed=1, block=1)
-    sizes = sizes_in_order(indexes, order)
-    budget = TokenBudget(512, rows=256)
-    packs = packs_of_tokens(Used(), 100, budget, sizes)
-    found = np.array([[own.sum() for own in sizes(pack)] for pack in packs])
-    assert found[:, 0].mean() >= 0.98 * 512
-    assert (found <= [512, 256]).all()
-    assert found[:, 1].any()
 
 
 # ---------------------------------------------------------------------------------- equal loads
@@ -289,12 +243,6 @@ def test_a_source_has_its_turns_one_after_another_wherever_one_begins_to_ask(
         assert turns.tolist() == list(range(before[number], after[number]))
 
 
-def test_a_source_of_weight_zero_has_no_turn() -> None:
-    mixing = Mixing([1.0, 0.0, 3.0], 0)
-    assert set(mixing.at(np.arange(5000))[0].tolist()) == {0, 2}
-    assert mixing.counts(4000).tolist() == pytest.approx([1000, 0, 3000], abs=8)
-
-
 @pytest.mark.parametrize("lanes", [2, 4, 8])
 def test_lanes_that_take_turns_do_not_always_get_the_same_source(lanes: int) -> None:
     source, _ = Mixing([1.0] * lanes, 5).at(np.arange(256 * lanes))
@@ -343,16 +291,6 @@ def test_many_numbers_lie_as_at_random(size: int) -> None:
         assert (distance < size / 100).mean() == pytest.approx(0.0199, rel=0.15)
     # Another salt is another permutation.
     assert (permutation(size, 4).at(np.arange(size)) == numbers).mean() < 0.001
-
-
-def test_an_entry_of_a_huge_permutation_takes_no_memory_for_the_others() -> None:
-    tracemalloc.start()
-    order = permutation(10**15, 1)
-    order.at(np.arange(10**14, 10**14 + 1000))
-    order.slot_of(10**15 - 1)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 2**18
 
 
 OF_MANY = [118946132255, 522976856091, 507637573273, 168469725596]

@@ -86,25 +86,6 @@ def test_positions_equal_those_of_transformers(
     assert positions.max() + 1 == length + int(delta)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_text_goes_on_one_past_the_largest_position_before_it(data: st.DataObject):
-    side = st.integers(1, 4).map(lambda rows: rows * MERGE)
-    grids = data.draw(st.lists(st.tuples(st.just(1), side, side), max_size=4))
-    gaps = [data.draw(st.integers(1, 5)) for _ in range(len(grids) + 1)]
-    length, offsets, _ = layout(gaps, grids)
-    positions = mrope_position_ids([length], offsets, in_rows(grids))
-    is_image = np.zeros(length, dtype=bool)
-    for offset, (_, h, w) in zip(offsets, grids, strict=True):
-        is_image[offset : offset + h * w // MERGE**2] = True
-        assert positions[:, offset : offset + h * w // MERGE**2].min() == positions[0, offset]
-    highest = -1
-    for token in range(length):
-        if not is_image[token]:
-            assert (positions[:, token] == highest + 1).all()
-        highest = max(highest, positions[:, token].max())
-
-
 ITEMS = st.tuples(st.integers(0, 3), *[st.integers(1, 4)] * 3, st.sampled_from([0.5, 1.0, 2.3]))
 
 
@@ -124,23 +105,3 @@ def test_sequences_have_the_positions_that_each_has_alone(sequences: list) -> No
         grids, steps, start = grids + own_grids, steps + own_steps, start + at + rest
     together = mrope_position_ids(lengths, offsets, grids, steps)
     np.testing.assert_array_equal(together, np.concatenate(alone, axis=1))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "offsets", "grids", "reason"),
-    [
-        ([6, 10], [4], [(1, 2, 2)], r"item 0 covers the tokens 4\.\.7: need them between 0 .* 5"),
-        ([6, 10], [6, 2], [(1, 1, 2)] * 2, r"item 1 covers the tokens 2\.\.3: need .* between 8"),
-        ([20], [0, 3], [(1, 2, 2)] * 2, r"item 1 covers the tokens 3\.\.6: need them between 4"),
-        ([5], [2], [(1, 2, 2)], r"item 0 covers the tokens 2\.\.5"),
-        ([20], [0], [(0, 4, 4)], "need t, h and w of at least 1"),
-        ([20], [0], [(1, 0, 4)], "need t, h and w of at least 1"),
-        ([20], [0], [(1, 4, 0)], "need t, h and w of at least 1"),
-        ([20], [0], [], "1 item offsets but 0 grids"),
-    ],
-)
-def test_items_that_overlap_stick_out_or_have_no_rows_are_refused(
-    lengths: list[int], offsets: list[int], grids: list[tuple[int, int, int]], reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        mrope_position_ids(lengths, offsets, grids)

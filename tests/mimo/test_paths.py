@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.index.shard_index import Catalog, DamagedFileError
+from data.index.shards import find_shards
 from data.index.store import load_or_build_index
 from data.index.tar_shards import scan_shard
 from data.text.chat import ChatTokenizer
@@ -47,7 +48,7 @@ def test_a_sample_whose_name_leaves_its_folder_is_unusable(tmp_path: Path, key: 
             member = tarfile.TarInfo(name)
             member.size = 2
             tar.addfile(member, io.BytesIO(b"{}"))
-    bad, good = scan_shard(str(path), {"png"})
+    bad, good = scan_shard(*find_shards(str(path)), {"png"})
     assert "leaves the folder" in bad.problem
     assert not good.problem
 

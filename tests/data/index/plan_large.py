@@ -17,7 +17,7 @@ import numpy as np
 from data.batch import plan_microbatch
 from data.index.samples import Index
 from data.index.shard_index import write_shard_index
-from data.index.shards import ShardFile
+from data.index.shards import find_shards
 from data.index.store import index_homes, survey
 from data.order import SampleOrder
 
@@ -64,7 +64,7 @@ def write(folder: Path, num_shards: int) -> None:
         with path.open("wb") as file:
             file.truncate(n * 4096)  # of which the disk holds nothing
         index_file = home / f"{path.name}.index"
-        write_shard_index(index_file, SETTINGS, ShardFile(str(path)).shard, columns, [])
+        write_shard_index(index_file, SETTINGS, *find_shards(str(path)), columns, [])
 
 
 def open_index(folder: Path) -> Index:

@@ -135,14 +135,6 @@ def test_a_full_disk_is_warned_of_once_and_read_around(
     assert origin.asked[-1] == ("s1", 76_000, 10)  # kept blocks are used
 
 
-def test_a_folder_that_cannot_be_made_is_warned_of_once(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    origin = Origin(BlockCache(tmp_path / "file", 10**9))
-    with pytest.warns(UserWarning, match="cannot be written") as warned:
-        read_everywhere(origin)
-    assert len(warned) == 1
-
-
 def test_threads_that_want_the_same_blocks_read_the_right_bytes(tmp_path: Path):
     origin = Origin(BlockCache(tmp_path, 10**9))
     with ThreadPoolExecutor(8) as pool:

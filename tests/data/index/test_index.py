@@ -148,47 +148,6 @@ def test_one_odd_sample_is_left_out_and_the_others_are_indexed(
     assert "renders the messages before answer 1 differently" in reasons["rewritten"]
 
 
-def test_a_corrupt_image_body_is_not_read_when_indexing(index_of, ask, make_image):
-    members = {"a.json": ask(1), "a.0.png": make_image(500, 500)[:5000]}
-    index = index_of(members)
-    assert index.part(0).size == (500, 500)
-
-
-def test_wrong_numbers_of_placeholders_are_counted_and_the_first_ten_named(
-    tmp_path: Path, index_of, ask, make_image
-):
-    members: dict[str, bytes] = {"fine.json": ask(0)}
-    for number in range(12):
-        members |= {f"s{number:02}.json": ask(2), f"s{number:02}.0.png": make_image()}
-    with pytest.raises(ValueError, match="12 samples have more or fewer placeholders") as e:
-        index_of(members)
-    message = str(e.value)
-    assert f"{tmp_path}/a.tar: s00: 2 / 1" in message
-    assert "s09" in message
-    assert "s10" not in message
-    assert "and 2 more" in message
-
-
-def test_items_of_several_media_are_numbered_in_order_of_mention(
-    two_media_chat: ChatTokenizer, two_media_processors: Processors, index_of, ask, make_image
-):
-    members = {
-        "a.json": ask(["video", "image", "video"]),
-        "a.0.png": make_image(28, 28),
-        "a.1.png": make_image(28, 56),
-        "a.2.png": make_image(56, 28),
-        "text.json": ask(),
-        "b.json": ask(["image"]),
-        "b.0.png": make_image(56, 56),
-    }
-    index = index_of(members, two_media_chat, two_media_processors)
-    media = [index.media[number] for number in index.column("item_media")]
-    assert media == ["video", "image", "video", "image"]
-    assert index.column("item_start").tolist() == [0, 3, 3, 4]
-    # A video has patches of half the size, so four rows to each 28 x 28 pixels.
-    assert index.column("item_rows").tolist() == [4, 2, 8, 4]
-
-
 def test_items_of_a_modality_without_an_encoder_are_listed_with_the_known_ones(
     tmp_path: Path, chat: ChatTokenizer, index_of, ask, make_image
 ):
@@ -207,13 +166,6 @@ def test_items_of_a_modality_without_an_encoder_are_listed_with_the_known_ones(
     no_encoder = ChatTokenizer(chat.directory, {})
     with pytest.raises(ValueError, match="the encoders take none"):
         index_of(members, no_encoder, {})
-
-
-def test_a_pattern_without_shards_says_to_prepare_the_data(
-    tmp_path: Path, chat: ChatTokenizer, processors: Processors
-):
-    with pytest.raises(ValueError, match=r"no shard matches .*none-\*\.tar.*prepare the data"):
-        build_index(str(tmp_path / "none-*.tar"), chat, processors)
 
 
 def test_a_failing_file_system_is_the_cause_only_if_nothing_else_is_wrong(
@@ -235,37 +187,6 @@ def test_a_failing_file_system_is_the_cause_only_if_nothing_else_is_wrong(
     Problems().raise_any(processors)
 
 
-def test_samples_that_are_too_long_are_listed(
-    digits: Path, chat: ChatTokenizer, processors: Processors
-):
-    index = build_index(str(digits / "train-*.tar"), chat, processors)
-    longest = int(index.column("token_length").max())
-    check_sizes(index, longest, None)
-    with pytest.raises(ValueError, match=f"longer than sequence_length {longest - 1}") as e:
-        check_sizes(index, longest - 1, None)
-    assert index.key(int(index.column("token_length").argmax())) in str(e.value)
-    with pytest.raises(ValueError, match="and 86 more"):
-        check_sizes(index, 1, None)
-
-
-def test_samples_with_too_many_rows_for_a_microbatch_are_listed(
-    digits: Path, chat: ChatTokenizer, processors: Processors
-):
-    index = build_index(str(digits / "train-*.tar"), chat, processors)
-    rows = [
-        int(index.column("item_rows", np.array(index.items_of_sample(sample))).sum())
-        for sample in range(len(index))
-    ]
-    most = max(rows)
-    check_sizes(index, 10**9, None)
-    check_sizes(index, 10**9, most)
-    expected = rf"{rows.count(most)} of 96 samples have more rows than .* {most - 1}"
-    with pytest.raises(ValueError, match=expected) as e:
-        check_sizes(index, 10**9, most - 1)
-    key = index.key(rows.index(most))
-    assert f"{key}: {most} rows" in str(e.value)
-
-
 def test_tokens_that_stand_for_unknown_text_are_counted_by_sample_and_source(
     tmp_path: Path, chat: ChatTokenizer, processors: Processors, write_shard, ask, make_image
 ):
@@ -277,3 +198,21 @@ def test_tokens_that_stand_for_unknown_text_are_counted_by_sample_and_source(
     text = int(index.column("token_length").sum() - index.column("item_rows").sum())
     assert index.unknown_share == 4 / text
     assert build_index(str(tmp_path / "two.tar"), chat, processors).unknown_share > 0.05
+
+
+def test_samples_with_too_many_tokens_or_rows_are_listed(
+    digits: Path, chat: ChatTokenizer, processors: Processors
+):
+    index = build_index(str(digits / "train-*.tar"), chat, processors)
+    tokens = index.column("token_length")
+    rows = np.array([index.column("item_rows", index.items_of_sample(n)).sum() for n in range(96)])
+    check_sizes(index, int(tokens.max()), int(rows.max()))
+    for unit, sizes, limits in (
+        ("longer than sequence_length", tokens, (int(tokens.max()) - 1, None)),
+        ("more rows than rows_per_microbatch", rows, (10**9, int(rows.max()) - 1)),
+    ):
+        count = (sizes == sizes.max()).sum()
+        with pytest.raises(ValueError, match=rf"{count} of 96 samples .* {unit} {sizes.max() - 1}"):
+            check_sizes(index, *limits)
+    with pytest.raises(ValueError, match="and 86 more"):
+        check_sizes(index, 1, None)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
 from fsspec.core import url_to_fs
 
 import data.index.shards
-from data.index import remote
 from data.index.shards import Shard, ShardChangedError, ShardFile, find_shards, pattern_root
 
 
@@ -76,10 +74,9 @@ def test_missing_members_of_braces_are_named(
         find_shards(f"{root}/t-{{1..6}}.tar")
 
 
-@pytest.mark.parametrize("pattern", ["{0..999}{0..999}{0..999}.tar", "{a,b}" * 100])
-def test_braces_that_stand_for_too_many_shards_are_refused(pattern: str):
+def test_braces_that_stand_for_too_many_shards_are_refused():
     with pytest.raises(ValueError, match=r"stands for more than 1048576 shards"):
-        find_shards(pattern)
+        find_shards("{0..999}{0..999}{0..999}.tar")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_a_file_that_is_written_while_it_is_open_is_noticed(
 def test_a_file_that_became_shorter_is_noticed_at_once(tmp_path: Path):
     path = tmp_path / "a.tar"
     path.write_bytes(b"before")
-    file = ShardFile(str(path))
+    file = ShardFile(*find_shards(str(path)))
     path.write_bytes(b"be")
     with pytest.raises(ShardChangedError, match="it had 6 bytes"):
         file.read(0, 6)
@@ -163,36 +160,3 @@ def test_a_file_that_takes_the_place_of_an_open_one_is_noticed_when_it_is_opened
     assert file.read(0, 6) == b"before"
     with pytest.raises(ShardChangedError):
         ShardFile(shard)
-
-
-def test_an_object_that_is_replaced_at_its_url_is_noticed(
-    memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
-    memory.pipe("/d/a.tar", b"before")
-    (shard,) = find_shards("memory://d/*.tar")
-    file = ShardFile(shard)
-    memory.pipe("/d/a.tar", b"behind")
-    with pytest.raises(ShardChangedError):
-        ShardFile(shard)
-    memory.pipe("/d/a.tar", b"be")
-    with pytest.raises((ShardChangedError, OSError)):
-        file.read(0, 6)
-
-
-def test_an_answer_that_is_too_short_is_asked_for_again(
-    memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
-    memory.pipe("/d/a.tar", b"content")
-    file = ShardFile("memory://d/a.tar")
-    whole, cut = type(memory).cat_file, [1, 2, 3]
-
-    def cat_file(self: fsspec.AbstractFileSystem, *place: object, **ends: int) -> Any:
-        return whole(self, *place, **ends)[: cut.pop() if cut else None]
-
-    monkeypatch.setattr(type(memory), "cat_file", cat_file)
-    assert file.read(1, 5) == b"onten"
-    cut += [0] * 5
-    with pytest.raises(OSError, match=r"memory://d/a.tar: 0 bytes came instead of 5 \(tried 5"):
-        file.read(1, 5)

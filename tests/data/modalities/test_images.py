@@ -69,13 +69,6 @@ def test_rows_are_patches_over_the_square_of_the_merge_size():
     assert [processor.plan(Part(size)).num_rows for size in sizes] == [1, 2, 2, 4]
 
 
-def test_cost_grows_faster_than_the_number_of_patches():
-    processor = ImageProcessor()
-    small, large = (processor.plan(Part((side, side))).cost for side in (280, 560))
-    assert small == 400 * (400 + 7680)
-    assert 4 * small < large < 16 * small
-
-
 def test_bounds_that_nothing_can_meet_are_refused():
     with pytest.raises(ValueError, match=r"max_pixels is 5, needs to be at least min_pixels"):
         ImageProcessor(max_pixels=5)

@@ -19,13 +19,10 @@ from PIL.PngImagePlugin import PngInfo
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from data.index.reader import SampleReader
-from data.index.samples import Processors
 from data.modalities.image_files import image_size, open_image
 from data.modalities.images import ImageProcessor, SquareImageProcessor
 from data.modalities.processor import Part
-from data.text.chat import ChatTokenizer
-from tests.data.conftest import Ask, IndexOf
+from tests.data.damaged import chunk
 
 QWEN = ImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 64)
 GEMMA = SquareImageProcessor(image_size=56, patch_size=14, merge_size=1)
@@ -59,10 +56,6 @@ def sixteen_bit_colour() -> bytes:
     header = struct.pack(">IIBBBBB", 20, 10, 16, 2, 0, 0, 0)
     start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
     return start + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def exif(orientation: int) -> Image.Exif:
@@ -158,34 +151,7 @@ def test_an_odd_file_becomes_what_transformers_makes_of_it(files: dict[str, byte
     np.testing.assert_array_equal(GEMMA.wire.values(GEMMA.patches(image)), gemma(reference))
 
 
-def test_odd_files_go_through_index_and_reader(
-    files: dict[str, bytes], chat: ChatTokenizer, index_of: IndexOf, ask: Ask
-):
-    members: dict[str, bytes] = {}
-    for number, data in enumerate(files.values()):
-        members |= {f"{number:03}.json": ask(1), f"{number:03}.0.png": data}
-    processors: Processors = {"image": QWEN}
-    index = index_of(members, media=processors)
-    assert index.num_skipped == 0
-    assert len(index) == len(files)
-    reader = SampleReader(index, chat, processors)
-    for item, data in enumerate(files.values()):
-        patches = reader.patches(item)
-        np.testing.assert_array_equal(QWEN.wire.values(patches), qwen(loaded_by_transformers(data)))
-        assert len(patches) == np.prod(reader.plan(item).grid)
-
-
 def test_transformers_refuses_the_same_aspect_ratio():
     with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
         qwen(Image.new("RGB", (1, 201)))
     assert len(qwen(Image.new("RGB", (1, 200)))) == QWEN.plan(Part((1, 200))).num_rows * 4
-
-
-def test_a_sample_without_images_has_no_items(
-    chat: ChatTokenizer, processors: Processors, index_of: IndexOf, ask: Ask
-):
-    index = index_of({"plain.json": ask(0)})
-    sample = SampleReader(index, chat, processors).sample(0)
-    assert index.num_items == 0
-    assert len(sample.item_offsets) == 0
-    assert sample.loss_mask.sum() == index.column("loss_tokens", 0) > 0

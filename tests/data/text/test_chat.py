@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from data.text.chat import ChatTokenizer
 from data.text.digits import write_tokenizer
-from data.text.messages import MediaText, MessagesError, PlaceholderError, UnknownMediaError
+from data.text.messages import MediaText, MessagesError, PlaceholderError
 
 
 def user(text: str, num_images: int = 0) -> dict[str, Any]:
@@ -54,17 +53,6 @@ def test_labels_are_the_next_tokens_and_the_mask_covers_the_answer_with_its_end(
     assert learned(chat, sample.labels[sample.loss_mask == 1]) == ["7", "<|im_end|>"]
 
 
-def test_what_follows_the_end_of_an_answer_is_not_learned(chat: ChatTokenizer, tmp_path: Path):
-    # Qwen's template writes a line break behind <|im_end|>; here it is a word with a token.
-    template = (chat.directory / "chat_template.jinja").read_text()
-    longer = copy_with_template(
-        chat, tmp_path / "t", template.replace("<|im_end|>\n", "<|im_end|> then\n")
-    )
-    sample = longer.encode([user("what digit is this ?"), assistant("7")], [], "k")
-    assert learned(chat, sample.input_ids[-1:]) == ["then"]
-    assert learned(chat, sample.labels[sample.loss_mask == 1]) == ["7", "<|im_end|>"]
-
-
 def test_a_prompt_is_the_beginning_of_the_finished_conversation(chat: ChatTokenizer):
     messages = [user("what digits are these ?", 2), assistant("7 0")]
     prompt, whole = chat.encode_prompt(messages[:1], [1, 4]), chat.encode(messages, [1, 4], "k")
@@ -91,32 +79,6 @@ def test_more_or_fewer_placeholders_than_images_names_sample_and_both_counts(
         chat.encode([user("read", placeholders), assistant("1")], [1] * images, "shelf/12")
 
 
-def test_items_of_several_media_each_get_their_own_placeholder(two_media_chat: ChatTokenizer):
-    content = [{"type": "video"}, {"type": "image"}, {"type": "video"}]
-    messages = [{"role": "user", "content": content}, assistant("3")]
-    media = [one.media for one in two_media_chat.mentions(messages, "k")]
-    assert media == ["video", "image", "video"]
-    sample = two_media_chat.encode(messages, [2, 1, 3], "k")
-    image, video = (two_media_chat.placeholder_ids[media] for media in ("image", "video"))
-    kinds = sample.input_ids[np.isin(sample.input_ids, [image, video])]
-    assert kinds.tolist() == [video, video, image, video, video, video]
-    assert sample.input_ids[sample.item_offsets].tolist() == [video, image, video]
-
-
-def test_a_media_without_placeholder_names_the_sample_and_the_known_ones(chat: ChatTokenizer):
-    messages = [{"role": "user", "content": [{"type": "video"}]}, assistant("3")]
-    with pytest.raises(UnknownMediaError, match=r"'k' has .* 'video', .* encoders for image only"):
-        chat.encode(messages, [1], "k")
-
-
-def test_a_template_that_writes_the_placeholder_of_another_media_is_refused(chat: ChatTokenizer):
-    swapped = ChatTokenizer(
-        chat.directory, {"image": MediaText("<|video_pad|>"), "video": MediaText("<|image_pad|>")}
-    )
-    with pytest.raises(MessagesError, match=r"'k': .* does not write the placeholders .* items"):
-        swapped.encode([user("read", 1), assistant("1")], [1], "k")
-
-
 @pytest.mark.parametrize(
     "messages",
     [
@@ -141,14 +103,6 @@ def test_malformed_messages_name_the_sample_and_show_the_right_form(
 def test_a_conversation_that_begins_with_an_answer_is_refused(chat: ChatTokenizer):
     with pytest.raises(MessagesError, match="sample 'k': begins with an answer"):
         chat.encode([assistant("7"), user("write 3 .")], [], "k")
-
-
-def test_a_template_that_refuses_the_messages_says_why(chat: ChatTokenizer, tmp_path: Path):
-    strict = copy_with_template(
-        chat, tmp_path / "t", "{{ raise_exception('roles must alternate') }}"
-    )
-    with pytest.raises(MessagesError, match=r"sample 'k': .*roles must alternate"):
-        strict.encode([user("read")], [], "k")
 
 
 def test_a_tokenizer_without_the_placeholder_is_refused(chat: ChatTokenizer):
@@ -182,14 +136,6 @@ def test_a_tokenizer_that_leaves_ids_out_needs_room_for_its_highest(
     assert gaps.vocab_size == chat.vocab_size + 40
 
 
-def test_special_tokens_and_sizes_come_from_the_tokenizer(chat: ChatTokenizer):
-    vocabulary = json.loads((chat.directory / "tokenizer.json").read_text())["model"]["vocab"]
-    assert chat.vocab_size == 1 + max(vocabulary.values())
-    assert chat.eos_token_id == vocabulary["<|im_end|>"]
-    assert chat.pad_token_id == vocabulary["<|endoftext|>"]
-    assert chat.placeholder_ids["image"] == vocabulary["<|image_pad|>"]
-
-
 def test_the_fingerprint_follows_the_template_and_not_the_folder(
     chat: ChatTokenizer, tmp_path: Path
 ):
@@ -199,16 +145,6 @@ def test_the_fingerprint_follows_the_template_and_not_the_folder(
     assert same.fingerprint() == chat.fingerprint() != other.fingerprint()
     more = ChatTokenizer(chat.directory, {**chat.media_text, "video": MediaText("<|video_pad|>")})
     assert more.fingerprint() != chat.fingerprint()
-
-
-def test_threads_can_encode_at_the_same_time(chat: ChatTokenizer):
-    def encode(rows: int) -> int:
-        sample = chat.encode([user("read the digit .", 1), assistant("1")], [rows], "k")
-        return len(sample.input_ids)
-
-    with ThreadPoolExecutor(4) as pool:
-        lengths = list(pool.map(encode, range(1, 101)))
-    assert np.diff(lengths).tolist() == [1] * 99
 
 
 def test_a_written_tokenizer_has_the_placeholders_it_is_given(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.index.reader import SampleReader
 from data.modalities.images import ImageProcessor
 from data.modalities.videos import VideoProcessor
 from data.text.messages import MediaText
@@ -87,8 +88,8 @@ def test_shards_at_a_url_give_the_samples_of_those_in_a_folder(path: Path) -> No
 
 
 def opened_before_the_change(dataset: Dataset) -> None:
-    dataset.readers[0].close()
-    dataset.readers[0].messages(0)
+    reader = dataset.readers[0]
+    SampleReader(reader.index, reader.chat, reader.processors).messages(0)
 
 
 def opened(path: Path, *overrides: str) -> Dataset:
