@@ -6,10 +6,14 @@ A thread plans steps and hands out the work. Nothing of models or layouts is kno
 from __future__ import annotations
 
 import errno
+import logging
+import os
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,13 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decoding import DecodeExecutor, Decoding, Task
+from data.decoding import Decoding, Task, Worker, WorkerPool
 from data.index.reader import SampleReader, UnreadableSample
 from data.index.samples import SkippedSample
 from data.packing import Used
 from data.text.chat import EncodedSample
-from data.worker_process import TEXT, read_arrays
+from data.worker_process import TEXT, decode, read_arrays, write_arrays
 
+logger = logging.getLogger(__name__)
+
+_TRIES = 2  # of a text or item whose worker ends
 _MOST_STEPS_AHEAD = 8  # beyond the next, however small they are
 _POLL_SECONDS = 0.005  # between two looks for a file of another rank
 
@@ -110,9 +117,8 @@ class StepLoader:
         self._prefix = str(decoding.num_loaders)
         decoding.num_loaders += 1
         self._next, self._last = first_step, last_step
-        self._num_left = last_step - first_step
-        # Guards the steps, their bytes and the error. The thread adds steps and `next` removes
-        # them, so the thread iterates over copies of the list.
+        # Guards what follows. The thread adds steps and `next` removes them, so the thread iterates
+        # over copies of the list.
         self._changed = threading.Condition()
         self._wake = threading.Event()  # the thread
         self._steps: deque[_Loading] = deque()
@@ -120,14 +126,16 @@ class StepLoader:
         self._error: BaseException | None = None
         self._asked: float | None = None  # when the waiting `next` began
         self._closing = False
-        self._executor = DecodeExecutor(decoding, self._keep, self._fail)
+        # A thread for each worker, or one that decodes itself.
+        pool = decoding.pool
+        self._threads = ThreadPoolExecutor(1 if pool is None else pool.size, "decode")
+        self._own = threading.local()  # worker: of such a thread
+        self._workers = set[Worker]()
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
     def next(self) -> LoadedStep:
         """Return the next step; wait for it if needed. Raises what its reading raised."""
-        assert self._num_left, "no steps are left to load"
-        self._num_left -= 1
         with self._changed:
             self._asked = time.monotonic()
             self._changed.wait_for(lambda: self._is_complete() or self._error is not None)
@@ -157,7 +165,7 @@ class StepLoader:
                 if step := self._step_to_read():
                     task = step.todo.popleft()
                     self._count_bytes(step, task.num_bytes)
-                    self._executor.submit(task)
+                    self._threads.submit(self._decode_and_keep, task)
                 self._fetch()
                 if step is None:
                     awaits = any(step.awaited for step in list(self._steps))
@@ -165,7 +173,17 @@ class StepLoader:
         except Exception as error:
             self._fail(error)
         finally:
-            self._executor.close()
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        with self._changed:
+            self._closing = True
+            for worker in self._workers:
+                os.kill(worker.pid, signal.SIGKILL)
+        self._threads.shutdown(cancel_futures=True)
+        if self.decoding.pool is not None:
+            for worker in self._workers:
+                self.decoding.pool.kill(worker)
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -262,3 +280,68 @@ class StepLoader:
         with self._changed:
             step.num_bytes += num_bytes
             self._num_bytes += num_bytes
+
+    # ------------------------------------------------------------------ threads that decode
+
+    def _decode_and_keep(self, task: Task) -> None:
+        try:
+            self._keep(task, self._decode(task))
+        except Exception as error:
+            if not self._closing:
+                self._fail(error)
+
+    def _decode(self, task: Task) -> list[np.ndarray] | UnreadableSample:
+        try:
+            if self.decoding.pool is not None:
+                return self._decode_in_worker(self.decoding.pool, task)
+            arrays = decode(task.reader, task.kind, task.address)
+        except UnreadableSample as error:
+            if task.shared:
+                write_arrays(task.path, ())  # the others must not wait for it
+            return error.with_traceback(None)  # its frames hold the sample's data
+        if task.shared:
+            write_arrays(task.path, arrays)
+        return arrays
+
+    def _decode_in_worker(self, pool: WorkerPool, task: Task) -> list[np.ndarray]:
+        """Retry a task whose worker ends; after the second end it is unreadable."""
+        limit, ends = self.decoding.worker_seconds, list[str]()
+        question = (self.decoding.readers.index(task.reader), task.kind, task.address, task.path)
+        while True:
+            worker, is_late = self._worker(pool), False
+            try:
+                worker.pipe.send(question)
+                is_late = not worker.pipe.poll(limit)
+                if not is_late:
+                    error = worker.pipe.recv()
+                    break
+            except (EOFError, OSError):  # it has ended
+                pass
+            with self._changed:
+                if self._closing:
+                    raise CancelledError
+                self._workers.remove(worker)
+            del self._own.worker
+            how = pool.kill(worker)
+            ends.append(f"did not answer for {limit:g} s and was ended" if is_late else how)
+            if len(ends) == _TRIES:
+                raise task.error(f"{len(ends)} workers ended over it: one {', one '.join(ends)}")
+            again = task.error("again")
+            logger.warning("a decode worker %s; another one tries: %s", ends[-1], again)
+        if error is not None:
+            raise error
+        arrays = read_arrays(task.path)
+        if not task.shared:
+            task.path.unlink()
+        return arrays
+
+    def _worker(self, pool: WorkerPool) -> Worker:
+        """Return the worker of this thread."""
+        if not hasattr(self._own, "worker"):
+            worker = pool.start()
+            with self._changed:
+                self._workers.add(worker)
+                if self._closing:
+                    raise CancelledError
+            self._own.worker = worker
+        return self._own.worker

@@ -168,7 +168,9 @@ def pack(
     from webdataset.writer import ShardWriter  # late: it imports torch
 
     files, folder = find_files(source)
-    media = MediaFolder(folder if media_root is None else media_root)
+    root = os.path.realpath(folder if media_root is None else media_root)
+    if not os.path.isdir(root):
+        raise ValueError(f"the media root {media_root} is no folder: correct --media-root")
     out.mkdir(parents=True, exist_ok=True)
     if not overwrite and {path.name for path in out.iterdir()} - {BAD_SAMPLES, _UNFINISHED}:
         raise ValueError(f"{out} is not empty: give another folder, or --overwrite")
@@ -182,7 +184,7 @@ def pack(
         for number, file in enumerate(files):
             for row in read_rows(file):
                 try:
-                    sample = _sample(row, f"{rows:09d}", media)
+                    sample = _sample(row, f"{rows:09d}", root)
                 except (ValueError, TypeError, RecursionError) as error:
                     _list_bad(folder, row, str(error), packed)
                 else:
@@ -239,7 +241,7 @@ def _list_bad(out: Path, row: Row, reason: str, packed: Packed) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
+def _sample(row: Row, key: str, root: str) -> dict[str, str | bytes]:
     """Convert a row for the tar writer. Raises ValueError, RecursionError, TypeError."""
     if row.problem:
         raise ValueError(row.problem)
@@ -256,7 +258,7 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
     sample: dict[str, str | bytes] = {"__key__": key}
     for number, (kind, file) in enumerate(zip(kinds, chat.files, strict=True)):
         try:
-            suffix, data = media.read(kind, file)
+            suffix, data = _read_file(root, kind, file)
         except ValueError as error:
             raise ValueError(f"file {number}: {error}") from error
         sample[f"{number}.{suffix}"] = data
@@ -267,48 +269,37 @@ def _sample(row: Row, key: str, media: MediaFolder) -> dict[str, str | bytes]:
     return sample
 
 
-class MediaFolder:
-    """The folder of the files that rows name; nothing outside of it is read."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self._real = root, os.path.realpath(root)
-        if not os.path.isdir(self._real):
-            raise ValueError(f"the media root {root} is no folder: correct --media-root")
-
-    def read(self, kind: str, value: Any) -> tuple[str, bytes]:
-        """Return suffix and bytes of a file that a row names or contains. Raises ValueError."""
-        if isinstance(value, Mapping):  # Hugging Face's: {"bytes": ..., "path": ...}
-            value = value.get("path") if value.get("bytes") is None else value["bytes"]
-        if isinstance(value, Embedded):
-            if len(value.data) > _MAX_FILE * 4 // 3:
-                raise ValueError(f"has more than {_MAX_FILE >> 20} MiB")
-            try:
-                value = base64.b64decode(value.data, validate=True)
-            except ValueError as error:
-                raise ValueError(f"is not Base64: {error}") from error
-        data = value if isinstance(value, bytes) else self._of_path(value)
-        if len(data) > _MAX_FILE:
-            raise ValueError(f"has more than {_MAX_FILE >> 20} MiB")
-        AudioClips().probe(io.BytesIO(data)) if kind == "audio" else image_size(data)
-        suffixes = (name for start, name in _KINDS.items() if re.match(start, data, re.DOTALL))
-        return next(suffixes), data
-
-    def _of_path(self, name: object) -> bytes:
-        if not isinstance(name, str) or not name:
-            raise ValueError("the row does not say which file it is")
-        if re.match(r"[a-z][a-z0-9+.-]*://", name, re.IGNORECASE):
-            raise ValueError(
-                f"{name[:200]!r} is a URL: nothing is downloaded; fetch the files first"
-            )
-        path = os.path.realpath(os.path.join(self._real, name))
-        if os.path.commonpath([path, self._real]) != self._real:
-            raise ValueError(f"{name!r} is outside of the media root: need a path inside of it")
-        if not os.path.isfile(path):
-            raise ValueError(
-                f"{name!r} is no file in {self.root}; --media-root names the folder of the files"
-            )
+def _read_file(root: str, kind: str, value: Any) -> tuple[str, bytes]:
+    """Return suffix and bytes of a file that a row names or contains. Raises ValueError."""
+    if isinstance(value, Mapping):  # Hugging Face's: {"bytes": ..., "path": ...}
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, Embedded):
         try:
-            with open(path, "rb") as file:
-                return file.read(_MAX_FILE + 1)
-        except OSError as error:
-            raise ValueError(f"{name!r} cannot be read: {error}") from error
+            value = base64.b64decode(value.data, validate=True)
+        except ValueError as error:
+            raise ValueError(f"is not Base64: {error}") from error
+    data = value if isinstance(value, bytes) else _read_path(root, value)
+    if len(data) > _MAX_FILE:
+        raise ValueError(f"has more than {_MAX_FILE >> 20} MiB")
+    AudioClips().probe(io.BytesIO(data)) if kind == "audio" else image_size(data)
+    suffixes = (name for start, name in _KINDS.items() if re.match(start, data, re.DOTALL))
+    return next(suffixes), data
+
+
+def _read_path(root: str, name: object) -> bytes:
+    if not isinstance(name, str) or not name:
+        raise ValueError("the row does not say which file it is")
+    if re.match(r"[a-z][a-z0-9+.-]*://", name, re.IGNORECASE):
+        raise ValueError(f"{name[:200]!r} is a URL: nothing is downloaded; fetch the files first")
+    path = os.path.realpath(os.path.join(root, name))
+    if os.path.commonpath([path, root]) != root:
+        raise ValueError(f"{name!r} is outside of the media root: need a path inside of it")
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"{name!r} is no file in {root}; --media-root names the folder of the files"
+        )
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MAX_FILE + 1)
+    except OSError as error:
+        raise ValueError(f"{name!r} cannot be read: {error}") from error

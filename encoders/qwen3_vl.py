@@ -90,8 +90,8 @@ class Settings(QwenSettings):
             return images
         return TimedVideoProcessor.like(
             images,
-            self.video_min_pixels or self.min_pixels,
-            self.video_max_pixels or self.max_pixels,
+            min_pixels=self.video_min_pixels or self.min_pixels,
+            max_pixels=self.video_max_pixels or self.max_pixels,
         )
 
     def products(self, output_size: int) -> list[Product]:

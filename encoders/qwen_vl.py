@@ -111,9 +111,9 @@ class Settings(QwenSettings):
             return images
         return VideoProcessor.like(
             images,
-            self.video_min_pixels or self.min_pixels,
-            self.video_max_pixels or self.max_pixels,
-            self.tokens_per_second,
+            min_pixels=self.video_min_pixels or self.min_pixels,
+            max_pixels=self.video_max_pixels or self.max_pixels,
+            tokens_per_second=self.tokens_per_second,
         )
 
     def products(self, output_size: int) -> list[Product]:

@@ -15,14 +15,13 @@ from data.index.shard_index import COLUMNS, write_shard_index
 from data.index.shards import Shard, ShardChangedError, ShardFile, ShardStream
 from data.index.tar_shards import RawSample, TarMember, scan_shard
 from data.modalities.processor import Media, Part, PartPlan, ProcessorError
-from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
+from data.text.chat import ChatTokenizer, ItemRows
 from data.text.forms import parse_messages
 from data.text.messages import Mention, PlaceholderError, UnknownMediaError
 
 Progress = Callable[[int, int], None]
 
 _PROGRESS_EVERY = 256  # samples
-_NAMED = 10  # samples of a kind of problem that are kept by name
 
 
 @dataclass(frozen=True)
@@ -38,28 +37,25 @@ class IndexTask:
 class Problems:
     """Problems that kept shards from being indexed."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # by kind
-    lines: dict[str, list[str]] = field(default_factory=dict)  # the first ones of each kind
+    lines: dict[str, list[str]] = field(default_factory=dict)  # by kind
     causes: list[OSError] = field(default_factory=list)  # one for each shard not readable
 
     def add(self, kind: str, line: str, cause: BaseException | None = None) -> None:
         """Add one problem."""
-        causes = [cause] if isinstance(cause, OSError) else []
-        self.merge(Problems({kind: 1}, {kind: [line]}, causes))
+        self.merge(Problems({kind: [line]}, [cause] if isinstance(cause, OSError) else []))
 
     def merge(self, other: Problems) -> None:
         """Add the problems of other shards."""
-        for kind, count in other.counts.items():
-            self.counts[kind] = self.counts.get(kind, 0) + count
-            self.lines[kind] = (self.lines.get(kind, []) + other.lines[kind])[:_NAMED]
-        self.causes = [*self.causes, *other.causes]
+        for kind, lines in other.lines.items():
+            self.lines.setdefault(kind, []).extend(lines)
+        self.causes += other.causes
 
     def raise_any(self, processors: Processors) -> None:
         """Raise ValueError if there are any problems, from their OSError if all have the same."""
-        if not self.counts:
+        if not self.lines:
             return
         alike = len({error.errno for error in self.causes}) == 1
-        alike = alike and len(self.causes) == sum(self.counts.values())
+        alike = alike and len(self.causes) == sum(map(len, self.lines.values()))
         raise ValueError(self._text(processors)) from self.causes[0] if alike else None
 
     def _text(self, processors: Processors) -> str:
@@ -87,12 +83,12 @@ class Problems:
             ),
         }
         texts = [
-            f"{self.counts[kind]} {what}:\n  {listed(self.lines[kind], self.counts[kind])}\n{fix}"
+            f"{len(self.lines[kind])} {what}:\n  {listed(self.lines[kind])}\n{fix}"
             for kind, (what, fix) in remedies.items()
-            if kind in self.counts
+            if kind in self.lines
         ]
-        if "shard" in self.counts:
-            texts.append(listed(self.lines["shard"], self.counts["shard"]))
+        if "shard" in self.lines:
+            texts.append(listed(self.lines["shard"]))
         return "\n".join(texts)
 
 
@@ -184,7 +180,7 @@ def index_shard(
     except (ValueError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         problems.add("shard", str(error), cause)
-    if not problems.counts:
+    if not problems.lines:
         arrays = {name: np.array(values) for name, values in columns.items()}
         arrays["keys"] = np.frombuffer(bytes(keys), np.uint8)
         write_shard_index(task.file, task.settings, task.shard, arrays, skipped)
@@ -234,7 +230,7 @@ def _read_sample(
         rows += plan.rows_of_items
         first += mention.frames
     encoded = chat.encode(messages, rows, raw.key, texts)
-    loss_tokens = count_loss_tokens(encoded)
+    loss_tokens = int(np.count_nonzero(encoded.loss_mask))
     if loss_tokens == 0:
         roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
         raise ValueError(
@@ -280,8 +276,3 @@ def _read_part(
 def _short(text: str) -> str:
     """Make a text from a sample printable and at most 1000 characters long."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:1000])
-
-
-def count_loss_tokens(sample: EncodedSample) -> int:
-    """Tokens of a sample that the loss counts."""
-    return int(np.count_nonzero(sample.loss_mask))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from data.index.build import count_loss_tokens
 from data.index.remote import BlockCache, is_remote
 from data.index.samples import Index, Processors, SkippedSample
 from data.index.shards import ShardFile
@@ -85,7 +84,7 @@ class SampleReader:
         except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
         offsets = encoded.item_offsets.tolist()
-        actual = len(encoded.input_ids), count_loss_tokens(encoded), offsets
+        actual = len(encoded.input_ids), np.count_nonzero(encoded.loss_mask), offsets
         expected = (
             int(index.column("token_length", sample)),
             int(index.column("loss_tokens", sample)),

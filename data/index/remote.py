@@ -42,10 +42,6 @@ _VERSIONS = (
 )
 
 
-class ChangedError(OSError):
-    """The server has another version of the file."""
-
-
 def is_remote(path: str) -> bool:
     """Whether a path is a URL."""
     return "://" in path
@@ -76,17 +72,12 @@ def describe(url: str) -> State:
     return _retried(url, ask)
 
 
-def read(url: str, version: str, offset: int, size: int) -> bytes:
-    """Return bytes [offset, offset + size). Raises ChangedError for another version, OSError."""
+def read(url: str, offset: int, size: int) -> bytes:
+    """Return bytes [offset, offset + size). Raises OSError with the URL."""
 
     def ask() -> bytes:
         system, path = url_to_fs(url)
-        options = _limit(system, size)
-        is_etag = version and "GMT" not in version and not version.startswith("W/")
-        if is_etag and url.startswith("http"):
-            headers = {"If-Match": f'"{version}"', "Accept-Encoding": "identity"}
-            options["headers"] = {**system.kwargs.get("headers", {}), **headers}
-        data = system.cat_file(path, start=offset, end=offset + size, **options)
+        data = system.cat_file(path, start=offset, end=offset + size, **_limit(system, size))
         if len(data) > size:
             raise ValueError(f"{len(data)} bytes came instead of {size}: need ranged reads")
         if len(data) < size:
@@ -143,27 +134,18 @@ def _retried[Answer](url: str, request: Callable[[], Answer]) -> Answer:
             return request()
         except Exception as raised:  # any type, from the package of any protocol
             # fsspec's HTTP calls every failure to describe a file a missing file.
-            is_missing = isinstance(raised, FileNotFoundError)
-            error = raised.__cause__ if is_missing and raised.__cause__ else raised
+            cause = raised.__cause__ if isinstance(raised, FileNotFoundError) else None
+            error = cause or raised
             status = getattr(error, "status", None)
-            if status == 412:
-                raise ChangedError(f"{url}: the server has another version") from None
             reason = _reason(error)
             if status is None:
                 final = isinstance(error, _PERMANENT)
             else:
                 final = status < 500 and status not in _RETRIED_STATUS
             if final:
-                raise _kind(error, status)(f"{url}: {reason}") from None
+                is_missing = isinstance(error, FileNotFoundError) or status in (404, 410)
+                raise (FileNotFoundError if is_missing else OSError)(f"{url}: {reason}") from None
     raise OSError(f"{url}: {reason} (tried {_TRIES} times)")
-
-
-def _kind(error: BaseException, status: int | None) -> type[OSError]:
-    if status in (404, 410):
-        return FileNotFoundError
-    if status in (401, 403, 407):
-        return PermissionError
-    return type(error) if status is None and isinstance(error, OSError) else OSError
 
 
 def _reason(error: BaseException) -> str:
@@ -193,8 +175,7 @@ _LOOKS = 100  # at the size of the cache, while as many bytes as its limit are w
 
 def default_cache_directory() -> Path:
     """The folder of caches unless the recipe names one."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "mimo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimo"
 
 
 class BlockCache:

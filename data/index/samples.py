@@ -90,7 +90,7 @@ class Index:
 
         numbers: any shape, which the result also has: int64, or float64 for `item_fps`. name: of
         `shard_index.COLUMNS`, or `shard` (n,), the shard of a sample; `item_start` has one entry
-        more than samples. Raises IndexError, DamagedFileError.
+        more than samples. Raises DamagedFileError.
         """
         of = "samples" if name == "shard" else COLUMNS[name]
         starts = self._starts[of]
@@ -99,8 +99,7 @@ class Index:
             numbers = np.arange(*numbers.indices(total))
         numbers = np.asarray(numbers, np.int64)
         asked = numbers.reshape(-1)
-        if len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < total:
-            raise IndexError(f"{name} has {total} entries; asked for {asked.min()}..{asked.max()}")
+        assert not len(asked) or 0 <= asked.min() <= asked.max() < total, f"{name} has {total}"
         entries = np.empty(len(asked), np.float64 if name == "item_fps" else np.int64)
         inside = asked < starts[-1]  # all but the end of item_start
         entries[~inside] = self.num_items
@@ -321,7 +320,8 @@ def worst_shards(by_shard: Counter[str]) -> str:
     return f"the worst shards: {', '.join(worst)}"
 
 
-def listed(lines: list[str], total: int) -> str:
+def listed(lines: list[str], total: int | None = None) -> str:
     """Join the first ten of ``total`` lines about bad samples, with the number of the others."""
+    total = len(lines) if total is None else total
     more = [f"... and {total - _SHOWN} more"] if total > _SHOWN else []
     return "\n  ".join([*lines[:_SHOWN], *more])

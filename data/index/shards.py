@@ -9,10 +9,11 @@ import glob
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from braceexpand import braceexpand
@@ -81,21 +82,17 @@ def first_three(names: Sequence[str]) -> str:
 def _find_local(patterns: Sequence[str]) -> list[tuple[str, remote.State | None]]:
     result: list[tuple[str, remote.State | None]] = []
     for pattern in patterns:
+        before = len(result)
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        shards = [*_states(paths)]
-        if not shards:
+        for path in paths:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = os.stat(path)
+                if stat.S_ISREG(status.st_mode):
+                    result.append((path, _state(status)))
+        if len(result) == before:
             _raise_if_sick(pattern)
-        result += shards or [(pattern, None)]
+            result.append((pattern, None))
     return result
-
-
-def _states(paths: Iterable[str]) -> Iterator[tuple[str, remote.State]]:
-    """Yield path and state of the files. Raises OSError for a path that cannot be examined."""
-    for path in paths:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            status = os.stat(path)
-            if stat.S_ISREG(status.st_mode):
-                yield path, _state(status)
 
 
 def _raise_if_sick(pattern: str) -> None:
@@ -151,26 +148,18 @@ class ShardFile:
                 data += more
         elif self._cache is not None and self.shard.version:
             name = f"{self.path}\0{self.shard.version}"
-            data = self._cache.read(name, self.shard.size, offset, size, self._read_url)
+            fetch = partial(remote.read, self.path)
+            data = self._cache.read(name, self.shard.size, offset, size, fetch)
         else:
-            data = self._read_url(offset, size)
+            data = remote.read(self.path, offset, size)
         if len(data) < size:
             self.check()
         return data
 
     def check(self) -> None:
         """Raise ShardChangedError if the shard has changed; OSError if that is unknown."""
-        self._compare(self._state())
-
-    def _check_now_and_then(self) -> None:
-        # Not for every sample: checking a remote shard is a request.
-        if time.monotonic() < self._check_at:
-            return
-        self._check_at = time.monotonic() + self._pause
-        with suppress(OSError):  # after an outage, the read itself fails
-            self.check()
-
-    def _compare(self, now: remote.State) -> None:
+        is_local = self._file >= 0
+        now = _state(os.fstat(self._file)) if is_local else remote.describe(self.path)
         if now != (self.shard.size, self.shard.version):
             raise ShardChangedError(
                 f"the shard {self.path} has changed since it was indexed: it had "
@@ -179,15 +168,13 @@ class ShardFile:
                 "start again, and leave shards alone while a run reads them"
             )
 
-    def _state(self) -> remote.State:
-        return remote.describe(self.path) if self._file < 0 else _state(os.fstat(self._file))
-
-    def _read_url(self, offset: int, size: int) -> bytes:
-        try:
-            return remote.read(self.path, self.shard.version, offset, size)
-        except remote.ChangedError:
+    def _check_now_and_then(self) -> None:
+        # Not for every sample: checking a remote shard is a request.
+        if time.monotonic() < self._check_at:
+            return
+        self._check_at = time.monotonic() + self._pause
+        with suppress(OSError):  # after an outage, the read itself fails
             self.check()
-            raise
 
     def stream(self) -> ShardStream:
         """The shard as a file with a position."""

@@ -11,6 +11,7 @@ import re
 import tarfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from data.index.shards import Shard, ShardFile
@@ -108,21 +109,15 @@ def _add_member(
         sample.items[int(item[1])] = member
 
 
-class _Headers:
-    """A file that refuses to read more at a time than a header may have."""
-
-    def __init__(self, file: Any) -> None:
-        self.seek, self.tell, self._read = file.seek, file.tell, file.read
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MAX_HEADER:
-            raise TarError(f"a header of {size} bytes, at most {_MAX_HEADER} are allowed")
-        return self._read(size)
-
-
 def tar_members(file: Any) -> Iterator[TarMember]:
     """Yield the members in order, in bounded memory. Raises TarError, also without an end mark."""
-    headers: Any = _Headers(file)
+
+    def read(size: int) -> bytes:
+        if not 0 <= size <= _MAX_HEADER:
+            raise TarError(f"a header of {size} bytes, at most {_MAX_HEADER} are allowed")
+        return file.read(size)
+
+    headers: Any = SimpleNamespace(seek=file.seek, tell=file.tell, read=read)
     try:
         with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8") as tar:
             while (member := tar.next()) is not None:
@@ -130,8 +125,8 @@ def tar_members(file: Any) -> Iterator[TarMember]:
                 if tar.offset < member.offset_data:
                     raise TarError(f"a negative size at byte {member.offset}")
                 yield TarMember(member.name, member.offset_data, member.size, _problem(member))
-            headers.seek(tar.offset)
-        if headers.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            file.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise TarError(f"neither a header nor an end mark at byte {tar.offset}")
     except (TarError, OSError):
         raise

@@ -244,7 +244,7 @@ class PanAndScan:
     min_ratio: float = 1.2
 
     def crops(self, width: int, height: int) -> list[Box]:
-        """The crops of an image, from its start on; none if it is not long. Raises ValueError."""
+        """The crops of an image, from its start on; none if it is not long."""
         long, short = max(width, height), min(width, height)
         if long / short < self.min_ratio:
             return []
@@ -253,13 +253,7 @@ class PanAndScan:
         step = math.ceil(long / count)
         if min(step, short) < self.min_crop_size:
             return []
-        starts = [step * number for number in range(count)]
-        if starts[-1] >= long:
-            raise ValueError(
-                f"image of {width} x {height} pixels: {count} crops of {step} pixels leave "
-                "nothing for the last one; raise pan_and_scan_min_crop_size"
-            )
-        spans = [(start, min(start + step, long)) for start in starts]
+        spans = [(start, min(start + step, long)) for start in range(0, long, step)]
         if width >= height:
             return [(start, 0, end, height) for start, end in spans]
         return [(0, start, width, end) for start, end in spans]

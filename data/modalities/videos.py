@@ -39,19 +39,10 @@ class VideoProcessor(ImageProcessor):
     KIND: ClassVar[str] = "qwen2_vl-video-1"
 
     @classmethod
-    def like(
-        cls,
-        images: ImageProcessor,
-        min_pixels: int,
-        max_pixels: int,
-        tokens_per_second: float = 2.0,
-    ) -> Self:
-        """Return a processor that cuts and normalises like ``images``, of the same tower."""
-        fields: dict[str, Any] = vars(images) | {
-            "min_pixels": min_pixels,
-            "max_pixels": max_pixels,
-        }
-        return cls(**fields | {"jpeg_draft": False, "tokens_per_second": tokens_per_second})
+    def like(cls, images: ImageProcessor, **limits: float) -> Self:
+        """Return a processor that cuts and normalises like ``images``, within other limits."""
+        fields: dict[str, Any] = vars(images) | {"jpeg_draft": False} | limits
+        return cls(**fields)
 
     @property
     def wire(self) -> WireForm:

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # Spaces around punctuation, so that decoding, which joins words by spaces, gives the text back.
-_ASK_ONE = (
+ASK_ONE = (
     "what digit is this ?",
     "which digit do you see ?",
     "read the digit .",
     "what number is in the image ?",
 )
-_ASK_MANY = (
+ASK_MANY = (
     "what digits are these ?",
     "which digits do you see ?",
     "read the digits in order .",
     "what numbers are in the images ?",
 )
-_ASK_COUNTED = (
+ASK_COUNTED = (
     "there are {count} images . read the digits .",
     "read all {count} digits in order .",
     "what are the {count} numbers ?",
 )
-_ASK_NEXT = ("what comes after {a} ?", "which digit follows {a} ?")
-_ASK_PREVIOUS = ("what comes before {a} ?",)
-_ASK_COPY = ("write {list} .", "repeat {list} in order .")
+ASK_NEXT = ("what comes after {a} ?", "which digit follows {a} ?")
+ASK_PREVIOUS = ("what comes before {a} ?",)
+ASK_COPY = ("write {list} .", "repeat {list} in order .")
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -76,33 +75,6 @@ def chat_template(placeholders: Mapping[str, str] = PLACEHOLDERS) -> str:
     return _TEMPLATE.replace("MEDIA", "".join(branches))
 
 
-def image_conversation(digits: Sequence[int], rng: random.Random) -> list[dict[str, Any]]:
-    """Images of these digits, then a question; the answer names them in order."""
-    plain = _ASK_ONE if len(digits) == 1 else _ASK_MANY
-    counted = len(digits) > 1 and rng.random() < 0.4
-    question = rng.choice(_ASK_COUNTED if counted else plain).format(count=len(digits))
-    return conversation(["image"] * len(digits), question, spaced(digits))
-
-
-def text_conversation(rng: random.Random) -> list[dict[str, Any]]:
-    """A question without any image, about counting or copying digits."""
-    kind = rng.randrange(3)
-    if kind == 0:
-        digit = rng.randrange(9)
-        return conversation([], rng.choice(_ASK_NEXT).format(a=digit), str(digit + 1))
-    if kind == 1:
-        digit = rng.randrange(1, 10)
-        return conversation([], rng.choice(_ASK_PREVIOUS).format(a=digit), str(digit - 1))
-    digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
-    question = rng.choice(_ASK_COPY).format(list=" then ".join(map(str, digits)))
-    return conversation([], question, spaced(digits))
-
-
-def spaced(digits: Sequence[int]) -> str:
-    """Join digits as an answer names them."""
-    return " ".join(map(str, digits))
-
-
 def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[str, Any]]:
     """Return chat messages: items of these modalities with a question, and its answer."""
     content = [{"type": media} for media in items] + [{"type": "text", "text": question}]
@@ -145,6 +117,6 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
 
 def words() -> list[str]:
     """All words of the questions and of the roles, punctuation included, sorted."""
-    questions = (*_ASK_ONE, *_ASK_MANY, *_ASK_COUNTED, *_ASK_NEXT, *_ASK_PREVIOUS, *_ASK_COPY)
+    questions = (*ASK_ONE, *ASK_MANY, *ASK_COUNTED, *ASK_NEXT, *ASK_PREVIOUS, *ASK_COPY)
     texts = " ".join((*questions, "system user assistant then"))
     return sorted({word for word in texts.split() if not word.startswith("{")})

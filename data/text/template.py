@@ -68,6 +68,10 @@ class SpecialTokens:
         marked = [_MARK_OF_TOKEN + token for token in needed]
         self._needed_ids = [self._ids[name] for name in marked if name in self._ids]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._tokenizer.encode_special_tokens = True  # which a pickle does not carry
+
     def as_text(self, value: Any) -> Any:
         """Mark all texts in messages that look like special tokens. Raises ValueError."""
         if isinstance(value, str):

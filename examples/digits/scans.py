@@ -18,7 +18,8 @@ import numpy as np
 from PIL import Image
 
 from data.modalities.image_files import png_bytes
-from data.text.digits import image_conversation, text_conversation, write_tokenizer
+from data.text.digits import write_tokenizer
+from examples.digits.conversations import image_conversation, text_conversation
 
 FORMAT_VERSION = 1
 SAMPLES_PER_SHARD = 2000

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from data.modalities.audio import wav_bytes
-from data.text.digits import conversation, spaced, text_conversation, write_tokenizer
+from data.text.digits import conversation, write_tokenizer
+from examples.digits.conversations import spaced, text_conversation
 from examples.digits.scans import Draw, write_data_set
 
 FORMAT_VERSION = 1

@@ -65,7 +65,7 @@ Norm = Annotated[float, Field(gt=0, le=1e12)]
 ZScore = Annotated[float, Field(ge=1, le=1e6)]
 AdapterScale = Annotated[float, Field(gt=0, le=1e6)]
 SourceWeight = Annotated[float, Field(ge=1e-9, le=1e9)]
-ItemSeconds = Annotated[float, Field(ge=0.1, le=3600.0)]  # length of an item
+ItemSeconds = Annotated[float, Field(ge=0.1, le=300.0)]  # length of an item
 Seconds = Annotated[float, Field(ge=0.1, le=7 * 24 * 3600)]  # timeouts
 Minutes = Annotated[float, Field(gt=0, le=366 * 24 * 60)]  # of a job
 InitStd = Annotated[float, Field(gt=0, le=100)]

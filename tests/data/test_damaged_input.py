@@ -85,7 +85,7 @@ def test_an_odd_but_good_sample_arrives(tmp_path: Path, chat: ChatTokenizer, kin
     assert not bad
     (odd,) = arrived - {"good0", "good1"}
     assert odd.endswith("odd")
-    (raw,) = [one for one in scan_shard(*find_shards(str(path)), {"png"}) if one.key == odd]
+    (raw,) = [one for one in scan_shard(find_shards(str(path))[0], {"png"}) if one.key == odd]
     assert raw.json is not None
     stored = path.read_bytes()[raw.json.offset : raw.json.offset + raw.json.size]
     assert b'"role"' in stored.replace(b"\0", b"")

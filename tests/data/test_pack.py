@@ -167,7 +167,7 @@ def test_a_share_of_bad_rows_ends_it_and_names_the_first(images: Path, tmp_path:
 
 @pytest.mark.parametrize("size", [{"max_samples": 3}, {"max_bytes": 400}])
 def test_shards_have_the_size_and_the_same_bytes_each_time(
-    images: Path, tmp_path: Path, size: dict[str, int]
+    images: Path, tmp_path: Path, size: dict[str, Any]
 ):
     source = write_lines(images / "rows.jsonl", *[llava(None, f"read {n}") for n in range(7)])
     for out in ("one", "two"):

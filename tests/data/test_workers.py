@@ -26,7 +26,7 @@ from tests.data.test_workers import Hanging
 
 folder = HandoverFolder(Path(sys.argv[1]), "job")
 pool = WorkerPool(folder.path, [Hanging()], 2)
-workers = [pool.take(), pool.take()]
+workers = [pool.start(), pool.start()]
 workers[0].pipe.send((0, "item", 0, folder.path / "never"))
 (folder.path / "half").write_bytes(b"of a result")
 print(pool._server.pid, *(worker.pid for worker in workers), flush=True)
@@ -100,6 +100,6 @@ def test_killed_ranks_leave_neither_processes_nor_files(tmp_path: Path) -> None:
 def test_a_fork_server_that_was_killed_is_named(tmp_path: Path) -> None:
     pool = WorkerPool(tmp_path, [Hanging()], 1)  # type: ignore[list-item]
     os.kill(pool._server.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="the process that starts decode workers has ended"):
-        pool.take()
+    with pytest.raises(RuntimeError, match="the process that starts decode workers"):
+        pool.start()
     pool.close()

@@ -143,7 +143,7 @@ def test_a_file_that_is_written_while_it_is_open_is_noticed(
 def test_a_file_that_became_shorter_is_noticed_at_once(tmp_path: Path):
     path = tmp_path / "a.tar"
     path.write_bytes(b"before")
-    file = ShardFile(*find_shards(str(path)))
+    file = ShardFile(find_shards(str(path))[0])
     path.write_bytes(b"be")
     with pytest.raises(ShardChangedError, match="it had 6 bytes"):
         file.read(0, 6)

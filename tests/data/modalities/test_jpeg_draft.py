@@ -87,7 +87,7 @@ def test_an_image_with_crops_is_decoded_whole() -> None:
 
 
 def test_frames_of_videos_are_decoded_whole() -> None:
-    clips = VideoProcessor.like(replace(QWEN, jpeg_draft=True), 28 * 28, 28 * 28 * 12)
+    clips = VideoProcessor.like(replace(QWEN, jpeg_draft=True), max_pixels=28 * 28 * 12)
     assert clips.decode(photo(800, 600)).size == (800, 600)
 
 

@@ -90,11 +90,6 @@ def test_crops_are_those_of_transformers(
         np.testing.assert_array_equal(places[:, top:bottom, left:right], crop)
 
 
-def test_crops_of_nothing_are_refused():
-    with pytest.raises(ValueError, match="leave nothing for the last one; raise pan_and_scan_min"):
-        PanAndScan(min_crop_size=1, max_num_crops=4).crops(5, 1)
-
-
 def test_settings_change_the_fingerprint():
     others = [replace(OURS, pan_and_scan=None), replace(OURS, pan_and_scan=PanAndScan())]
     assert len({one.fingerprint() for one in [OURS, *others]}) == 3

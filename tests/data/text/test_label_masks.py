@@ -6,6 +6,7 @@ template's; one with a backslash before it is text that only looks like one.
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,8 @@ def test_only_answers_and_their_ends_count_and_text_is_text(
     chat = chats[family]
     images = sum(one == IMAGE for m in messages for one in m["content"] if not isinstance(one, str))
     sample = chat.encode(messages, [1] * images, "k")
+    in_another_process = pickle.loads(pickle.dumps(chat)).encode(messages, [1] * images, "k")
+    assert in_another_process.input_ids.tolist() == sample.input_ids.tolist()
     ids, counts = tokens_of(chat, truth)
     shown = [chat._backend.id_to_token(one) for one in sample.input_ids.tolist()]
     assert shown == [chat._backend.id_to_token(one) for one in ids]

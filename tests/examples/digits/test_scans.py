@@ -13,7 +13,7 @@ from webdataset.compat import WebDataset
 from data.modalities.image_files import open_image
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
-from data.text.digits import image_conversation, text_conversation
+from examples.digits.conversations import image_conversation, text_conversation
 from examples.digits.scans import (
     CANVASES,
     TEXT_RUN,

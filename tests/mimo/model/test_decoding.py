@@ -208,7 +208,7 @@ def test_full_shared_memory_names_the_remedy(case: Case, monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("data.decoding.write_arrays", full)
+    monkeypatch.setattr("data.loader.write_arrays", full)
     pair = Case(case.root.parent, case.root, *PAIR)
     with pytest.raises(OSError, match="No space left") as raised:
         pair.load(pair.decoding(0, ranks=(0, 1)))

@@ -103,7 +103,7 @@ CASES = {
         behind(2, "batch"), 2, NEXT,
     ),
     "decode": Case(
-        1, _sleep, (0, "setup"), "data.decoding:DecodeExecutor", "submit", behind(0, "setup"),
+        1, _sleep, (0, "setup"), "data.loader:StepLoader", "_decode", behind(0, "setup"),
         layout=SHARES,
     ),
     "encode": Case(

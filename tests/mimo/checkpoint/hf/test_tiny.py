@@ -26,7 +26,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 from data.modalities.transformers import load_processor
-from data.text.digits import DIGITS, image_conversation, words
+from data.text.digits import DIGITS, words
+from examples.digits.conversations import image_conversation
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.checkpoint.hf.tiny import FAMILIES, TinyCheckpoint, build_tokenizer, write_tiny
 from mimo.cli.main import app
