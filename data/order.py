@@ -79,12 +79,11 @@ class Mixture:
         size, block = stream.size, stream.block
         epochs, rest = np.divmod(stream.start + places, size)
         samples = np.empty(len(places), dtype=np.int64)
-        by_epoch = np.argsort(epochs, kind="stable")
-        cuts = np.flatnonzero(np.diff(epochs[by_epoch])) + 1
         num_blocks = -(-size // block)
         missing = num_blocks * block - size
-        for chosen in np.split(by_epoch, cuts):  # a tiny source has very many epochs: no full scans
-            place, epoch = rest[chosen], int(epochs[chosen[0]])
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            place = rest[chosen]
             order = permutation(num_blocks, self.seed, _EPOCH_STREAM, stream.salt, epoch)
             if missing:  # the last block is short; what comes after it is shifted by what it lacks
                 full = (order.slot_of(num_blocks - 1) + 1) * block - missing

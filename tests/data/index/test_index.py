@@ -201,12 +201,8 @@ def test_samples_with_too_many_tokens_or_rows_are_listed(
 ):
     index = build_index(str(digits / "train-*.tar"), chat, processors)
     tokens = index.column("token_length")
-    rows = np.array(
-        [
-            index.column("item_rows", np.array(index.items_of_sample(n), int)).sum()
-            for n in range(96)
-        ]
-    )
+    items = (np.array(index.items_of_sample(n), int) for n in range(96))
+    rows = np.array([index.column("item_rows", own).sum() for own in items])
     check_sizes(index, int(tokens.max()), int(rows.max()))
     for unit, sizes, limits in (
         ("longer than sequence_length", tokens, (int(tokens.max()) - 1, None)),
