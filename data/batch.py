@@ -1,9 +1,8 @@
 """From the order of samples to packed microbatches.
 
-Every rank plans each global microbatch from the index alone (`GlobalMicrobatch`). A rank reads and
-packs only its own lane (`pack_lane`): one sequence per lane, each sample a segment. With packing
-off, each sample is a sequence, padded to the longest of the lane; sequences are still concatenated,
-so positions mean the same either way.
+Every rank plans each global microbatch from the index alone (`GlobalMicrobatch`), and reads and
+packs its own lane (`pack_lane`): one sequence, each sample a segment. With packing off, each sample
+is a sequence, padded to the longest of the lane; sequences are still concatenated.
 
 Letters: n samples and m items of one global microbatch, L language lanes, T tokens of one lane.
 """
@@ -74,10 +73,7 @@ _OF_ITEMS = ("item_media", "item", "item_sample", "item_position", "item_rows", 
 
 @dataclass(frozen=True)
 class GlobalMicrobatch:
-    """The samples that all language lanes together process in one microbatch step.
-
-    Samples are ordered by lane, items by sample.
-    """
+    """The samples, by lane, and items, by sample, of all language lanes in one microbatch step."""
 
     source: np.ndarray  # (n,) data source
     sample: np.ndarray  # (n,) number in its source's index
@@ -214,10 +210,7 @@ def _up(length: np.ndarray, multiple: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PackedLane:
-    """One lane's samples of a microbatch, one after the other.
-
-    Padding at the end of a packed sequence is a segment of its own.
-    """
+    """One lane's samples of a microbatch; padding at the end is a segment of its own."""
 
     input_ids: np.ndarray  # (T,) int64
     labels: np.ndarray  # (T,) int64
@@ -259,7 +252,6 @@ def pack_lane(
     start = np.cumsum(padded) - padded
     tail = num_tokens - int(padded.sum())
     assert tail >= 0, f"{padded.sum()} tokens do not fit into the planned {num_tokens}"
-    assert packed or tail == 0, "sequences of their own are planned with all their padding"
     place = np.arange(real.sum()) + np.repeat(start - (np.cumsum(real) - real), real)
     ids, labels = (np.full(num_tokens, pad_token_id, np.int64) for _ in range(2))
     ids[place] = np.concatenate([sample.input_ids for sample in samples])
@@ -268,7 +260,6 @@ def pack_lane(
     counts = np.repeat(np.asarray(loss_tokens) > 0, real)
     mask[place] = np.concatenate([sample.loss_mask for sample in samples]) * counts
     num_items = [len(of_sample) for of_sample in grids]
-    assert num_items == [len(sample.item_offsets) for sample in samples], "each item has a grid"
     offsets = np.concatenate([sample.item_offsets for sample in samples]) + start.repeat(num_items)
     all_grids = [grid for of_sample in grids for grid in of_sample]
     steps = None if time_steps is None else [step for of_sample in time_steps for step in of_sample]

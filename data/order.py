@@ -1,11 +1,9 @@
 """The order of samples: a pure function of (seed, position), the same on any number of ranks.
 
 Positions 0, 1, 2, ... count samples of the whole run. Sources take turns by weight. A source hands
-out its samples epoch after epoch; an epoch permutes blocks of neighbouring samples, and inside a
-block they stay in order, so reading a shard stays local (packing.py has both).
-
-A run may continue with other sources: another mixture then begins at the current position, and each
-source that stays continues where it stood.
+out its samples epoch after epoch; an epoch permutes blocks of neighbouring samples, so reading a
+shard stays local (packing.py). A run may continue with other sources: another mixture then begins,
+and each source that stays continues where it stood.
 """
 
 from __future__ import annotations

@@ -160,10 +160,8 @@ def pack(
     media_root: the folder of the files, outside of which none is read; default: that of `source`.
     An unusable row is left out and listed in `out`/bad_samples.jsonl. overwrite: replace the shards
     of an earlier call. progress(done, total) counts thousandths of files. A shard ends once it has
-    ``max_samples``, or members of ``max_bytes``.
-
-    Raises ValueError for a folder that is not empty, an unreadable source, or too many bad rows.
-    Then no shard is added or replaced; only the list of bad rows is written.
+    ``max_samples``, or members of ``max_bytes``. Raises ValueError for a folder that is not empty,
+    an unreadable source, or too many bad rows; then only the list of bad rows is written.
     """
     from webdataset.writer import ShardWriter  # late: it imports torch
 

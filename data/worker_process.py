@@ -3,9 +3,9 @@
 The fork server loads tokenizer and indexes once, so that a worker starts in milliseconds. It ends
 with its rank, and ends its workers. None loads torch unless a decoder does, nor sees a GPU.
 
-Arrays are handed from one process of a host to others as files in a folder of shared memory. A file
-gets its name once it is complete. Users of the folder hold a lock in it, which ends with the
-process; the last user, or the next job, removes the folder.
+Arrays are handed to other processes of a host as files in a folder of shared memory. A file gets
+its name once it is complete. Users of the folder hold a lock; the last one, or the next job,
+removes it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The index of a source: everything the batches are planned from, without decoding.
 
 A shard has a file of columns, a source one small catalog of these files (shard_index.py). `Index`
-is the view of a source: it numbers the samples, items and files of all shards consecutively, and
-maps a shard's file on first use. So the ranks of a machine share one copy, and each reads only what
-it plans. processor.py says how a content part's files become items.
+numbers the samples, items and files of all shards consecutively, and maps a shard's file on first
+use: ranks of a machine share one copy. processor.py says how files become items.
 
 Letters: `n` samples, `m` items, in order of mention, and `f` files of all shards; `S` shards.
 """

@@ -64,7 +64,6 @@ def write_columns(path: Path, facts: Mapping[str, Any], columns: Mapping[str, np
     stored: list[tuple[int, np.ndarray]] = []
     size = 0
     for name, values in columns.items():
-        assert values.ndim == 1, "columns have one dimension"
         if (steps := _steps(values)) is not None:
             specs[name] = [STEPS, 0, 0, len(values), *steps]
             continue

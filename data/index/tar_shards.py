@@ -1,8 +1,7 @@
 """Webdataset tar shards: the samples in one file, by byte offset.
 
 A sample is the members that share a name up to the first dot of its last part: `<key>.json` and its
-items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention, stored uncompressed. Nothing
-is ever unpacked; even so, a name that leaves its folder (`../x.json`) makes a sample unusable.
+items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention. Nothing is ever unpacked.
 """
 
 from __future__ import annotations

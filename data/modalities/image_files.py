@@ -39,10 +39,9 @@ _ORIENTATION_METHOD = {
 
 
 def image_size(file: BinaryIO | bytes) -> Size:
-    """(width, height) in pixels from the header alone, with the EXIF orientation applied.
+    """(width, height) from the header alone, with the EXIF orientation applied.
 
-    An orientation behind the pixels of a PNG is ignored. Raises ValueError when the header cannot
-    be read, or promises more than `MAX_PIXELS_DECODED`.
+    Raises ValueError when the header cannot be read, or promises too many pixels.
     """
     image = _open_lazily(file)
     return _turned(image, image.size)
@@ -51,11 +50,9 @@ def image_size(file: BinaryIO | bytes) -> Size:
 def open_image(data: bytes, shown_size: Callable[[Size], Size | None] | None = None) -> Image.Image:
     """Decode an image completely, with its EXIF orientation applied; of several frames, the first.
 
-    Its size equals `image_size(data)` and is checked before any pixel is decoded. shown_size: from
-    that size to the one at which the image is needed. A JPEG is then decoded at a half, quarter or
-    eighth of its size if that is enough; `full_size` still gives its own.
-
-    Raises ValueError for a corrupt, truncated or too large file, or an unknown format.
+    Its size equals `image_size(data)`. shown_size: from that size to the one at which the image is
+    needed. A JPEG is then decoded at a half, quarter or eighth of its size if that is enough;
+    `full_size` still gives its own. Raises ValueError for a corrupt, truncated or too large file.
     """
     image = _open_lazily(data)
     is_jpeg = image.format in ("JPEG", "MPO")

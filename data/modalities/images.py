@@ -175,9 +175,8 @@ class ImageProcessor(StillImages):
     def resized(self, width: int, height: int) -> Size:
         """The size at which an image becomes patches, within the pixel bounds.
 
-        The aspect ratio is kept as well as the multiples allow. A very long image may end above
-        `max_pixels`, because a side is never shorter than one merge block. Raises ValueError for an
-        aspect ratio above 200.
+        A very long image may end above `max_pixels`, because a side is never shorter than one merge
+        block. Raises ValueError for an aspect ratio above 200.
         """
         return self._bounded(width, height, 1, 1)
 

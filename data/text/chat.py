@@ -71,10 +71,9 @@ class EncodedSample:
 class ChatTokenizer:
     """A tokenizer folder in Hugging Face format, with the chat template it contains.
 
-    Safe to use from several threads: it only ever reads. directory: folder with tokenizer.json and
-    a chat template, such as that of a checkpoint; never downloads anything. media_text: by
-    modality, the type of a content part such as "image": how its items appear in the text. Raises
-    ValueError when the folder, its template, or a needed token is missing.
+    Safe to use from several threads. directory: has tokenizer.json and a chat template, such as a
+    checkpoint's. media_text: by modality, how its items appear in the text. Raises ValueError when
+    the folder, its template, or a needed token is missing.
     """
 
     def __init__(self, directory: str | Path, media_text: Mapping[str, MediaText] = IMAGES) -> None:
@@ -152,16 +151,13 @@ class ChatTokenizer:
         """Tokenize a finished conversation; the loss is on every assistant answer.
 
         An answer begins after the template's generation prompt and includes its end of turn, but
-        not what stands for an item in it, nor a special token that the template writes to open or
-        close one. A text that looks like a special token is text. rows_per_item: rows of each item,
-        in order of mention over all modalities; as many placeholders stand for it. An item that is
-        written as several `{item}` has a tuple with the rows of each. key: names the sample in
-        errors. part_texts: for each content part that is not text, what stands for it, with
-        `{item}` once per item that it becomes; None where each is one item.
+        not what stands for an item in it. A text that looks like a special token is text.
+        rows_per_item: placeholders of each item, in order of mention; a tuple for an item that is
+        written as several `{item}`. key: names the sample in errors. part_texts: what stands for
+        each content part that is not text, with `{item}` once per item; None: each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
-        MessagesError when the template or the tokenizer refuses the messages, or the template
-        cannot be cut at the answers.
+        MessagesError when the template or the tokenizer refuses the messages.
         """
         chat = self._chat(messages, rows_per_item, key, part_texts)
         whole = self._rendered(chat)

@@ -85,7 +85,6 @@ def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[
 def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS) -> None:
     """Write a word-level tokenizer for these texts in Hugging Face format, with the chat template.
 
-    Its words are those of the questions, the roles and the ten digits; each digit is a token.
     placeholders: by modality, the token that stands for an item; those that are new become tokens.
     """
     from tokenizers import Tokenizer

@@ -120,7 +120,7 @@ def short_text(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_PLACEHOLDER_SLOT = "{placeholder}"
+_PLACEHOLDER_SLOT = "{placeholder}"  # in the text of an item
 ITEM_SLOT = "{item}"  # in the text of a part: once per item that the part becomes
 
 
