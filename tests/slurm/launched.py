@@ -135,7 +135,7 @@ class Launched:
         """Return the node of each rank in the last preflight, which must have found no fault."""
         table = json.loads((self.launch / "preflight.json").read_text())
         assert table["ok"], table
-        return table["nodes"]
+        return [facts["node"] for facts in table["ranks"]]
 
     def logs(self) -> str:
         """Return all that jobs and ranks have printed."""
