@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -58,7 +57,7 @@ _PATIENCE = 0.8
 _WRITE_SECONDS = 2.0  # that all ranks get to write where they are, besides a beat
 _POLL_SECONDS = 0.1
 _END_SECONDS = 4.0  # that a rank gets to end once the summary is there
-_STUCK_SECONDS = 30.0  # that an interpreter without a running thread gets beyond the timeout
+_HANG_SECONDS = 30.0  # that the thread gets to end this process in a hang
 _OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory|allocate memory|ALLOC_FAILED")
 
 
@@ -121,17 +120,13 @@ class HangMonitor:
         self._silent_seconds = max(_SILENT_SECONDS, _MISSED_BEATS * self._beat_seconds)
         self._process = psutil.Process()
         self._last_marker, self._since = object(), time.monotonic()
-        self._writing, self._memory_after_update = threading.Lock(), dict[str, dict[str, int]]()
+        self._writing = threading.Lock()
         self._failing, self._left = threading.Event(), threading.Event()
 
     def at(self, step: int, activity: str) -> None:
         """Set where this rank is from now on; it costs nothing, because the thread writes it."""
         assert activity in ACTIVITIES, f"{activity!r} is no activity"
         self._place = (step, activity)
-
-    def keep_memory(self) -> None:
-        """Note what the modules hold after the first update, in case this rank is killed."""
-        self._memory_after_update = self._memory_after_update or self.memory()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -149,7 +144,7 @@ class HangMonitor:
         except Exception as error:
             self._failing.set()
             if self._state.in_hang:  # this error follows from the hang; the process is to end
-                thread.join(_STUCK_SECONDS)
+                thread.join(_HANG_SECONDS)
             self._report_failure(error)
             raise
         finally:
@@ -197,36 +192,19 @@ class HangMonitor:
             record(self._run_dir, kind, text, state.step, **facts)
 
     def _beat(self) -> None:
-        with self._interpreter_watched() as on_progress:
+        path = self._stacks(self._rank)
+        with path.open("w") as file:
             while not self._left.wait(self._beat_seconds):
-                on_progress()
+                if self._step_timeout is not None:
+                    # Needs no interpreter, which a call that never returns may hold.
+                    faulthandler.dump_traceback_later(self._step_timeout, file=file)
                 self._write()
                 if self._is_stuck() or self._hang_folder.exists():
                     text = self._explain_hang()
                     # Ending may need others, such as the rank that holds the store.
                     faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
                     raise Hang(text)
-
-    @contextmanager
-    def _interpreter_watched(self) -> Iterator[Callable[[], None]]:
-        """Write the stacks and at last end this process unless what this yields is called again.
-
-        Neither needs the interpreter, which a call that never returns may hold.
-        """
-        limit, path = self._step_timeout, self._stacks(self._rank)
-        if limit is None:  # only the time that waiting may take is known
-            yield lambda: None
-            return
-        with path.open("w") as file:
-
-            def on_progress() -> None:
-                faulthandler.dump_traceback_later(limit, file=file)
-                signal.alarm(math.ceil(limit + _STUCK_SECONDS))
-
-            on_progress()
-            yield on_progress
             faulthandler.cancel_dump_traceback_later()
-            signal.alarm(0)
         path.unlink(missing_ok=True)
 
     def _is_stuck(self) -> bool:
@@ -316,7 +294,6 @@ class HangMonitor:
             step=step,
             activity=activity,
             resident_bytes=self._process.memory_info().rss,
-            memory=self._memory_after_update,
             doing=work.doing,
             batch=work.batch,
             waits=work.waits,

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 RANKS = "ranks"
@@ -49,8 +49,8 @@ class RankState:
     """What a rank wrote about itself ``age_seconds`` ago.
 
     step, activity: its place, the latter of `ACTIVITIES`. doing, batch, waits: see `Work`. failure:
-    the error that ended it. resident_bytes: of its process. memory: bytes by module and kind, after
-    its first update. seconds: without progress. in_hang: whether it wrote this in a hang.
+    the error that ended it. resident_bytes: of its process. seconds: without progress. in_hang:
+    whether it wrote this in a hang.
     """
 
     rank: int
@@ -61,7 +61,6 @@ class RankState:
     doing: str = ""
     failure: str = ""
     resident_bytes: int = 0
-    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     batch: str = ""
     waits: str = ""
     seconds: float = 0.0

@@ -21,7 +21,7 @@ import psutil
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
-from mimo.model.memory import format_bytes, format_memory
+from mimo.model.memory import format_bytes
 from mimo.runtime.heartbeat import RANKS, read_states
 from mimo.runtime.processes import RankError
 from mimo.runtime.run_files import METRICS, incidents, record
@@ -203,8 +203,5 @@ def record_killed_rank(run_dir: Path, error: RankError) -> None:
     if "SIGKILL" in error.reason:
         text += "; where nobody sent that, the kernel did for lack of memory (see dmesg)"
     text = f"{text}; {state.batch}" if state.batch else text
-    if state.memory:
-        text += f"; after its first update it held {format_memory(state.memory)}"
     print(text, file=sys.stderr)
-    facts = {"activity": state.activity, "memory": state.memory}
-    record(run_dir, "crash", text, state.step, rank=error.rank, **facts)
+    record(run_dir, "crash", text, state.step, rank=error.rank, activity=state.activity)
