@@ -86,7 +86,6 @@ def _print_defaults(recipe: Recipe, layout: Layout) -> None:
         gpu, cpu = (str(getattr(overlap, key)).lower() for overlap in (on_gpu, on_cpu))
         both = gpu if gpu == cpu else f"{gpu} on GPUs, {cpu} on CPUs"
         print(f"train.overlap_{key}: {both}")
-    print(f"train.collect_garbage_every: {recipe.train.collect_garbage_every or 'null'}")
     ranks_of: dict[str, list[int]] = {}
     for rank in range(layout.world_size):
         variables = " ".join(map(str, variables_of(layout, rank)))

@@ -22,12 +22,10 @@ def _line(text: str) -> str:
     return text
 
 
-# Variables of job scripts, SLURM, torchrun and bash; a test reads the scripts for them.
+# Variables of SLURM, torchrun and bash.
 _RESERVED = re.compile(
     r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
     r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|MIMO_RENDEZVOUS"
-    r"|run|launch|logs|recipe|chain|number|kind|container|jobs|failures|nodes|entry|i"
-    r"|rank|ranks_of_\w+|code|runs"
 )
 
 
@@ -54,7 +52,6 @@ Mount = Annotated[str, Field(max_length=4096), AfterValidator(_line), AfterValid
 VariableName = Annotated[str, Field(max_length=256), AfterValidator(_variable)]
 TimeLimit = Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", max_length=32)]
 Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s'\"\\`$#;]+)?$", max_length=1024)]
-Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 Devices = Annotated[int, Field(ge=0, le=2**10)]
 
 
@@ -100,8 +97,6 @@ class Cluster(Section):
     """Quality of service."""
     constraint: Word | None = None
     """Features that nodes need, such as `a100&ib`."""
-    reservation: Word | None = None
-    """Reservation that the job uses."""
     time_limit: TimeLimit | None = None
     """Time limit of one job, such as `"12:00:00"` or `"2-00:00:00"`; null for the partition's."""
     exclusive: bool = True
@@ -118,8 +113,6 @@ class Cluster(Section):
     """Environment modules to load, in order."""
     environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
     """Environment variables of all ranks."""
-    interface: Interface | None = None
-    """Network interface of gloo and NCCL, such as `ib0`; null lets them choose."""
     log_dir: bounds.PathText | None = None
     """Folder of the output of jobs and ranks, which gets a folder of the run's name; null for
     `launch` in the run folder."""

@@ -9,7 +9,7 @@ mapping over a list changes entries of the list, by their indices or their paths
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -101,15 +101,15 @@ class PhasedRecipe:
 
 
 def read_phases(
-    path: Path, overrides: Sequence[str], fill: Fill, sections: Mapping[str, Path] | None = None
+    path: Path, overrides: Sequence[str], fill: Fill, site: Path | None = None
 ) -> PhasedRecipe:
-    """Read the recipe at `path`, with or without phases. sections: see `read_yaml`.
+    """Read the recipe at `path`, with or without phases. site: a file of the keys of `cluster`.
 
     The override `phases.0.train.steps=5` changes one phase. An override of a key outside the list
     reaches the phases that do not set the key themselves; if all do, it is an error.
     Raises RecipeError with the problems of all phases.
     """
-    source = read_yaml(Path(path), overrides, sections)
+    source = read_yaml(Path(path), overrides, site)
     if PHASES not in source.data:
         recipe = parse_recipe(source, fill)
         return PhasedRecipe(recipe.run_dir, (Phase(recipe),), source)

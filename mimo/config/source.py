@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,11 @@ REMOVED: dict[Location, str] = {
     ("cluster", "gpu_binding"): "a rank sees all GPUs of its node and takes that of its local rank",
     ("cluster", "local_logs"): "ranks write their logs to the run folder, or to cluster.log_dir",
     ("cluster", "memory_per_node"): "give cluster.options an entry such as --mem=512G",
+    ("cluster", "interface"): "set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME in cluster.environment",
+    ("cluster", "reservation"): "give cluster.options an entry such as --reservation=NAME",
+    ("data", "build_index"): "ranks index new shards together; `mimo data index` does it before",
     ("data", "worker_timeout_seconds"): "it is a quarter of bridge.timeout_seconds",
+    ("train", "collect_garbage_every"): "all ranks collect garbage every 50 steps",
     ("train", "tp_comm_overlap"): "sends no longer overlap with tensor-parallel linears",
     ("data", "prepare"): "`python -m examples.digits` writes the example data",
     ("data", "prepare_settings"): "give its options to `python -m examples.digits`",
@@ -121,22 +125,15 @@ class YamlSource:
         self.origins[location] = origin
         self.overridden.append(location)
 
-    def merge_section(self, key: str, other: YamlSource) -> None:
-        """Merge a file into the section `key`. The file holds its keys, or `key` around them."""
-        prefix: Location = () if key in other.data else (key,)
-        for name in (name for name in other.data if not prefix and name != key):
-            message = f"the file is only for {key}; remove this key"
-            self.problems.append(other.problem((name,), message))
-        changes = other.data if prefix else other.data[key]
-        for location, _ in leaves(changes, (key,)):
+    def merge_site(self, site: YamlSource) -> None:
+        """Merge a file of the keys of `cluster`, with or without that name around them."""
+        prefix: Location = () if [*site.data] == ["cluster"] else ("cluster",)
+        changes = {"cluster": site.data} if prefix else site.data
+        for location, _ in leaves(changes):
             self._forget_origins(location)
-        self.data[key] = merge(self.data.get(key), changes)
-        self.origins.setdefault((key,), str(other.path))
-        self.origins |= {
-            (*prefix, *location): origin
-            for location, origin in other.origins.items()
-            if prefix or location[0] == key
-        }
+        self.data = merge(self.data, changes)
+        self.origins.setdefault(("cluster",), str(site.path))
+        self.origins |= {(*prefix, *location): o for location, o in site.origins.items()}
 
     def _forget_origins(self, location: Location) -> None:
         for known in [known for known in self.origins if known[: len(location)] == location]:
@@ -163,17 +160,15 @@ class YamlSource:
         return (*location, step)
 
 
-def read_yaml(
-    path: Path, overrides: Sequence[str] = (), sections: Mapping[str, Path] | None = None
-) -> YamlSource:
-    """Read `path`, merge the files of `sections` into their keys, and apply `overrides`.
+def read_yaml(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> YamlSource:
+    """Read `path`, merge the file `site` into `cluster`, and apply `overrides`.
 
     Raises RecipeError for a file that is no recipe, StartError if its file system fails. Overrides
     that cannot be applied are left in `problems`.
     """
     source = _read_file(path)
-    for key, file in (sections or {}).items():
-        source.merge_section(key, _read_file(file))
+    if site is not None:
+        source.merge_site(_read_file(site))
     for override in overrides:
         source.override(override)
     return source

@@ -95,9 +95,6 @@ class Data(Section):
     packing_window: bounds.PackingWindow = 512
     """With `tokens_per_microbatch`: how many samples, in their order, are candidates for the next
     sequence."""
-    build_index: Literal["ranks", "refuse"] = "ranks"
-    """In a job of torchrun or srun: `ranks` index new shards together before training; `refuse`
-    ends the job with the command that indexes them."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
     max_skipped_fraction: bounds.Share = 0.05
@@ -214,9 +211,6 @@ class Train(Section):
     overlap_param_gather: bool | Literal["auto"] = "auto"
     """Gather updated weights of a distributed optimizer while the next step begins; `auto` does so
     if gradients are summed during the backward pass."""
-    collect_garbage_every: bounds.Steps | None = 50
-    """Steps between garbage collections, at the same time on all ranks; null leaves it to
-    Python."""
     log_every: bounds.Steps = 10
     """Steps between lines on the console, and between measurements of a step's parts."""
     loggers: Annotated[

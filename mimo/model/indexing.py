@@ -136,20 +136,13 @@ def build_nothing(
 def tasks_of(recipe: Recipe) -> list[IndexTask]:
     """Return the shards of all splits that are not indexed yet.
 
-    Raises RecipeError for missing shards, for `data.build_index: refuse`, and for an index that can
-    be stored nowhere; StartError where the shards' file system fails.
+    Raises RecipeError for missing shards and for an index that can be stored nowhere; StartError
+    where the shards' file system fails.
     """
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
 
     def tasks_of_source(source: Source) -> tuple[IndexTask, ...]:
-        survey = survey_source(recipe, source, chat, processors)
-        if survey.tasks and recipe.data.build_index == "refuse":
-            message = (
-                f"got refuse, and {len(survey.tasks)} of {len(survey.catalog.names)} shards of "
-                f"{source.path} are not indexed; run `mimo data index` with this recipe first"
-            )
-            raise RecipeError(recipe.problem(("data", "build_index"), message))
-        return survey.tasks
+        return survey_source(recipe, source, chat, processors).tasks
 
     tasks = itertools.chain.from_iterable(for_each_source(recipe, SPLITS, tasks_of_source))
     return list({task.file: task for task in tasks}.values())

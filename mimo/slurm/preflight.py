@@ -212,7 +212,7 @@ def _read(
     path: Path, overrides: Sequence[str], site: Path | None, num_ranks: int | None
 ) -> tuple[PhasedRecipe, Layout]:
     """Read all phases, and the layout of the largest one. Raises InputError."""
-    phased = load_phases(path, overrides, None if site is None else {"cluster": site})
+    phased = load_phases(path, overrides, site)
     layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
     return phased, max(layouts, key=lambda layout: layout.world_size)
 

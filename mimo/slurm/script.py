@@ -130,7 +130,6 @@ class Job:
             "account": cluster.account,
             "qos": cluster.qos,
             "constraint": constraint,
-            "reservation": cluster.reservation,
             "time": cluster.time_limit,
         }
         yield from (f"--{key}={value}" for key, value in options.items() if value is not None)
@@ -203,7 +202,7 @@ def prepare(
     site: a file whose keys are merged over `cluster:`. hetjob: disjoint encoders get nodes of their
     own. Raises RecipeError with all problems that `mimo check` finds.
     """
-    phased = load_phases(path, overrides, None if site is None else {"cluster": site})
+    phased = load_phases(path, overrides, site)
     layouts = phased.each(lambda recipe: check_recipe(recipe, None))
     hetjob = hetjob or phased.phases[0].recipe.cluster.encoder_nodes is not None
     return Job(phased, layouts, place(phased, layouts, hetjob), Path.cwd())

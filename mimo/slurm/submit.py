@@ -136,9 +136,6 @@ def torchrun_lines(
     commands = [f"cd {shlex.quote(str(job.folder))}"]
     commands += [f"module load {shlex.quote(module)}" for module in cluster.modules]
     variables = dict.fromkeys(("HF_HUB_OFFLINE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED"), "1")
-    if cluster.interface is not None:
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        variables |= dict.fromkeys(names, cluster.interface)
     variables |= variables_of(cluster)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     words += [*_torchrun(job), f"--nnodes={len(hosts)}"]

@@ -49,8 +49,7 @@ class Request:
         rendezvous, so that only one rank looks at the shards.
         """
         ranks = environment.world_size if environment else self.num_ranks
-        sections = None if self.site is None else {"cluster": self.site}
-        phased = load_phases(self.path, self.overrides, sections)
+        phased = load_phases(self.path, self.overrides, self.site)
         layouts = phased.each(lambda recipe: check_recipe(recipe, ranks))
         num_ranks = max(layout.world_size for layout in layouts)
         if environment is None and (note := choose_before_fork(num_ranks)) is not None:

@@ -231,13 +231,13 @@ class Profiler:
 # ------------------------------------------------------------------- garbage collection
 
 
-def with_synchronized_gc[T](steps: Iterable[T], every: int | None) -> Iterator[T]:
+def with_synchronized_gc[T](steps: Iterable[T], every: int = 50) -> Iterator[T]:
     """Yield from ``steps``, collecting garbage only after every ``every`` of them.
 
     By default Python collects when a process has made enough objects: on each rank in another step,
-    and each time all the others wait in their next exchange. every: None keeps that default.
+    and each time all the others wait in their next exchange.
     """
-    if every is None or not gc.isenabled():
+    if not gc.isenabled():
         yield from steps
         return
     gc.collect()

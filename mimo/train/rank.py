@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
@@ -33,7 +33,6 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
-from mimo.engines.contract import Module
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.model.memory import format_memory
@@ -126,10 +125,6 @@ class MonitoredSteps(StepObserver):
     @override
     def at(self, step: int, activity: str) -> None:
         self._monitor.at(step, activity)
-
-    @override
-    def updated(self, step: int, modules: Mapping[str, Module]) -> None:
-        self._monitor.keep_memory()
 
 
 def _work(model: MimoModel) -> Work:
@@ -245,7 +240,7 @@ def _train(
         owes_validation = validation is not None and sum_over_world(lacks) > 0
         observer = MonitoredSteps(monitor)
         steps = trainer.train(dataset, validation, observer, bad_samples, owes_validation)
-        for metrics in with_synchronized_gc(steps, recipe.train.collect_garbage_every):
+        for metrics in with_synchronized_gc(steps):
             if writer is not None and "validation_loss" in metrics:
                 writer.validation(metrics)
             elif writer is not None:

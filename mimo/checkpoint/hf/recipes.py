@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_phases(
-    path: Path, overrides: Sequence[str] = (), sections: Mapping[str, Path] | None = None
+    path: Path, overrides: Sequence[str] = (), site: Path | None = None
 ) -> PhasedRecipe:
     """Read and complete phases, see `mimo.config.phases.read_phases`. Raises RecipeError."""
-    return read_phases(path, overrides, fill_recipe, sections)
+    return read_phases(path, overrides, fill_recipe, site)
 
 
 def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:

@@ -110,7 +110,6 @@ def test_check_prints_what_was_chosen_and_what_the_user_chose(
     for line in (
         "train.overlap_grad_reduce: true on GPUs, false on CPUs",
         "train.overlap_param_gather: true on GPUs, false on CPUs",
-        "train.collect_garbage_every: 50",
     ):
         assert line in done.stdout.splitlines()
     assert "GOMP_SPINCOUNT=7 (yours) KMP_BLOCKTIME=1" in done.stdout

@@ -87,22 +87,12 @@ def train_noting_checksums(port: int, folder: Path, arguments: list[str]) -> int
     return train(port, folder, arguments)
 
 
-def test_ranks_index_what_is_missing_each_its_share_and_refuse_if_told_to(
-    trained: Trained, recipe: Path
-) -> None:
+def test_ranks_index_what_is_missing_each_its_share(trained: Trained, recipe: Path) -> None:
     for number in range(3):
         tiny.write_samples(
             recipe.parent, images_per_sample=[1] * (2 + number), name=f"train-{number}"
         )
     indexes = recipe.parent / ".index"
-    codes, printed = trained("data.build_index=refuse")
-    assert codes == [2] * RANKS
-    assert "4 of 4 shards of" in printed[0]
-    assert "run `mimo data index` with this recipe first" in printed[0]
-    assert "data.build_index" in printed[0]
-    assert printed[1:] == ["", ""]
-    assert not list(indexes.rglob("*.index"))
-
     damaged = recipe.parent / "train-1-00000.tar"
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])

@@ -21,14 +21,12 @@ partition: gpu
 account: vision-lab
 qos: normal
 constraint: a100&ib
-reservation: spring_2026
 time_limit: "2-00:00:00"
 cpus_per_rank: 12
 options: ["--mem=900G", "--mail-type=FAIL", "--exclude=gpu[003,017]"]
 venv: /shared/venv
 modules: [cuda/12.8, "nccl tests/2.27"]
-environment: {NCCL_DEBUG: WARN, GREETING: "it's $(hostname) `date` \\"#\\""}
-interface: ib0
+environment: {NCCL_SOCKET_IFNAME: ib0, GREETING: "it's $(hostname) `date` \\"#\\""}
 log_dir: /scratch/mimo logs
 signal_seconds: 600
 restarts: 5

@@ -22,7 +22,11 @@ from tests.mimo.runs import LAYOUT, metrics, mimo, run
 from tests.ranks import MarkedJob
 
 pytestmark = pytest.mark.slow
-SITE = f"{{gpus_per_node: 0, ranks_per_node: 2, interface: {INTERFACE}}}"
+SITE = f"""
+gpus_per_node: 0
+ranks_per_node: 2
+environment: {{GLOO_SOCKET_IFNAME: {INTERFACE}, NCCL_SOCKET_IFNAME: {INTERFACE}}}
+"""
 TIMEOUT_SECONDS = 6
 
 
@@ -72,7 +76,8 @@ def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path
         for name in ("one", "two")
     )
     assert single == double
-    assert load_recipe(tmp_path / "runs/two/recipe.yaml").cluster.interface == INTERFACE
+    variables = load_recipe(tmp_path / "runs/two/recipe.yaml").cluster.environment
+    assert variables["GLOO_SOCKET_IFNAME"] == INTERFACE
 
 
 def test_a_host_that_preflight_finds_broken_is_named_on_hosts_without_slurm(

@@ -12,7 +12,6 @@
 #SBATCH --account=vision-lab
 #SBATCH --qos=normal
 #SBATCH --constraint=a100&ib
-#SBATCH --reservation=spring_2026
 #SBATCH --time=2-00:00:00
 #SBATCH --exclusive
 #SBATCH --signal=USR1@600
@@ -51,8 +50,7 @@ module load 'nccl tests/2.27' || exit 1
 export PATH=/shared/venv/bin:"$PATH"
 export HF_HUB_OFFLINE=1 PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=12
-export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
-export NCCL_DEBUG=WARN
+export NCCL_SOCKET_IFNAME=ib0
 export GREETING='it'"'"'s $(hostname) `date` "#"'
 
 

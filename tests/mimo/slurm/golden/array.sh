@@ -12,7 +12,6 @@
 #SBATCH --account=vision-lab
 #SBATCH --qos=normal
 #SBATCH --constraint=a100&ib
-#SBATCH --reservation=spring_2026
 #SBATCH --time=2-00:00:00
 #SBATCH --exclusive
 #SBATCH --signal=USR1@600
