@@ -53,10 +53,9 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def choose_before_fork(num_ranks: int) -> str | None:
-    """Choose the device of `num_ranks` ranks on this machine, before their processes exist.
+    """Choose the device of `num_ranks` ranks on this machine, without initialising CUDA.
 
-    Does not initialise CUDA, as the process forks. With fewer GPUs than ranks the ranks use the
-    CPU, because NCCL refuses two ranks on one device, unless `SHARE_GPUS` is 1 in the environment.
+    With fewer GPUs than ranks they use the CPU, unless `SHARE_GPUS` is 1 in the environment.
     Returns a sentence for the console when GPUs are left unused, else None.
     """
     num_gpus = torch.cuda.device_count()
@@ -83,8 +82,7 @@ def backend() -> str:
 def bridge_group_options() -> Any:
     """Options of a bridge's process groups; None for the backend's defaults.
 
-    Transfers run beside the layers, so they get few of the GPU's multiprocessors: NCCL takes one
-    per CTA, by default enough for a collective of the whole job.
+    Transfers run beside the layers, so they get few of the GPU's multiprocessors, one per CTA.
     """
     if not has_gpu():
         return None
@@ -102,8 +100,8 @@ def initialize_distributed(
 ) -> None:
     """Join the world; every rank calls it once.
 
-    rendezvous: an `init_method`, or a store that the ranks share. timeout_seconds: bound of every
-    collective and bridge transfer, so that a lost peer becomes an error of this rank, not a hang.
+    rendezvous: an `init_method`, or a store that the ranks share. timeout_seconds: of collectives
+    and transfers.
     """
     local_device(local_rank)
     # Megatron's grids read it; a shell may have left another job's size.
@@ -158,12 +156,11 @@ def gpu_memory() -> Memory | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a rank. identity: equal only for the same device. Sizes in bytes."""
+    """The GPU of a rank. identity: equal only for the same device. free: bytes."""
 
     name: str
     identity: str
     free: int
-    total: int
 
 
 def gpu_of(local_rank: int) -> Gpu | None:
@@ -174,11 +171,11 @@ def gpu_of(local_rank: int) -> Gpu | None:
     if not has_gpu():
         return None
     device = local_device(local_rank)
-    if (total := torch.ones(1024, device=device).sum().item()) != 1024:
-        raise RuntimeError(f"the sum of 1,024 ones on {device} is {total:g}")
+    if (result := torch.ones(1024, device=device).sum().item()) != 1024:
+        raise RuntimeError(f"the sum of 1,024 ones on {device} is {result:g}")
     properties = torch.cuda.get_device_properties(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return Gpu(properties.name, str(properties.uuid), free, total)
+    free, _ = torch.cuda.mem_get_info(device)
+    return Gpu(properties.name, str(properties.uuid), free)
 
 
 def library_versions() -> dict[str, str]:
@@ -205,10 +202,7 @@ def memory_in_use() -> dict[str, int]:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small host tensor to `device` without blocking the host.
-
-    The copy is from pinned memory; one from pageable memory would block.
-    """
+    """Copy a small host tensor to `device`, from pinned memory so that the host is not blocked."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -302,8 +296,7 @@ def traced_activities() -> list[torch.profiler.ProfilerActivity]:
 def copy_stream(to: Literal["device", "host"] = "device") -> torch.cuda.Stream | None:
     """Stream of the process for copies in one direction; None without a device.
 
-    One per direction, so that a batch does not wait for a checkpoint. Not more, because freed
-    memory stays with the stream that it was allocated on.
+    Not more of them, because freed memory stays with the stream that it was allocated on.
     """
     return torch.cuda.Stream() if has_gpu() else None
 
@@ -326,10 +319,10 @@ def copying_to_host(stream: torch.cuda.Stream | None, since: Timestamp) -> Itera
 
 
 class Staging:
-    """Copies the tensors of one step to the device.
+    """Copies the tensors of one step to the device, if there is one. stream: from `copy_stream`.
 
     A background thread calls `copy` and `join`; the computing thread calls `arrive` before it uses
-    the tensors. Without a device, tensors stay where they are. stream: from `copy_stream`.
+    the tensors.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:

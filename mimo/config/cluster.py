@@ -61,10 +61,9 @@ class Container(Section):
     runtime: Literal["pyxis", "apptainer"]
     """enroot by srun's pyxis plugin, or apptainer."""
     image: Annotated[Line, Field(pattern="^[^-]")]
-    """The image: a `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
+    """A `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False, max_length=100)] = ()
-    """Folders of the node inside the container, such as `/data:/data:ro`. Folders that the recipe
-    names are mounted without being listed."""
+    """Further folders, such as `/data:/data:ro`; those that the recipe names are always there."""
 
 
 class EncoderNodes(Section):
@@ -114,10 +113,9 @@ class Cluster(Section):
     environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
     """Environment variables of all ranks."""
     log_dir: bounds.PathText | None = None
-    """Folder of the output of jobs and ranks, which gets a folder of the run's name; null for
-    `launch` in the run folder."""
+    """Folder of the runs' folders of output; null for `launch` in the run folder."""
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
-    """How long before the time limit the job saves and ends: enough for a step and a checkpoint."""
+    """How long before the time limit the job saves: enough for a step and a checkpoint."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often a failed job is requeued; preemption and the time limit do not count."""
     preflight: bool = True

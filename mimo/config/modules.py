@@ -42,14 +42,13 @@ class Grid(Section):
     vpp: bounds.Layers = 1
     """Chunks of layers per pipeline stage; more than 1 interleaves the pipeline."""
     dp: bounds.Ranks | None = None
-    """Data parallelism: lanes (replicas) that process different samples. One module may leave it
-    out; it then follows from the number of ranks."""
+    """Data parallelism: lanes (replicas) with different samples. One module may leave it out; it
+    then follows from the number of ranks."""
     dp_replicate: bounds.Ranks = 1
     """With `engine: fsdp`, groups of lanes that each hold all weights (hybrid sharding); 1 shards
     the weights over all lanes."""
     rank_offset: bounds.RankOffset | None = None
-    """First rank of the module; without it, disjoint encoders come first, then the language model.
-    """
+    """First rank; without it, disjoint encoders come first, then the language model."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor_parallel_ranks(self) -> "Grid":
@@ -88,8 +87,7 @@ class LoRA(Section):
         Field(strict=False, max_length=MAX_ENTRIES),
         AfterValidator(_targets),
     ] = TARGETS
-    """Linears that are adapted: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP. With
-    `family: transformers`, patterns of linears' names in transformers, such as `*.q_proj`."""
+    """Linears that are adapted; with `family: transformers`, patterns of names as `*.q_proj`."""
 
     @property
     def scale(self) -> float:
@@ -113,13 +111,12 @@ class Module(Section):
     family: bounds.Word
     """Name of the family's file."""
     engine: Engine = "megatron"
-    """What runs it: `megatron`, or `fsdp`: the module of transformers in the folder of `init_from`.
-    """
+    """What runs it; with `fsdp` it is the module of transformers in the folder of `init_from`."""
     reshard_after_forward: bool = True
     """With `engine: fsdp`, free a layer's gathered weights between its forward and backward."""
     reduce_gradients: ReduceGradients = "step"
     """With `engine: fsdp`, when lanes sum gradients: once a `step`, or after each `microbatch`,
-    with more messages but less memory: each rank keeps only its share in between."""
+    with more messages but less memory."""
     grid: Grid = Grid()
     """The ranks and their axes."""
     lora: LoRA | None = None
@@ -132,6 +129,22 @@ class Module(Section):
     """Activations to recompute in the backward pass: none, core attention, or all of each layer."""
     model: dict[str, Any] = {}
     """Sizes and other settings of the family; see its section below."""
+    freeze: Any = False
+    """Weights that are not updated."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether any weights are updated."""
+        return self.freeze is not True
+
+    @model_validator(mode="after")
+    def _adapters_can_learn(self) -> "Module":
+        if self.freeze is True and self.lora is not None:
+            raise ValueError(
+                "freeze: true trains nothing, but lora adds adapters that train; remove freeze "
+                "(lora freezes the weights that it adapts) or remove lora"
+            )
+        return self
 
 
 Names = tuple[str, ...]
@@ -144,15 +157,6 @@ def _freeze_language(value: Any) -> bool | Names:
     raise ValueError("needs true, false or a list of patterns of names, such as ['*.gate.*']")
 
 
-def _check_adapters[M: (Language, Encoder)](module: M) -> M:
-    if module.freeze is True and module.lora is not None:
-        raise ValueError(
-            "freeze: true trains nothing, but lora adds adapters that train; remove freeze "
-            "(lora freezes the weights that it adapts) or remove lora"
-        )
-    return module
-
-
 class Language(Module):
     """The language model."""
 
@@ -162,13 +166,6 @@ class Language(Module):
     """Train only adapters; embeddings, norms, head and the layers' other weights stay frozen."""
     freeze: Annotated[bool | Names, PlainValidator(_freeze_language, bool | Names)] = False
     """`true` freezes all weights; a list freezes weights by patterns of names: `["*.gate.*"]`."""
-
-    _adapters_can_learn = model_validator(mode="after")(_check_adapters)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any weights are updated."""
-        return self.freeze is not True
 
 
 def word_or_number(choices: str, kind: Any) -> PlainValidator:
@@ -215,7 +212,7 @@ class MediaTokens(Section):
     """Text that stands for an item, with `{placeholder}` where its embeddings go."""
 
 
-class Encoder(Module):
+class Encoder(MediaTokens, Module):
     """An encoder with its projector."""
 
     family: bounds.Word
@@ -224,13 +221,8 @@ class Encoder(Module):
     """Modality that it encodes: the type of content parts, such as `image` or `video`."""
     placeholder: bounds.Word = "<|image_pad|>"
     """Token that stands for each embedding of an item."""
-    template_token: bounds.Word | None = None
-    """What the chat template writes for each item; null for the placeholder."""
-    item_text: Annotated[str, Field(max_length=4096), AfterValidator(_item_text)] = "{placeholder}"
-    """Text that stands for an item, with `{placeholder}` where its embeddings go."""
     other_media: Annotated[dict[bounds.Word, MediaTokens], Field(max_length=MAX_ENTRIES)] = {}
-    """Further modalities that it encodes with the same weights, and how each appears in the text.
-    """
+    """Further modalities that it encodes with the same weights, and their tokens."""
     placement: Literal["disjoint", "colocated"] = "disjoint"
     """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
     lora: LoRA | None = None
@@ -238,33 +230,20 @@ class Encoder(Module):
     freeze: Annotated[
         bool | Names | Literal["tower"], PlainValidator(_freeze, bool | Names | Literal["tower"])
     ] = False
-    """`true` freezes all weights; `tower` all but the projector's; a list freezes weights by
-    patterns of names."""
+    """`true` freezes all weights, `tower` all but the projector's, a list those of such names."""
     run_ahead: Annotated[
         int | Literal["auto"],
         word_or_number("'auto' or a number of microbatches", bounds.Microbatches | Literal["auto"]),
     ] = "auto"
-    """Microbatches that a disjoint encoder encodes before the first gradient comes back; `auto` is
-    one more than the fewest that cannot deadlock."""
+    """Microbatches that a disjoint encoder encodes before the first gradient returns; `auto` is one
+    more than the fewest that cannot deadlock."""
     encode_group: Annotated[
         int | Literal["all"],
         word_or_number("'all' or a number of microbatches", bounds.Batch | Literal["all"]),
     ] = "all"
     """Microbatches that a colocated encoder encodes at once."""
 
-    _adapters_can_learn = model_validator(mode="after")(_check_adapters)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any weights are updated."""
-        return self.freeze is not True
-
-    @property
-    def own_tokens(self) -> MediaTokens:
-        """How items of its modality `media` appear in the text."""
-        return MediaTokens(**self.model_dump(include={*MediaTokens.model_fields}))
-
     @property
     def media_tokens(self) -> dict[str, MediaTokens]:
         """How each modality that it encodes appears in the text, `media` first."""
-        return {self.media: self.own_tokens, **self.other_media}
+        return {self.media: self, **self.other_media}

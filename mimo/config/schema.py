@@ -36,14 +36,13 @@ class Recipe(Section):
     name: bounds.RunName
     """Name of the run and of its folder."""
     init_from: bounds.PathText | None = None
-    """Folder of a Hugging Face checkpoint to start from, or the id (`org/name`) of one that
-    `hf download` has put into the local cache; it also gives families, sizes, tokenizer and
-    placeholders that the recipe leaves out."""
+    """Folder or Hub id (`org/name`) of a Hugging Face checkpoint to start from; it also gives
+    families, sizes, tokenizer and placeholders that the recipe leaves out."""
     language: Language = Language()
     """The language model."""
     encoders: Annotated[dict[bounds.ModuleName, Encoder], Field(max_length=MAX_ENTRIES)] = {}
-    """The encoders by a name of your choice, such as `vision`. With `init_from`, the first that
-    gives no family, or the folder's, is the folder's tower; the others begin with fresh weights."""
+    """The encoders by a name of your choice. With `init_from`, the first that gives no family, or
+    the folder's, is the folder's tower; the others begin with fresh weights."""
     bridge: Bridge = Bridge()
     """How embeddings travel from the encoders to the language model."""
     data: Data
@@ -161,7 +160,6 @@ def parse_recipe(source: YamlSource, fill: Fill) -> Recipe:
     except ValidationError as error:
         raise RecipeError(*problems, *descriptions(error, source.problem, Recipe)) from error
     recipe._source = source
-    problems += refusals(recipe)
     if problems:
         raise RecipeError(*problems)
     return recipe
@@ -176,18 +174,6 @@ def check_keys(source: YamlSource) -> None:
         if any(details["type"] == "extra_forbidden" for details in error.errors()):
             lines = descriptions(error, source.problem, Recipe, skipped="missing")
             raise RecipeError(*source.problems, *lines) from error
-
-
-def refusals(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for every key whose value is not supported yet."""
-    not_yet = {"cp": "context parallelism", "vpp": "interleaved pipeline stages"}
-    for name, encoder in recipe.encoders.items():
-        for axis, feature in not_yet.items():
-            if (got := getattr(encoder.grid, axis)) != 1:
-                yield recipe.problem(
-                    ("encoders", name, "grid", axis),
-                    f"got {got}, but {feature} in an encoder is not supported yet; only 1 works",
-                )
 
 
 # -------------------------------------------------------------------- messages

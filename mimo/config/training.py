@@ -12,27 +12,23 @@ class Bridge(Section):
     """How embeddings travel from the encoders to the language model."""
 
     delivery: Literal["sharded", "replicated"] = "sharded"
-    """`sharded` sends each embedding only to the rank that holds its position; `replicated` sends
-    all of them to every rank of the lane."""
+    """Send each embedding to the rank that holds its position, or all to every rank of the lane."""
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Dtype of embeddings and their gradients on the way; `auto` is that of the weights."""
     block_ranks: bounds.Ranks = 512
-    """Most ranks at either end of a bridge that exchange embeddings with each other. Larger ends
-    are cut into blocks of lanes, as far as the numbers of lanes have a common divisor; items are
-    balanced within a block."""
+    """Most ranks at an end of a bridge that exchange embeddings and balance items with each other.
+    Larger ends are cut into blocks, if their numbers of lanes have a common divisor."""
     check: Literal["first_steps", "always", "never"] = "first_steps"
     """When ranks compare their transfer plans."""
     timeout_seconds: bounds.Seconds = 600.0
-    """How long a rank waits for a transfer before the run ends; on a GPU this includes queued work,
-    so give more than a step."""
+    """Longest wait for a transfer; on a GPU with the work queued before it, so more than a step."""
 
 
 class Source(Section):
     """Shards of samples."""
 
     path: bounds.PathText
-    """A shard, or many: `data/train-*.tar`, `data/train-{00000..00123}.tar`. A path or a URL that
-    fsspec understands, such as `s3://bucket/train-*.tar`."""
+    """Shards: a path or a URL of fsspec, such as `data/train-*.tar`, `s3://b/{00..99}.tar`."""
     weight: bounds.SourceWeight = 1.0
     """How often samples are drawn from this source, relative to the others."""
 
@@ -72,42 +68,36 @@ class Data(Section):
     test: Sources = ()
     """Held-out samples for `mimo evaluate`."""
     metrics: Metrics = ("exact", "per_word")
-    """How `mimo evaluate` scores answers, one metric or a list: `exact` (all words), `per_word`
-    (words right in their place), `contains` (the expected text is in the answer), `anls` (edit
-    distance, at least 0.5), `relaxed_number` (within 5 %, else equal text)."""
+    """How `mimo evaluate` scores answers: `exact` (all words), `per_word` (words right in their
+    place), `contains` (the expected text is in the answer), `anls` (edit distance, at least 0.5),
+    `relaxed_number` (within 5 %, else equal text)."""
     tokenizer: bounds.PathText
     """Folder with the tokenizer and its chat template."""
     sequence_length: bounds.SequenceLength
     """Length of the longest sample in tokens; longer ones are an error, never cut."""
     shuffle_block: bounds.Samples | None = None
-    """Consecutive samples that shuffling keeps together, so that one read serves them all; a source
-    takes as many turns in a row. Null: 32 in sources of 65,536 samples or more, else 1."""
+    """Consecutive samples that shuffling keeps together, for one read and as many turns of their
+    source. Null: 32 in sources of 65,536 samples or more, else 1."""
     packing: bool = True
-    """`true` packs the samples of a microbatch into one sequence of separate segments; `false` pads
-    each to the longest."""
+    """Pack the samples of a microbatch into one sequence, or pad each to the longest."""
     tokens_per_microbatch: bounds.SequenceLength | None = None
-    """Packs samples into sequences of up to this many tokens by best fit, one sequence to a
-    microbatch of a lane; padding for `cp` and `sp` comes on top. Null packs
-    `train.micro_batch_size` samples."""
+    """Pack samples by best fit into sequences of up to this many tokens, one to a microbatch of a
+    lane, without padding for `cp` and `sp`. Null packs `train.micro_batch_size` samples."""
     rows_per_microbatch: bounds.Rows | None = None
-    """With `tokens_per_microbatch`: most embeddings of the items in a sequence, over all encoders;
-    null for any number."""
+    """With `tokens_per_microbatch`: most embeddings in a sequence, over all encoders."""
     packing_window: bounds.PackingWindow = 512
-    """With `tokens_per_microbatch`: how many samples, in their order, are candidates for the next
-    sequence."""
+    """With `tokens_per_microbatch`: number of candidates for the next sequence."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
     max_skipped_fraction: bounds.Share = 0.05
-    """Share of samples, once there are 200, that may be unusable in an index, or skipped of those
-    read so far, before the run stops."""
+    """Share of samples, once there are 200, that may be unusable before the run stops."""
     cache_directory: bounds.PathText | None = None
-    """Folder that caches indexes and blocks of shards at URLs, shared by all processes of a
-    machine. Null for `$XDG_CACHE_HOME/mimo` or `~/.cache/mimo`."""
+    """Folder of a machine that caches indexes and blocks of shards at URLs. Null for
+    `$XDG_CACHE_HOME/mimo` or `~/.cache/mimo`."""
     cache_gib: bounds.CacheGib | None = None
     """Most GiB of cached blocks of shards at URLs; null or 0 caches none."""
     workers: bounds.Workers | None = None
-    """Decoding processes of each rank; 0 decodes in a thread. Null divides the cores of a host
-    among its ranks, less one for each rank itself: 0 with fewer than two cores a rank."""
+    """Decoding processes of a rank; 0: a thread. Null: its share of the host's cores, less one."""
     prefetch_mib: bounds.Mebibytes = 512
     """Most MiB that a rank prefetches; the next step is prefetched in any case."""
 
@@ -116,9 +106,8 @@ class Data(Section):
         tokens = self.tokens_per_microbatch
         if tokens is None and self.rows_per_microbatch is not None:
             raise ValueError(
-                f"rows_per_microbatch {self.rows_per_microbatch} limits sequences that are packed "
-                f"by tokens, but tokens_per_microbatch is not set; set it, or remove "
-                f"rows_per_microbatch"
+                f"rows_per_microbatch {self.rows_per_microbatch} limits packing by tokens, but "
+                f"tokens_per_microbatch is not set; set it, or remove rows_per_microbatch"
             )
         if tokens is not None and not self.packing:
             raise ValueError(
@@ -128,8 +117,7 @@ class Data(Section):
         if tokens is not None and tokens < self.sequence_length:
             raise ValueError(
                 f"tokens_per_microbatch {tokens} is below sequence_length {self.sequence_length}, "
-                f"so the longest samples would not fit; raise it to {self.sequence_length} or "
-                f"more, or lower sequence_length"
+                f"so the longest samples would not fit; raise the first, or lower the second"
             )
         return self
 
@@ -146,10 +134,7 @@ class Profile(Section):
     def _last_is_not_before_first(self) -> "Profile":
         first, last = self.steps
         if last < first:
-            raise ValueError(
-                f"steps: got [{first}, {last}], but the last step is before the first; write "
-                f"[{last}, {first}]"
-            )
+            raise ValueError(f"steps: got [{first}, {last}]; write [{last}, {first}]")
         return self
 
 
@@ -161,33 +146,29 @@ class Train(Section):
     global_batch_size: bounds.Batch
     """Samples of a step, over all ranks; with `data.tokens_per_microbatch`, packed sequences."""
     micro_batch_size: bounds.Batch = 1
-    """Samples that one lane of the language model processes at a time; must be 1 with
-    `data.tokens_per_microbatch`."""
+    """Samples that a lane processes at a time; 1 with `data.tokens_per_microbatch`."""
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype of weights and computation; `fp64` is for checking results on a CPU."""
     fp8: Literal["none", "current", "block", "mxfp8"] = "none"
-    """8-bit linears in the language model's layers, by Transformer Engine: scaled by tensor
-    (`current`), by blocks of 128 (`block`, Hopper) or of 32 (`mxfp8`, Blackwell)."""
+    """8-bit linears of the language model, by Transformer Engine: scaled by tensor (`current`), by
+    blocks of 128 (`block`, Hopper) or of 32 (`mxfp8`, Blackwell)."""
     seed: bounds.Seed = 1
     """Seed of freshly drawn weights and of the order of samples."""
     learning_rate: bounds.LearningRate = 1e-3
     """Peak learning rate of every module that does not set its own."""
     warmup_steps: bounds.WarmupSteps = 0
-    """Steps over which the learning rate of every module that does not set its own rises from zero.
-    """
+    """Steps over which the learning rate of such modules rises from zero."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """How the learning rate changes after warm-up: it stays, falls along half a cosine or
-    linearly, or stays until the last `decay_steps` and then falls linearly (`wsd`)."""
+    """The learning rate after warm-up: constant, falling along half a cosine or linearly, or
+    constant until the last `decay_steps` and then falling linearly (`wsd`)."""
     decay_steps: bounds.Steps | None = None
     """With `schedule: wsd`: steps at the end in which the rate falls; null for a tenth."""
     min_learning_rate_ratio: bounds.Share = 0.1
     """Learning rate that the schedule falls to, as a share of the peak."""
     max_skipped_steps: bounds.SkippedSteps = 3
-    """Consecutive steps without finite loss and gradient norm, which update no module, before the
-    run stops; 0 stops it at the first."""
+    """Consecutive steps without finite loss or norm, which update nothing, before the run stops."""
     loss_spike_zscore: bounds.ZScore | None = None
-    """Report a loss this many robust standard deviations above the losses before it, and keep its
-    samples; null reports none."""
+    """Report a loss this many robust standard deviations above those before; null reports none."""
     loss_spike_window: bounds.SpikeWindow = 128
     """Preceding losses that a loss is compared with; checks begin once half of them exist."""
     ema_decay: bounds.Decay | None = None
@@ -209,15 +190,14 @@ class Train(Section):
     distributed_optimizer: bool = False
     """Shard Adam's state over the lanes."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
-    """Gather updated weights of a distributed optimizer while the next step begins; `auto` does so
-    if gradients are summed during the backward pass."""
+    """Gather weights of a distributed optimizer while the next step begins; `auto`: as above."""
     log_every: bounds.Steps = 10
     """Steps between lines on the console, and between measurements of a step's parts."""
     loggers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)
     ] = ("tensorboard",)
-    """Where metrics go beside `metrics.jsonl`. `wandb` and `mlflow` must be installed separately;
-    without `WANDB_MODE` or `MLFLOW_TRACKING_URI` they write to the run folder alone."""
+    """Where metrics go beside `metrics.jsonl`. `wandb` and `mlflow`, to be installed by you, write
+    to the run folder unless `WANDB_MODE` or `MLFLOW_TRACKING_URI` is set."""
     profile: Profile | None = None
     """Trace some steps for chrome://tracing or Perfetto; null for none."""
     validate_every: bounds.Steps | None = None
@@ -228,8 +208,7 @@ class Train(Section):
         int | Literal["auto"] | None,
         word_or_number("'auto', null or a number of steps", bounds.Steps | Literal["auto"] | None),
     ] = "auto"
-    """Steps between checkpoints. `auto` is a tenth of the run, between 100 and 500; null saves only
-    after the last step."""
+    """Steps between checkpoints; `auto`: a tenth of the run, 100 to 500; null: only the last."""
     keep_checkpoints: bounds.Checkpoints = 2
     """How many checkpoints to keep."""
     keep_every: bounds.Steps | None = None
@@ -237,11 +216,10 @@ class Train(Section):
     async_save: bool = False
     """Copy the state to host memory and write it while training continues."""
     step_timeout_seconds: bounds.Seconds | None = None
-    """End the run as hanging if a rank makes no progress (a microbatch, a save) for so long; null
-    only where a rank waits for others, shortly before that times out."""
+    """End the run if a rank makes no progress (a microbatch, a save) for so long; null: if it waits
+    for others, shortly before that times out."""
     max_minutes: bounds.Minutes | None = None
-    """After this time the run finishes its step, saves and ends with exit code 75, to be continued
-    with --resume; null for no limit."""
+    """After this time the run saves and ends with exit code 75, to be continued with --resume."""
     run_dir: bounds.PathText = "runs"
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None
@@ -262,33 +240,22 @@ class Train(Section):
     @model_validator(mode="after")
     def _settings_go_together(self) -> "Train":
         if self.decay_steps is not None and self.schedule != "wsd":
-            raise ValueError(
-                f"decay_steps {self.decay_steps} belongs to schedule: wsd, but schedule is "
-                f"{self.schedule}; set schedule: wsd, or remove decay_steps"
-            )
+            self._need("decay_steps", "schedule", "wsd")
         if self.fp8 != "none" and self.precision != "bf16":
-            raise ValueError(
-                f"fp8: {self.fp8} works beside bf16 weights, but precision is {self.precision}; "
-                f"set precision: bf16, or remove fp8"
-            )
+            self._need("fp8", "precision", "bf16")
         if self.distributed_optimizer and self.optimizer != "adam":
-            raise ValueError(
-                f"distributed_optimizer: true shards Adam's state, but optimizer is "
-                f"{self.optimizer}; set optimizer: adam, or remove distributed_optimizer"
-            )
+            self._need("distributed_optimizer", "optimizer", "adam")
         if self.distributed_optimizer and self.precision == "fp64":
-            raise ValueError(
-                "distributed_optimizer: true works in fp32 and bf16, but precision is fp64; "
-                "set precision: fp32, or remove distributed_optimizer"
-            )
+            self._need("distributed_optimizer", "precision", "fp32 or bf16")
         if self.overlap_param_gather is True and not self.distributed_optimizer:
-            raise ValueError(
-                "overlap_param_gather: true needs distributed_optimizer, which is false; set it to "
-                "true, or remove overlap_param_gather"
-            )
+            self._need("overlap_param_gather", "distributed_optimizer", "true")
         if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
-            raise ValueError(
-                "overlap_param_gather: true needs overlap_grad_reduce, which is false; set it to "
-                "true, or remove overlap_param_gather"
-            )
+            self._need("overlap_param_gather", "overlap_grad_reduce", "true")
         return self
+
+    def _need(self, key: str, other: str, value: str) -> None:
+        given, found = (str(getattr(self, name)).lower() for name in (key, other))
+        raise ValueError(
+            f"{key}: {given} needs {other}: {value}, but it is {found}; set {other}: {value}, or "
+            f"remove {key}"
+        )

@@ -88,7 +88,7 @@ def _modalities_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, Me
     """Yield the place of each modality's name, the place of its keys, its name and its tokens."""
     for name, encoder in recipe.encoders.items():
         place = ("encoders", name)
-        yield (*place, "media"), place, encoder.media, encoder.own_tokens
+        yield (*place, "media"), place, encoder.media, encoder
         for modality, tokens in encoder.other_media.items():
             other = (*place, "other_media", modality)
             yield other, other, modality, tokens

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mimo.config.bounds import MAX_RANKS
-from mimo.config.schema import Recipe, key_of, refusals
-from mimo.config.source import dotted
+from mimo.config.schema import Recipe, key_of
 from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.ops.acceleration import fp8_multiple
@@ -33,21 +32,16 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 
     Raises RecipeError with one line per error.
     """
-    problems = [*refusals(recipe)]
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
-        raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}", *problems)
+        raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}")
     colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
     names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
-    num_problems = len(problems)
     grids = {name: _grid(recipe, name) for name in names}
     if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
         culprit = max(grids, key=lambda name: grids[name].size)
         message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
-        raise RecipeError(recipe.problem((*key_of(culprit), "grid"), message), *problems)
-    grids = _derive_lanes(recipe, grids, world_size, problems)
-    if len(problems) > num_problems:
-        raise RecipeError(*problems)
-    grids = _place(recipe, grids)
+        raise RecipeError(recipe.problem((*key_of(culprit), "grid"), message))
+    grids = _place(recipe, _derive_lanes(recipe, grids, world_size))
     blocks = _blocks(grids, recipe.bridge.block_ranks) if len(grids) > 1 else 1
     needed = sum(grid.size for grid in grids.values())
     language = grids[LANGUAGE]
@@ -55,6 +49,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         grid = _grid(recipe, name)
         lanes = recipe.encoders[name].grid.dp or max(1, language.size // grid.lane_size)
         grids[name] = replace(grid, dp=lanes, rank_offset=language.rank_offset)
+    problems = list[str]()
     layout = Layout(
         language=language,
         encoders={name: grids[name] for name in recipe.encoders},
@@ -90,13 +85,11 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
         return links  # reported elsewhere
     for name, levels in num_levels.items():
         if levels > layers:
-            problems.append(
-                recipe.problem(
-                    ("encoders", name, "model"),
-                    f"emits {levels} feature levels, one for each of the language model's first "
-                    f"layers, but language.model.num_layers is {layers}; emit fewer levels",
-                )
+            message = (
+                f"emits {levels} feature levels, one for each of the language model's first "
+                f"layers, but language.model.num_layers is {layers}; emit fewer levels"
             )
+            problems.append(recipe.problem(("encoders", name, "model"), message))
         elif levels > 0:
             links[name] = links_of(name, language.pp, language.vpp, layers, levels)
     return links
@@ -120,37 +113,28 @@ def _grid(recipe: Recipe, module: str) -> GridSpec:
 
 
 def _derive_lanes(
-    recipe: Recipe, grids: dict[str, GridSpec], world_size: int | None, problems: list[str]
+    recipe: Recipe, grids: dict[str, GridSpec], world_size: int | None
 ) -> dict[str, GridSpec]:
-    """Fill in the missing `dp`; if that is impossible, add the reason to `problems`."""
+    """Fill in the missing `dp`. Raises RecipeError if that is impossible."""
     missing = [name for name in grids if recipe.module(name).grid.dp is None]
     if world_size is None or not missing:
         return grids
     if len(missing) > 1:
-        keys = " and ".join(dotted((*key_of(name), "grid", "dp")) for name in missing)
-        problems.append(
-            recipe.problem(
-                (*key_of(missing[-1]), "grid", "dp"),
-                f"only one module may leave dp out; missing are {keys}; give all but one",
-            )
-        )
-        return grids
+        message = f"only one module may leave dp out; {' and '.join(missing)} do; give all but one"
+        raise RecipeError(recipe.problem((*key_of(missing[-1]), "grid", "dp"), message))
     grid = grids[missing[0]]
     taken = {name: other.size for name, other in grids.items() if name != grid.module}
     remaining = world_size - sum(taken.values())
     if remaining < grid.lane_size or remaining % grid.lane_size:
         beside = " beside " + ", ".join(f"{name} {size}" for name, size in taken.items())
         fitting = sum(taken.values()) + max(1, round(remaining / grid.lane_size)) * grid.lane_size
-        problems.append(
-            recipe.problem(
-                (*key_of(grid.module), "grid", "dp"),
-                f"cannot be derived: {max(0, remaining)} of {world_size} ranks remain"
-                f"{beside if taken else ''}, and one lane of {grid.module} needs "
-                f"{grid.lane_size} (tp {grid.tp} · cp {grid.cp} · pp {grid.pp}); "
-                f"start {fitting} ranks, or change the grids",
-            )
+        message = (
+            f"cannot be derived: {max(0, remaining)} of {world_size} ranks remain"
+            f"{beside if taken else ''}, and one lane of {grid.module} needs {grid.lane_size} "
+            f"(tp {grid.tp} · cp {grid.cp} · pp {grid.pp}); start {fitting} ranks, or change the "
+            f"grids"
         )
-        return grids
+        raise RecipeError(recipe.problem((*key_of(grid.module), "grid", "dp"), message))
     return {**grids, grid.module: replace(grid, dp=remaining // grid.lane_size)}
 
 
@@ -186,6 +170,7 @@ def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield from _engine_problems(recipe, grid)
 
 
+_NOT_IN_ENCODERS = {"cp": "context parallelism", "vpp": "interleaved pipeline stages"}
 # Axes that only Megatron has, and what to use instead.
 _MEGATRON_ONLY = {
     "pp": "raise dp or tp, which shard the weights too",
@@ -196,27 +181,21 @@ _MEGATRON_ONLY = {
 
 def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     """Yield errors of keys that the module's engine does not have."""
-    key = key_of(grid.module)
+    key, part = key_of(grid.module), recipe.module(grid.module)
     replicas = (*key, "grid", "dp_replicate")
     if grid.engine == "megatron":
-        if grid.dp_replicate > 1:
-            yield recipe.problem(
-                replicas,
-                f"got {grid.dp_replicate}, but engine: megatron does not shard weights over lanes; "
-                f"remove it, or set engine: fsdp",
-            )
-        if not recipe.module(grid.module).reshard_after_forward:
-            yield recipe.problem(
-                (*key, "reshard_after_forward"),
-                "got false, but engine: megatron gathers no weights; remove it, or set engine: "
-                "fsdp",
-            )
-        if recipe.module(grid.module).reduce_gradients != "step":
-            yield recipe.problem(
-                (*key, "reduce_gradients"),
-                "got microbatch, but engine: megatron reduces gradients once a step; remove it, or "
-                "set engine: fsdp",
-            )
+        for axis, feature in _NOT_IN_ENCODERS.items() if grid.module != LANGUAGE else ():
+            if (size := getattr(grid, axis)) > 1:
+                message = f"got {size}, but {feature} in an encoder is not supported; set it to 1"
+                yield recipe.problem((*key, "grid", axis), message)
+        for where, value, default in (
+            (replicas, grid.dp_replicate, 1),
+            ((*key, "reshard_after_forward"), part.reshard_after_forward, True),
+            ((*key, "reduce_gradients"), part.reduce_gradients, "step"),
+        ):
+            if value != default:
+                message = f"got {value}, a setting of engine: fsdp; remove it, or set engine: fsdp"
+                yield recipe.problem(where, message)
         return
     for axis, instead in _MEGATRON_ONLY.items():
         if (size := getattr(grid, axis)) > 1:

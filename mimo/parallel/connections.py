@@ -2,8 +2,7 @@
 
 NCCL connects two ranks at their first message in a group, and blocks both hosts until each has made
 its call. Inside a step that could close a circle of waiting ranks, so every pair that may exchange
-messages is connected when the groups are created. A collective connects ranks only for collectives,
-and its first call blocks the hosts of all its ranks.
+messages is connected when the groups are created. Collectives have connections of their own.
 """
 
 from __future__ import annotations
@@ -78,9 +77,9 @@ def connect_all(group: dist.ProcessGroup) -> None:
 def connect_stages(pipeline: dist.ProcessGroup, interleaved: bool) -> None:
     """Connect the stages of a pipeline with their neighbours; every stage calls it.
 
-    Batched messages use the whole group's connections. An interleaved pipeline, whose last stage
-    also sends to the first, sends single messages, for which each pair of ranks has separate
-    connections; with two stages Megatron uses the world's for one direction.
+    An interleaved pipeline, whose last stage also sends to the first, sends single messages, for
+    which pairs of ranks have separate connections; with two stages Megatron uses the world's for
+    one direction.
     """
     ranks = dist.get_process_group_ranks(pipeline)
     stage, last = pipeline.rank(), len(ranks) - 1
@@ -146,10 +145,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Host:
-    """This rank's host.
+    """This rank's host. ranks: on it, ascending. job: a name that is unique to this world.
 
-    ranks: on it, ascending. job: a name that is unique to this world. free_bytes: of its shared
-    memory. cores_per_rank: of the cores that this rank may use.
+    free_bytes: of its shared memory. cores_per_rank: of the cores that this rank may use.
     """
 
     ranks: tuple[int, ...]

@@ -20,9 +20,9 @@ _REPEATS = 4  # of the schedule's pattern, with its beginning and end
 class Link:
     """The bridge between an encoder and one stage of the language model that needs its rows.
 
-    levels: ascending; one message holds the rows of all. chunks: ascending, for each level the
-    stage's chunk that needs it. Level 0 is the embeddings, for the first layer's input; level k is
-    added after the k-th layer (DeepStack), so it goes to the chunk that owns that layer.
+    levels: ascending; one message holds the rows of all. chunks: for each level the stage's chunk
+    that needs it, ascending. Level 0 is the embeddings, for the first layer's input; level k is
+    added after the k-th layer (DeepStack), by the chunk that owns that layer.
     """
 
     encoder: str
@@ -82,16 +82,12 @@ class GridSpec:
         return range(self.rank_offset, self.rank_offset + self.size)
 
     def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Global id of the rank at these coordinates. Raises IndexError outside the grid."""
-        for axis, index in (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)):
-            if not 0 <= index < getattr(self, axis):
-                raise IndexError(f"{self.module}: {axis} {index} is not in {self}")
+        """Global id of the rank at these coordinates."""
         return self.rank_offset + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def coords(self, rank: int) -> Coords:
-        """Coordinates of a global rank. Raises IndexError for a rank of another module."""
-        if rank not in self.ranks:
-            raise IndexError(f"{self.module}: rank {rank} is not in {self}")
+        """Coordinates of a rank of the module, a global id."""
+        assert rank in self.ranks, f"{self.module} has no rank {rank}"
         rest, tp = divmod(rank - self.rank_offset, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -110,10 +106,9 @@ class Layout:
     """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
 
     colocated: encoders that run on the language model's ranks.
-    links: for encoders that emit feature levels, one per stage that needs any. They follow from
-        the models, so comparisons of layouts ignore them.
-    blocks: number of blocks into which the lanes of each module are cut. Rows go only from a block
-        of a disjoint encoder's lanes to the same block of the language model's.
+    links: for encoders that emit feature levels, one per stage that needs any; no part of equality.
+    blocks: into which lanes are cut. Rows go only from a block of a disjoint encoder's lanes to the
+        same block of the language model's.
     """
 
     language: GridSpec
@@ -155,16 +150,13 @@ def num_microbatches(recipe: Recipe, layout: Layout) -> int:
 def run_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
     """Return the run-ahead of `encoder`; 'auto' is one more than needed, so that sides overlap."""
     value = recipe.encoders[encoder].run_ahead
-    if value != "auto":
-        return value
-    return _least_run_ahead(recipe, layout) + 1
+    return value if value != "auto" else _least_run_ahead(recipe, layout) + 1
 
 
 def posted_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
     """Return how many microbatches ahead the language model posts its receives.
 
-    With fewer, sends without a receive would pile up on the encoder's device; with more, receives
-    would wait for this rank's gradients.
+    With fewer, sends pile up on the encoder's device; with more, receives wait for gradients.
     """
     return run_ahead(recipe, layout, encoder) - _least_run_ahead(recipe, layout)
 
@@ -212,10 +204,10 @@ def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) 
 def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
     """Return the fewest microbatches that a disjoint encoder sends before it waits for gradients.
 
-    With fewer, both sides wait for each other: the encoder for the gradients of a microbatch, the
-    language model for the rows of a later one. The number follows from the order in which
-    Megatron's schedule (1F1B, or interleaved) runs the first chunk of the first stage: it takes
-    rows before all other stages and chunks, and returns gradients after them.
+    With fewer, the encoder waits for the gradients of a microbatch, and the language model for the
+    rows of a later one. The number follows from the order in which Megatron's schedule (1F1B, or
+    interleaved) runs the first chunk of the first stage, which takes rows first and returns
+    gradients last.
     """
     # The order repeats every pp microbatches.
     microbatches = min(microbatches, _REPEATS * pp)
@@ -264,12 +256,11 @@ def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
     """Return environment variables of this rank that depend on its place in the layout.
 
     At an end of a disjoint encoder's bridge kernels load at the start: loading one at its first use
-    may wait for a transfer that is posted ahead, whose sender may wait for the kernel. Elsewhere
-    they load when used, because all of them take 1 to 2 GiB.
+    may wait for a transfer that is posted ahead, whose sender may wait for the kernel.
 
-    With one hardware queue a GPU starts kernels in launch order, so the exchange inside a
-    tensor-parallel layer starts before the matrix product that it overlaps with. But one wait
-    blocks all streams, so ranks with transfers posted ahead keep several queues.
+    With one hardware queue the exchange inside a tensor-parallel layer starts before the matrix
+    product that it overlaps with. But one wait blocks all streams, so ranks with transfers posted
+    ahead keep several queues.
     """
     grids = [layout.grids[name] for name in layout.modules_of(rank)]
     if _at_end_of_bridge(layout, rank):

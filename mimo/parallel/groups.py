@@ -71,10 +71,9 @@ class BridgeGroups:
 class Topology:
     """The process groups of this rank.
 
-    modules: by name, the groups of each module of which this rank owns a part.
-    meshes: of modules whose engine is fsdp, the same ranks as (dp_replicate, dp_shard, tp).
-    bridges: those with this rank at one end; for each encoder, in the order of their stages.
-    groups: all groups with this rank, in the order of their creation.
+    modules: those of each module of which this rank owns a part. meshes: of modules on FSDP2, the
+    same ranks as (dp_replicate, dp_shard, tp). bridges: those with this rank at one end; for each
+    encoder, in the order of their stages. groups: all of them, in the order of their creation.
     """
 
     layout: Layout
@@ -183,8 +182,8 @@ def _mesh(
 ) -> DeviceMesh | None:
     """Create the mesh (dp_replicate, dp_shard, tp) of the ranks from `first`; None on others.
 
-    Lanes that shard one copy of the weights are adjacent. A mesh lives as long as its world:
-    DTensor caches meshes by their ranks, and would otherwise use destroyed groups.
+    Lanes that shard one copy of the weights are adjacent. A mesh lives as long as its world, as
+    DTensor caches meshes by their ranks.
     """
     factory, names = _GroupFactory(world.rank(), [], timeout), (DP_REPLICATE, DP_SHARD, TP)
     ranks = torch.arange(first, first + math.prod(sizes)).view(sizes)
@@ -243,8 +242,8 @@ def _add_bridge(
 ) -> None:
     """Create and connect the groups of a bridge's block; every rank of the world calls it.
 
-    Items are balanced over the encoder's lanes, so each lane may have rows for any lane of the
-    language model, and a rank connects to the whole other end. So large ends are cut into blocks.
+    Each encoder lane may have rows for any lane of the language model, so a rank connects to the
+    whole other end.
     """
     ends = sorted({*senders, *receivers})
     forward, backward = (

@@ -1,9 +1,8 @@
 """Names the ranks that keep a run from going on: in each rank a thread with a heartbeat.
 
-The thread keeps the rank's file in the run folder up to date. It still does so while the rank waits
-for others, but not once the rank is stopped or has ended. When a collective fails, the files name
-the ranks that failed or are silent. When a rank makes no progress for too long, all ranks write
-where they are and their stacks, one of them writes a summary, and all end.
+The thread keeps the rank's file in the run folder up to date, also while the rank waits for others.
+When a collective fails, the files name the ranks that failed or are silent. When a rank makes no
+progress for too long, all write where they are and their stacks, one writes a summary, and all end.
 """
 
 from __future__ import annotations
@@ -89,11 +88,10 @@ class RankLost(RuntimeError):
 class HangMonitor:
     """Writes the file of this ``rank`` and reads those of the others.
 
-    who: the modules and lanes of this rank, for people. timeout_seconds: of transfers.
-    step_timeout_seconds: after which a rank without progress, whatever it does, ends the run. None:
-    only a rank that waits for others does so, shortly before the backend gives up.
-    work: returns what the modules do now. memory: returns bytes by module and kind. format_memory:
-    formats those for people.
+    who: its modules and lanes. timeout_seconds: of transfers. step_timeout_seconds: after which a
+    rank without progress ends the run; None: only if it waits for others, shortly before the
+    backend gives up. work: returns what the modules do now. memory: returns bytes by module and
+    kind, which format_memory formats.
     """
 
     def __init__(
@@ -130,10 +128,9 @@ class HangMonitor:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Beat inside; an error caused by another rank names that rank.
+        """Beat inside. In a hang the thread fails with Hang, and whoever runs the rank must end it.
 
-        Raises RankLost in place of a backend's error if there is a rank to name. In a hang the
-        thread fails with Hang; whoever runs the rank must then end it.
+        Raises RankLost in place of a backend's error if there is a rank to name.
         """
         self._folder.mkdir(exist_ok=True)
         self._write()
@@ -222,10 +219,7 @@ class HangMonitor:
         return bool(work.waits) and seconds > factor * self._timeout
 
     def _explain_hang(self) -> str:
-        """Write where this rank is, wait until all have done so, and write or read the summary.
-
-        Returns its two most important lines.
-        """
+        """Write where this rank is and return the first two lines of the summary."""
         seconds = time.monotonic() - self._since
         self._state = replace(self._state, in_hang=True, seconds=seconds)
         try:

@@ -31,10 +31,9 @@ _SHOWN_RANKS = 8  # in one sentence
 class Work:
     """What the modules of a rank do now.
 
-    doing: such as "forward of vision, microbatch 1"; "" if nothing. batch: the samples of its
-    microbatch. waits: what it waits for from other ranks, "" if nothing. is_transfer: whether that
-    is a transfer of a bridge, which has a shorter timeout than collectives. marker: another object
-    whenever the modules have made progress.
+    doing: such as "forward of vision, microbatch 1". batch: the samples of its microbatch. waits:
+    what it waits for from other ranks. is_transfer: whether that is a transfer of a bridge, which
+    has a shorter timeout than collectives. marker: another object after each progress.
     """
 
     doing: str = ""
@@ -123,8 +122,8 @@ def summarize_hang(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return the ranks where a hang probably begins, and lines about all ranks.
 
-    These are the ranks that did not write in this hang, else those that wait for no other rank and
-    are furthest behind of all that have stood still for long, else none.
+    They begin it if they did not write in this hang, else if they wait for no other rank and are
+    furthest behind of those that have stood still for long.
     """
     present = {rank: state for rank, state in states.items() if state.in_hang}
     origins = [rank for rank in range(num_ranks) if rank not in present]

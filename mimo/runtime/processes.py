@@ -1,8 +1,8 @@
 """Rank processes on one machine: started from one warm process, watched, and ended together.
 
-Importing the engine takes seconds, so one fork server imports it once and every rank is a fork of
-it, ready in some tens of milliseconds. Each rank has a pipe for its result or error, and for stop
-requests. Ranks end when one of them fails and when their starter goes away, however it does.
+Importing the engine takes seconds, so a fork server imports it once and every rank is a fork of it.
+Each rank has a pipe for its result or error, and for stop requests. Ranks end when one of them
+fails and when their starter goes away, however it does.
 """
 
 import ctypes
@@ -49,10 +49,9 @@ _LAST_REPORT = threading.Lock()  # whoever holds it reports for this rank and en
 
 @dataclass(frozen=True)
 class RankError:
-    """Why one rank failed. `time_seconds` is on the machine's monotonic clock.
+    """Why one rank failed. waits_for: ranks that it gave up waiting for, if its error says so.
 
-    `waits_for`: ranks that it gave up waiting for, if its error says so. `traceback` is empty
-    when the rank died silently.
+    traceback: empty if it died silently. time_seconds: on the machine's monotonic clock.
     """
 
     rank: int
@@ -92,8 +91,7 @@ class RanksHung(RuntimeError):
 def warm_up(preload: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     """Start the fork server and return at once; it imports the modules `preload` meanwhile.
 
-    Only the first call in a process decides what is imported, and which further environment
-    `variables` the server sees.
+    Only the first call in a process has an effect. variables: further ones of its environment.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([preloaded.__name__])
     before = dict(os.environ)
@@ -119,11 +117,11 @@ def run_processes(
 ) -> list[Any]:
     """Return what `target(*args)` returns in each of `world_size` ranks, which then are gone.
 
-    `target` is `module:function` or a function that can be imported by its name. Each rank has
-    `environment` plus RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. `meanwhile` is called
-    twice a second or more often. Each name of a signal that appears in `stop_requests` is passed on
-    to the ranks. Raises RanksFailed soon after the first failure, and RanksHung after
-    `timeout_seconds`, at the end of which ranks write their stacks to `stack_dir`.
+    target: `module:function`, or a function that can be imported. environment: of each rank, which
+    adds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. meanwhile: called at least twice a
+    second. stop_requests: names of signals, passed on to the ranks when they appear. Raises
+    RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`, when ranks have
+    written their stacks to `stack_dir`.
     """
     context, payload = multiprocessing.get_context("forkserver"), pickle.dumps((target, args))
     processes, pipes = list[Any](), list[Connection]()

@@ -27,9 +27,8 @@ RENDEZVOUS = "MIMO_RENDEZVOUS"
 class RankEnv:
     """The rank that this process is.
 
-    rendezvous: an `init_method` of torch.distributed. hosts_store: whether rank 0 opens the store
-    where the ranks meet; torchrun may have done so, and a file needs none. restart: how often
-    torchrun has restarted the ranks, at most ``max_restarts`` times.
+    rendezvous: an `init_method` of torch.distributed. hosts_store: whether rank 0 opens its store,
+    as torchrun may have done. restart: how often torchrun has restarted the ranks.
     """
 
     rank: int
@@ -60,11 +59,11 @@ def launch(
     """Run `target(*args)` (`module:function`) in `world_size` ranks and return an exit code.
 
     When a rank fails, the others are ended, the cause is the last thing on stderr, and every failed
-    rank's traceback goes to `log_dir/error_rank_<r>.txt`. The exit code is what `target` returns,
-    if that is a number, 2 for an InputError, 1 for any other exception of a rank, 128 + the signal
-    that ended this process at once, or EXIT_CONTINUE if a signal has requested a stop.
-    preload: modules to import once, before the ranks are forked. on_failure: gets the cause, unless
-    a signal had requested a stop before.
+    rank's traceback goes to `log_dir/error_rank_<r>.txt`. The exit code is the largest that a rank
+    returns, 2 for an InputError, 1 for another exception, 128 + the signal that ended this process
+    at once, or EXIT_CONTINUE if a signal has requested a stop.
+    preload: modules to import before the ranks are forked. on_failure: gets the cause, unless a
+    signal had requested a stop before.
     """
     warm_up(preload)
     try:

@@ -36,9 +36,10 @@ _LEAVE_SECONDS = 3.0  # for which rank 0, which hosts the store, waits for the o
 class Refused(Exception):
     """The job cannot begin. Rank 0 has printed why; this rank must end with ``exit_code``."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
+    @property
+    def exit_code(self) -> int:
+        """The exit code of rank 0."""
+        return self.args[0]
 
 
 class Rendezvous:
@@ -60,8 +61,8 @@ class Rendezvous:
     def agree(self, problem: InputError | None) -> None:
         """Collect the ``problem`` of every rank, None where there is none. All ranks call it.
 
-        Rank 0 prints each different problem once. Raises Refused on all ranks if there is any. Bad
-        input decides the exit code if there are problems of both kinds.
+        If there is any, rank 0 prints each one once, and all raise Refused; bad input decides the
+        exit code.
         """
         message = (0, "") if problem is None else (problem.exit_code, str(problem))
         texts = self.gather(json.dumps(message))
@@ -105,17 +106,11 @@ class Rendezvous:
         self._round += 1
         keys = [f"text {self._round} {rank}" for rank in range(self._size)]
         self._keys.set(keys[self._rank], text)
-        texts = list[str | None]()
         if self._rank != 0:
-            return texts
+            return []
         with suppress(RuntimeError):
             self._wait(keys, self._timeout)
-        for key in keys:
-            texts.append(None)
-            with suppress(RuntimeError):  # the store is gone with the rank that held it
-                if self._keys.check([key]):
-                    texts[-1] = self._keys.get(key).decode()
-        return texts
+        return [self._keys.get(key).decode() if self._keys.check([key]) else None for key in keys]
 
     def from_rank_0[T](self, compute: Callable[[], T]) -> T:
         """Return on all ranks what ``compute`` returns on rank 0, which alone calls it.
@@ -145,10 +140,7 @@ class Rendezvous:
         return value
 
     def report_failure(self, error: BaseException, log_dir: Path) -> None:
-        """Report the ``error`` that ends this rank: to a file, and to stderr if it is the first.
-
-        If several ranks fail with the same message, one of them prints it.
-        """
+        """Write the ``error`` that ends this rank to a file; one rank prints each message."""
         text = summary = "".join(traceback.format_exception_only(error))
         if not isinstance(error, InputError):
             text = "".join(traceback.format_exception(error))
@@ -247,12 +239,11 @@ def _open_store(environment: RankEnv, timeout: timedelta) -> Store:
 
 
 def _store_of_attempt(store: Store, second: Store, rank: int) -> Store:
-    """Return a part of torchrun's store for this attempt alone; every rank calls it.
+    """Return a part of torchrun's store, which outlives a failed attempt, for this attempt alone.
 
-    second: another connection to the same store, because one that waits serves nobody else.
-    The store outlives the ranks of a failed attempt, with what they have written. The number of
-    restarts is counted on each machine separately, so it cannot name the attempt. Each rank
-    therefore asks rank 0 for the attempt's name, under a key that nobody has answered before.
+    Every rank calls it. second: another connection, because one that waits serves nobody else.
+    Machines count restarts separately, so each rank asks rank 0 for the name of the attempt, under
+    a key that nobody has answered before.
     """
     keys, name = PrefixStore("mimo attempts", second), uuid.uuid4().hex
     if rank == 0:

@@ -1,8 +1,8 @@
 """One job at a time writes to a run folder.
 
-The lock is the kernel's (`flock`), so it ends with the last process of the job that holds it. A job
-takes the lock alone, then its ranks share it. The file beside the run folder says who took it.
-Between hosts it works on NFS, and on Lustre mounted with `flock`; elsewhere there is a warning.
+The lock is the kernel's (`flock`) on a file beside the run folder that says who took it. Its job's
+ranks share it, so it ends with the last of them. It works between hosts on NFS, and on Lustre
+mounted with `flock`; elsewhere there is a warning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     """Hold the lock of ``run_dir``, which need not exist; one process of a job calls it.
 
-    The lock is on a file beside the folder, because the folder itself may be moved aside.
     patience_seconds: for the holder's last processes to end. Raises StartError if another process
     holds it or the file system fails; InputError if the folder cannot be written.
     """
@@ -65,10 +64,9 @@ def keep_lock(run_dir: Path) -> None:
 
 
 def holder(run_dir: Path) -> str:
-    """Describe the process that took the lock, as its file says; empty if there is none.
+    """Describe the process that took the lock, without trying it; empty if there is none.
 
-    It does not try the lock, because that would keep a job from taking it. From another host it
-    cannot see that the process was killed.
+    From another host it cannot see that the process was killed.
     """
     try:
         text = _lock_file(run_dir.resolve()).read_text(errors="replace").strip()

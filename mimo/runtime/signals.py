@@ -42,10 +42,10 @@ def request_stop_on_signals() -> None:
 
 
 def exit_on_second_signal() -> None:
-    """Let signals request a stop of this process, a rank of torchrun or srun; the second ends it.
+    """Let a signal request a stop of this rank of torchrun or srun; the second ends it.
 
     SIGINT ends it the first time: torchrun sends it again to ranks that Ctrl-C has reached. A
-    thread handles the signals, because the main thread may wait for other ranks inside a library.
+    thread handles them, because the main thread may wait inside a library.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -95,9 +95,8 @@ def signal_handlers() -> Iterator[list[str]]:
 class EarlyStop:
     """Why a run stops after the current step, if it does; the same on all ranks.
 
-    A signal may reach one rank only, and clocks differ. So each rank adds its `flags` to a sum over
-    all ranks, and passes the sums to `agree`. deadline: on the monotonic clock of the one rank that
-    has it. local_reasons: further reasons of this rank.
+    A signal may reach one rank only, so each rank passes the sums of all ranks' `flags` to `agree`.
+    deadline: on the monotonic clock of the one rank that has it. local_reasons: further ones.
     """
 
     def __init__(self, deadline: float | None = None) -> None:

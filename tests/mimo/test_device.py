@@ -37,13 +37,6 @@ def test_ranks_without_a_gpu_each_run_on_the_cpu_unless_they_may_share_one(
     assert (note is not None) == hidden
 
 
-def test_without_a_device_tensors_are_staged_where_they_are() -> None:
-    staging, values = device.Staging(None), torch.arange(6).view(3, 2)
-    assert staging.copy(values) is values
-    assert staging.join([values[:0], values[:2], values[2:]]).equal(values)
-    staging.arrive()
-
-
 class _Queue:
     """Stands for a stream, and for the event that it records."""
 

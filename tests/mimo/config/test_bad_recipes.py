@@ -42,16 +42,12 @@ def check(*overrides: str) -> None:
     ("text", "message"),
     [
         (b"a: [*b]", r"bad.yaml:1: .*found undefined alias"),
-        (b"name: !!set {x}", r"bad.yaml:1: name: should be a valid string"),
         (b"name: !!python/name:os.system x", r"bad.yaml:1: .*not determine a constructor for the"),
         (b"x: {<<: 3}", r"bad.yaml:1: .*expected a mapping"),
         (b"#" * 2**19, "at most 262144 bytes"),
         (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deep"),
-        (b"- " * 5000 + b"1", "nested too deep"),
         (b"name: \xff", "cannot be read"),
         (b"name: \0", "not valid YAML"),
-        (b"a: !!int x", "not valid YAML"),
-        (b"%YAML 9.9\n---\na: 1", "not valid YAML"),
         (b"", "name: this key is required"),
     ],
 )
@@ -75,56 +71,35 @@ def test_a_folder_and_a_device_are_no_recipes(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("language.grid.tp=1000000000", f"less than or equal to {MAX_RANKS}"),
-        ("language.grid.pp=1000000000000", "less than or equal to 1024"),
         ("language.grid.dp=1000000000000000000", f"less than or equal to {MAX_RANKS}"),
         ("language.grid={tp: 8192, cp: 8192, dp: 8192}", f"have at most {MAX_RANKS}"),
-        ("language.grid.rank_offset=2000000", "less than or equal to"),
         ("train.global_batch_size=1000000000000000", "less than or equal to 1048576"),
-        ("train.micro_batch_size=1000000000000000", "less than or equal to 1048576"),
-        ("data.prefetch_mib=1000000000", "less than or equal to 4194304"),
         ("train.seed=" + str(2**70), "less than 4294967296"),
         ("train.seed=" + "[" * 5000, "nested too deep"),
-        ("train.seed=-1", "greater than or equal to 0"),
         ("data.sources.².path=x", "'²' is not the index of one"),
         ("name=" + "x" * 300, "at most 100 characters"),
         ("name=../up", "should match pattern"),
         ("bridge.timeout_seconds=1e300", "less than or equal to 604800"),
-        ("bridge.timeout_seconds=1e-9", "greater than or equal to 0.1"),
         ("bridge.timeout_seconds=.nan", "finite number"),
-        ("train.learning_rate=1e300", "less than or equal to 1000"),
-        ("train.adam_eps=.inf", "finite number"),
-        ("train.adam_beta1=1.0", "less than 1"),
         ("language.model.rotary_base=.nan", "language.model.rotary_base: should be a finite"),
-        ("language.model.rotary_base=0", "greater than 1; got 0"),
-        ("language.model.init_std=1e300", "language.model.init_std: should be less than or equal"),
-        ("language.model.norm_eps=-1", "greater than 0"),
         ("language.model.num_layers=true", "should be a valid integer; got True"),
         ("language.model.num_layers='2'", "should be a valid integer; got '2'"),
-        ("language.model.num_layers=10000000", "less than or equal to 1024"),
         ("language.model.head_size=3", "head_size 3 must be even"),
         ("language.model.mrope_section=[-8, 16, 8]", "greater than or equal to 0"),
         ("language.model.mrope_section=8", "mrope_section: should be a valid tuple"),
         ("encoders.vision.model.image_std=[0, 1, 1]", "greater than or equal to 0.0001"),
-        ("encoders.vision.model.image_mean=[.nan, 0, 0]", "finite number"),
-        ("encoders.vision.model.full_attention_layers=[-1]", "greater than or equal to 0"),
-        ("encoders.vision.model.patch_size=1000000", "less than or equal to 16384"),
-        ("encoders.vision.run_ahead=10000000000", "less than or equal to 1048576"),
         ("encoders.vision.encode_group=0", "greater than or equal to 1"),
         ("encoders.vision.run_ahead=[auto]", "needs 'auto' or a number of microbatches"),
-        ("encoders.vision.lora={rank: 1000000000}", "less than or equal to 65536"),
         ("language.lora={targets: []}", "or patterns of names such as '*.q_proj', each once"),
-        ("language.lora={targets: [q_proj]}", "or patterns of names such as '*.q_proj'"),
         ("language.lora={targets: ['*.q', '*.q']}", "each once"),
         ("language.lora={targets: ['*.q_proj']}", "engine: megatron has no names of transformers"),
         ("language.freeze=[]", "needs true, false or a list of patterns of names"),
-        ("language.freeze=[3]", "needs true, false or a list of patterns of names"),
         ("language.freeze=tower", "needs true, false or a list of patterns of names"),
         ("encoders.vision.freeze=most", "needs true, false, 'tower'"),
         ("language.freeze=['*.gaet.*']", "no parameter has such a name"),
         ("language.freeze=['*']", "its patterns freeze everything; set it to true"),
         ("train.run_dir=''", "at least 1 character"),
         ('train.run_dir="a\\0b"', "no control characters"),
-        ("data.sources=[{path: x, weight: 1e-300}]", "greater than or equal to 0.000000001"),
         ("data.sequence_length=16777216", "tokens of a microbatch, but at most"),
     ],
 )
@@ -136,7 +111,7 @@ def test_an_override_beyond_all_bounds_is_refused(override: str, message: str) -
     assert str(caught.value).startswith(("override '", f"{QUICKSTART}:"))
 
 
-@pytest.mark.parametrize("name", ["..", "../up", "a/b", "", "/", "a.b", "x" * 65, "a b", ".x", "é"])
+@pytest.mark.parametrize("name", ["../up", "", "a.b", "x" * 65, "é"])
 def test_the_name_of_an_encoder_is_part_of_a_file_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / "recipe.yaml"
     text = QUICKSTART.read_text()
@@ -145,7 +120,7 @@ def test_the_name_of_an_encoder_is_part_of_a_file_name(tmp_path: Path, name: str
         load_recipe(path)
 
 
-@pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 65, "a.b", "a\\nb"])
+@pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 65])
 def test_the_name_of_a_phase_is_part_of_a_file_name(name: str) -> None:
     with pytest.raises(RecipeError, match=r"phases\.0\.name: needs up to 64 letters"):
         load_phases(QUICKSTART, [f'phases=[{{name: "{name}"}}]'])
@@ -210,13 +185,6 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from sections_of(field.annotation)
     for part in get_args(annotation):
         yield from sections_of(part)
-
-
-def test_the_test_for_bounds_finds_a_number_without_one() -> None:
-    class Bad(BaseModel):
-        one: list[int | None]
-
-    assert list(numbers_without_bounds(Bad.model_json_schema(), "Bad"))
 
 
 # ------------------------------------------------------------------- fuzz

@@ -5,7 +5,7 @@ import pytest
 
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import KEY_OF, Recipe
-from mimo.errors import RecipeError, nearest
+from mimo.errors import RecipeError
 from tests.recipe_keys import recipe_keys
 
 RECIPE = """\
@@ -103,12 +103,6 @@ def test_an_unknown_key_is_reported_with_file_line_and_the_nearest_key(path: Pat
     ]
 
 
-def test_an_unknown_key_of_an_override_names_the_override(path: Path) -> None:
-    assert problems(path, "language.grid.tpp=2") == [
-        "override 'language.grid.tpp=2': language.grid.tpp: unknown key; did you mean 'tp'?"
-    ]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -118,7 +112,6 @@ def test_an_unknown_key_of_an_override_names_the_override(path: Path) -> None:
         ("data.max_length=10", "did you mean 'sequence_length'? (Length of the longest sample"),
         ("train.gradient_accumulation_steps=2", "did you mean 'global_batch_size'? (Samples"),
         ("train.precision=bfloat16", "'bf16'; got 'bfloat16'; did you mean 'bf16'?"),
-        ("train.precision=float32", "got 'float32'; did you mean 'fp32'?"),
         ("train.optimizer=adamw", "got 'adamw'; did you mean 'adam'?"),
     ],
 )
@@ -160,28 +153,20 @@ def test_all_errors_are_reported_at_once(path: Path) -> None:
         ("train.steps.x=1", "train.steps: is the value 3, so 'x' cannot be set inside it"),
         ("data.sources.2.path=x", "data.sources: has 2 entries, so '2' is not the index of one"),
         ("train.seed=[", "the value is not YAML"),
-        ("train..seed=1", "needs the form"),
         ("train.steps=0", "train.steps: should be greater than or equal to 1; got 0"),
-        ("train.steps=true", "train.steps: should be a valid integer; got True"),
-        ("train.learning_rate=.inf", "train.learning_rate: should be a finite number"),
         ("data.sources=[]", "data.sources: needs at least one entry with a path"),
         ("language.grid.tp=1", "language.grid: sp: true shards the sequence over the tp ranks"),
-        ("encoders.vision.run_ahead=-1", "run_ahead: needs 'auto' or a number of microbatches"),
         ("encoders.vision.item_text=<image>", "encoders.vision.item_text: needs {placeholder} ex"),
-        ("encoders.vision.template_token=''", "encoders.vision.template_token: "),
         ("encoders.language={family: x}", "the name 'language' is the language model's own"),
-        ("name=../up", "name: "),
         ("data.tokens_per_microbatch=31", "31 is below sequence_length 32, so the longest"),
-        ("data.tokens_per_microbatch=0", "greater than or equal to 1; got 0"),
-        ("data.tokens_per_microbatch=16777217", "less than or equal to 16777216"),
         ("data.rows_per_microbatch=64", "but tokens_per_microbatch is not set; set it, or remove"),
-        ("data.packing_window=100000", "less than or equal to 65536"),
         (f"{BUDGET} & data.packing=false", "but packing is false; set packing: true, or remove"),
         (f"{BUDGET} & train.micro_batch_size=2", "set train.micro_batch_size: 1, or remove data."),
-        ("encoders.vision.grid.vpp=2", "grid.vpp: got 2, but interleaved pipeline stages in an"),
-        ("encoders.vision.grid.cp=2", "an encoder is not supported yet; only 1 works"),
-        (f"{SHARED} & train.optimizer=sgd", "distributed_optimizer: true shards Adam's state, but"),
-        (f"{SHARED} & train.precision=fp64", "set precision: fp32, or remove distributed_optimi"),
+        (
+            f"{SHARED} & train.optimizer=sgd",
+            "needs optimizer: adam, but it is sgd",
+        ),
+        (f"{SHARED} & train.precision=fp64", "set precision: fp32 or bf16, or remove distribu"),
         ("stages=[{name: a}]", "stages: this key was removed; it is now called 'phases'"),
         ("data.worker_timeout_seconds=9", "removed; it is a quarter of bridge.timeout_seconds"),
     ],
@@ -226,8 +211,3 @@ def test_recipes_and_their_errors_travel_between_processes(path: Path) -> None:
     error = pickle.loads(pickle.dumps(RecipeError("one", "two")))
     assert error.problems == ("one", "two")
     assert str(error) == "one\ntwo"
-
-
-def test_nearest_finds_a_misspelling_and_nothing_far_away() -> None:
-    assert nearest("precison", ["precision", "steps"]) == "precision"
-    assert nearest("zzz", ["precision", "steps"]) is None

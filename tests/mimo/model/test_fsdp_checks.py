@@ -52,7 +52,7 @@ REFUSED = {
     "reductions": (
         ["language.engine=megatron", "language.reduce_gradients=microbatch"],
         "language.reduce_gradients",
-        "reduces gradients once a step",
+        "a setting of engine: fsdp",
     ),
     "precision": (
         ["train.fp8=current", "train.precision=bf16"],

@@ -353,7 +353,7 @@ SIZES = (
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [
-        (["train.fp8=current"], ["works beside bf16 weights, but precision is fp32"]),
+        (["train.fp8=current"], ["fp8: current needs precision: bf16, but it is fp32"]),
         (["train.fp8=delayed", BF16], ["train.fp8"]),
         (["train.fp8=current", BF16, SIZES, "language.lora={rank: 4}"], ["language.lora"]),
         (

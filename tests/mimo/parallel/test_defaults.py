@@ -39,7 +39,7 @@ def test_auto_overlaps_on_gpus_and_a_choice_holds_everywhere(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"overlap_param_gather": True}, "distributed_optimizer, which is false"),
+        ({"overlap_param_gather": True}, "needs distributed_optimizer: true"),
         (
             SHARED | {"overlap_param_gather": True, "overlap_grad_reduce": False},
             "needs overlap_grad_reduce",

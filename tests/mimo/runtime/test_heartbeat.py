@@ -60,11 +60,6 @@ def test_a_rank_that_does_not_answer_comes_before_all_others() -> None:
     assert lines[1] == "origin: rank 3 is not there: it has ended, or never came"
 
 
-def test_ranks_that_wait_for_each_other_have_no_origin() -> None:
-    ranks, lines = origins(rank(0, waits="rows"), rank(1, waits="rows"), num_ranks=2)
-    assert (ranks, lines[0]) == ((), "origin: none; all ranks wait for each other")
-
-
 def test_ranks_that_all_answer_on_two_hosts_may_have_no_network_between_them() -> None:
     there = {"host": "node2", "waits": "the sum over all ranks"}
     ranks, lines = origins(rank(0, waits=ROWS), rank(1, **there), rank(2, **there))

@@ -18,7 +18,6 @@ from mimo.runtime import rendezvous
 from mimo.runtime.processes import RanksFailed
 from mimo.runtime.ranks import RankEnv, run_on_cpu
 from mimo.runtime.rendezvous import Refused, Rendezvous
-from mimo.runtime.run_lock import run_lock
 from tests.conftest import RunRanks
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
 from tests.mimo.runs import corrupt, metrics
@@ -111,16 +110,6 @@ def test_what_is_wrong_with_a_recipe_is_printed_once_and_with_the_rank_if_others
     assert printed[0].count("did you mean 'steps'") == 1
     assert printed[0].startswith("rank 2: ") == (broken_rank == 2)
     assert printed[1:] == ["", ""]
-
-
-def test_all_ranks_learn_that_the_run_folder_is_in_use(trained: Trained, recipe: Path) -> None:
-    run_dir = recipe.parent / "runs" / "tiny"
-    with run_lock(run_dir):
-        codes, printed = trained("--resume")
-    assert codes == [1] * RANKS  # the same job may begin when the other has ended
-    assert f"{run_dir}: another job is writing to this run folder (host " in printed[0]
-    assert printed[1:] == ["", ""]
-    assert not run_dir.exists()
 
 
 def test_a_resume_that_is_refused_or_has_nothing_to_do_ends_all_ranks_and_writes_nothing(

@@ -27,13 +27,6 @@ def test_variables_that_nobody_set_get_our_value_and_are_not_called_the_users() 
     assert str(VARIABLES[0]) == "GOMP_SPINCOUNT=1000"
 
 
-def test_a_value_of_the_user_wins_and_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    set_variables()
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
-    assert str(VARIABLES[0]) == "GOMP_SPINCOUNT=7 (yours)"
-
-
 def test_another_name_for_the_same_wins_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """GNU OpenMP would prefer a count of spins to the policy that the user chose."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")

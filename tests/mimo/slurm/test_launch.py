@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mimo.cli.main import app
-from mimo.errors import InputError, RecipeError
+from mimo.errors import RecipeError
 from mimo.report.runs import jobs_of
 from mimo.slurm.script import prepare
 from tests.mimo.slurm.jobs import SEVENTEEN, WIDE, write_recipe
@@ -89,11 +89,6 @@ def test_a_mistake_in_a_site_is_shown_with_its_line(folder: Path, text: str, mes
     site.write_text(text)
     with pytest.raises(RecipeError, match=message):
         prepare(folder / "tiny.yaml", WIDE, site)
-
-
-def test_a_site_that_is_not_there_is_named(folder: Path) -> None:
-    with pytest.raises(InputError, match="nowhere.yaml: no such file"):
-        prepare(folder / "tiny.yaml", WIDE, folder / "nowhere.yaml")
 
 
 # --------------------------------------------------------------------- what is written

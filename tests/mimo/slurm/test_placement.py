@@ -97,16 +97,6 @@ def test_ranks_are_in_order_and_groups_stay_whole_where_a_node_holds_them(
         assert whole
 
 
-def test_1024_ranks_fill_128_nodes(path: Path) -> None:
-    phased, layouts = loaded(
-        path, "encoders.vision.grid.dp=128", "language.grid={tp: 4, pp: 4, cp: 2, dp: 28}",
-        "train.global_batch_size=112",
-    )  # fmt: skip
-    placement = place(phased, layouts)
-    assert [len(node) for node in placement.nodes] == [8] * 128
-    assert groups_on_one_node(layouts[0], placement)
-
-
 # ---------------------------------------------------------------- heterogeneous jobs
 
 
@@ -206,22 +196,6 @@ def test_the_text_names_the_components_of_a_heterogeneous_job_and_split_groups(
     overrides = ("encoders.vision.grid.dp=2", "language.grid={tp: 4, dp: 1}")
     nodes = ("cluster.gpus_per_node=3", "cluster.encoder_nodes={ranks_per_node: 2}")
     assert explained(path, [*overrides, *nodes], hetjob=True) == TWO_KINDS
-
-
-def test_modules_on_the_same_ranks_have_separate_lines(path: Path) -> None:
-    overrides = (
-        "language.grid={tp: 2, pp: 2, dp: 1}", "encoders.vision.placement=colocated",
-        "encoders.vision.grid={dp: 4}",
-    )  # fmt: skip
-    lines = explained(path, overrides).splitlines()
-    assert [line.split() for line in lines[3:9]] == [
-        ["0", "0", "vision", "0", "0", "0", "0"],
-        ["0-1", "0", "language", "0", "0-1", "0", "0"],
-        ["1", "0", "vision", "1", "0", "0", "0"],
-        ["2", "0", "vision", "2", "0", "0", "0"],
-        ["2-3", "0", "language", "0", "0-1", "0", "1"],
-        ["3", "0", "vision", "3", "0", "0", "0"],
-    ]
 
 
 def test_phases_are_explained_one_by_one(path: Path) -> None:

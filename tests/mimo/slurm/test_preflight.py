@@ -116,7 +116,7 @@ def check(folder: Path, port: int, odd: str) -> int:
         preflight.versions = lambda: odd_versions
     if odd == "kernels":  # nodes with GPUs, one of them with a package built for another torch
         state = preflight.LOADS if rank < 2 else "flash_attn cannot be imported"
-        preflight.device.gpu_of = lambda _: Gpu("H100", f"of rank {rank}", 2**36, 2**36)
+        preflight.device.gpu_of = lambda _: Gpu("H100", f"of rank {rank}", 2**36)
         preflight.kernel_states = lambda: {"flash_attn_2": state}
     if rank == 2 and odd == "recipe":
         arguments = ["train.stepps=3"]

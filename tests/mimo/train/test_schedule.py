@@ -79,7 +79,7 @@ def test_a_frozen_module_has_no_rate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.decay_steps=5"], "decay_steps 5 belongs to schedule: wsd, but schedule is cosine"),
+        (["train.decay_steps=5"], "decay_steps: 5 needs schedule: wsd, but it is cosine"),
         (
             ["train.schedule=wsd", "train.decay_steps=12", "encoders.vision.warmup_steps=9"],
             "encoders.vision.warmup_steps 9 + train.decay_steps 12 exceed train.steps 20",
