@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -57,6 +58,7 @@ def launch(
     ] = None,
 ) -> int | None:
     """Write a recipe's batch script, or submit it. Without SLURM, train on this machine."""
+    from mimo.slurm.placement import split_groups
     from mimo.slurm.script import prepare
     from mimo.slurm.submit import array_scripts, torchrun_lines, variables_of
 
@@ -73,7 +75,8 @@ def launch(
         raise InputError("--hosts is for hosts without SLURM; remove the options of SLURM jobs")
     jobs = [prepare(path, overrides, cluster, hetjob) for path in (recipe, *others)]
     job = jobs[0]
-    for line in dict.fromkeys(line for each in jobs for line in each.warnings):
+    groups = (split_groups(each.layouts, each.placement) for each in jobs)
+    for line in dict.fromkeys(itertools.chain.from_iterable(groups)):
         print(f"warning: {line}", file=sys.stderr)
     if explain:
         for each in jobs:

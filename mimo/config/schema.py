@@ -22,7 +22,7 @@ from mimo.errors import RecipeError, nearest, shown, suggestion
 
 LANGUAGE = "language"
 """The name of the language model's module; all others are encoders."""
-_NAMES_IN_CHECKPOINTS = {"ema", "optimizer"}
+_RESERVED_NAMES = {LANGUAGE, "ema", "optimizer"}  # in checkpoints
 
 
 def key_of(module: str) -> Location:
@@ -56,12 +56,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _module_names_are_distinct(self) -> "Recipe":
-        if LANGUAGE in self.encoders:
-            raise ValueError("encoders.language: the name 'language' is the language model's own")
-        for name in _NAMES_IN_CHECKPOINTS & self.encoders.keys():
-            raise ValueError(
-                f"encoders.{name}: the name '{name}' is reserved in checkpoints; choose another"
-            )
+        for name in _RESERVED_NAMES & self.encoders.keys():
+            raise ValueError(f"encoders.{name}: this name is reserved; choose another")
         return self
 
     @model_validator(mode="after")
@@ -69,9 +65,8 @@ class Recipe(Section):
         longest, samples = self.data.sequence_length, self.train.micro_batch_size
         if self.data.tokens_per_microbatch is not None and samples != 1:
             raise ValueError(
-                f"train.micro_batch_size {samples} packs that many samples, but "
-                f"data.tokens_per_microbatch {self.data.tokens_per_microbatch} packs as many as "
-                f"fit; set train.micro_batch_size: 1, or remove data.tokens_per_microbatch"
+                f"train.micro_batch_size {samples}, but data.tokens_per_microbatch packs what "
+                f"fits; set train.micro_batch_size: 1, or remove data.tokens_per_microbatch"
             )
         if longest * samples > bounds.MAX_MICROBATCH_TOKENS:
             raise ValueError(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from mimo.config.bounds import MAX_RANKS
 from mimo.config.schema import Recipe, key_of
+from mimo.config.source import Location
 from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
 from mimo.ops.acceleration import fp8_multiple
@@ -163,11 +164,14 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
 
 def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Yield errors of a layout: grids that do not tile the world, sizes that do not divide."""
-    yield from _tiling_problems(recipe, layout)
-    yield from _colocation_problems(recipe, layout)
-    yield from _size_problems(recipe, layout)
+    problems = [
+        *_tiling_problems(recipe, layout),
+        *_colocation_problems(recipe, layout),
+        *_size_problems(recipe, layout),
+    ]
     for grid in layout.grids.values():
-        yield from _engine_problems(recipe, grid)
+        problems += _engine_problems(recipe, grid)
+    yield from (recipe.problem(*problem) for problem in problems)
 
 
 _NOT_IN_ENCODERS = {"cp": "context parallelism", "vpp": "interleaved pipeline stages"}
@@ -177,9 +181,10 @@ _MEGATRON_ONLY = {
     "vpp": "without pipeline stages there is nothing to interleave",
     "cp": "raise tp with sp, which splits long sequences too",
 }
+Problems = Iterator[tuple[Location, str]]
 
 
-def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
+def _engine_problems(recipe: Recipe, grid: GridSpec) -> Problems:
     """Yield errors of keys that the module's engine does not have."""
     key, part = key_of(grid.module), recipe.module(grid.module)
     replicas = (*key, "grid", "dp_replicate")
@@ -187,7 +192,7 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
         for axis, feature in _NOT_IN_ENCODERS.items() if grid.module != LANGUAGE else ():
             if (size := getattr(grid, axis)) > 1:
                 message = f"got {size}, but {feature} in an encoder is not supported; set it to 1"
-                yield recipe.problem((*key, "grid", axis), message)
+                yield (*key, "grid", axis), message
         for where, value, default in (
             (replicas, grid.dp_replicate, 1),
             ((*key, "reshard_after_forward"), part.reshard_after_forward, True),
@@ -195,73 +200,54 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
         ):
             if value != default:
                 message = f"got {value}, a setting of engine: fsdp; remove it, or set engine: fsdp"
-                yield recipe.problem(where, message)
+                yield where, message
         return
     for axis, instead in _MEGATRON_ONLY.items():
         if (size := getattr(grid, axis)) > 1:
-            yield recipe.problem(
-                (*key, "grid", axis),
-                f"got {size}, which engine: fsdp does not have; {instead}, or set engine: megatron",
-            )
+            message = f"got {size}, which only engine: megatron has; {instead}, or set that engine"
+            yield (*key, "grid", axis), message
     if grid.dp % grid.dp_replicate:
-        yield recipe.problem(
-            replicas,
-            f"got {grid.dp_replicate}, but it must divide the number of lanes, dp {grid.dp}",
-        )
+        yield replicas, f"got {grid.dp_replicate}, but it must divide the lanes, dp {grid.dp}"
     if recipe.init_from is None:
-        yield recipe.problem(
-            (*key, "engine"),
-            "got fsdp, which runs the module of transformers in the folder of init_from, but the "
-            "recipe has none; set init_from, or engine: megatron",
-        )
+        message = "got fsdp, which runs the model in init_from; set init_from, or engine: megatron"
+        yield (*key, "engine"), message
     if grid.module == LANGUAGE and (fp8 := recipe.train.fp8) != "none":
-        yield recipe.problem(
-            ("train", "fp8"), f"got {fp8}, which needs language.engine: megatron; set it to none"
-        )
+        message = f"got {fp8}, which needs language.engine: megatron; set it to none"
+        yield ("train", "fp8"), message
 
 
-def _colocation_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+def _colocation_problems(recipe: Recipe, layout: Layout) -> Problems:
     """Yield errors of colocated grids, which have exactly the language model's ranks."""
+    stages = layout.language.pp if layout.language.vpp > 1 else 1
     for name in sorted(layout.colocated):
-        grid, size = layout.encoders[name], layout.language.size
+        grid, size, key = layout.encoders[name], layout.language.size, key_of(name)
         if grid.size != size:
-            yield recipe.problem(
-                (*key_of(name), "grid"),
+            message = (
                 f"got {grid}, but a colocated encoder has all {size} ranks of the language model; "
-                f"choose tp · dp = {size}, or leave dp out",
+                f"choose tp · dp = {size}, or leave dp out"
             )
+            yield (*key, "grid"), message
         if grid.pp > 1:
-            yield recipe.problem(
-                (*key_of(name), "grid", "pp"),
-                f"got {grid.pp}, but a colocated encoder runs on one stage; set it to 1",
-            )
+            message = f"got {grid.pp}, but a colocated encoder runs on one stage; set it to 1"
+            yield (*key, "grid", "pp"), message
         if recipe.encoders[name].grid.rank_offset is not None:
-            yield recipe.problem(
-                (*key_of(name), "grid", "rank_offset"),
-                "a colocated encoder has the ranks of the language model; remove rank_offset",
-            )
+            message = "a colocated encoder has the ranks of the language model; remove rank_offset"
+            yield (*key, "grid", "rank_offset"), message
         other = min(layout.colocated)
         group, first = (recipe.encoders[n].encode_group for n in (name, other))
         if group != first:
-            yield recipe.problem(
-                (*key_of(name), "encode_group"),
-                f"got {group}, but encoders.{other} has {first}; colocated encoders share their "
-                f"groups, give both the same",
-            )
-        stages = layout.language.pp if layout.language.vpp > 1 else 1
+            message = f"got {group}, but encoders.{other} has {first}; give both the same"
+            yield (*key, "encode_group"), message
         if group != "all" and group % stages:
-            yield recipe.problem(
-                (*key_of(name), "encode_group"),
-                f"got {group}, needs a multiple of language.grid.pp {stages}, because its stages "
-                f"are interleaved",
-            )
+            message = f"got {group}, needs a multiple of language.grid.pp {stages}, as vpp is not 1"
+            yield (*key, "encode_group"), message
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
-def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+def _tiling_problems(recipe: Recipe, layout: Layout) -> Problems:
     """Yield errors of grids that do not use every rank of the world exactly once."""
     grids = {name: grid for name, grid in layout.grids.items() if name not in layout.colocated}
     places = ", ".join(f"{name} {_format_ranks(grid.ranks)}" for name, grid in grids.items())
@@ -270,71 +256,55 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     needed = sum(grid.size for grid in grids.values())
     if layout.world_size != needed:
         sizes = ", ".join(f"{name}: {grid}" for name, grid in grids.items())
-        yield recipe.problem(
-            (LANGUAGE, "grid"),
-            f"got {layout.world_size} ranks, but the grids need {needed} ({sizes}); "
-            f"start {needed}, or change dp",
-        )
+        message = f"got {layout.world_size} ranks, but the grids need {needed} ({sizes}); "
+        yield (LANGUAGE, "grid"), f"{message}start {needed}, or change dp"
     used = Counter(rank for grid in grids.values() for rank in grid.ranks)
     twice = sorted(rank for rank, times in used.items() if times > 1)
     unused = sorted(set(range(needed)) - used.keys())
     if twice:
-        yield recipe.problem(
-            offset,
-            f"{_format_ranks(twice)} would be used twice ({places}); remove rank_offset",
-        )
+        yield offset, f"{_format_ranks(twice)} would be used twice ({places}); remove rank_offset"
     elif unused and layout.world_size == needed:
-        yield recipe.problem(
-            offset,
-            f"{_format_ranks(unused)} of {needed} would be used by no module ({places}); "
-            f"remove rank_offset",
-        )
+        idle = f"{_format_ranks(unused)} of {needed} would be used by no module"
+        yield offset, f"{idle} ({places}); remove rank_offset"
 
 
-def _size_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+def _size_problems(recipe: Recipe, layout: Layout) -> Problems:
     """Yield errors of batch, sequence and run-ahead sizes."""
     train, language = recipe.train, layout.language
     step = train.micro_batch_size * language.dp
     if train.global_batch_size % step:
         nearby = max(1, round(train.global_batch_size / step)) * step
-        yield recipe.problem(
-            ("train", "global_batch_size"),
+        message = (
             f"got {train.global_batch_size}, needs a multiple of {step} (train.micro_batch_size "
-            f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}",
+            f"{train.micro_batch_size} · language.grid.dp {language.dp}), such as {nearby}"
         )
+        yield ("train", "global_batch_size"), message
     divisor = sequence_multiple(language.cp, language.tp, language.sp, fp8_multiple(train.fp8))
     if recipe.data.sequence_length % divisor:
         nearby = (recipe.data.sequence_length // divisor + 1) * divisor
-        yield recipe.problem(
-            ("data", "sequence_length"),
+        message = (
             f"got {recipe.data.sequence_length}, needs a multiple of {divisor} "
             f"(language.grid tp {language.tp}, sp {str(language.sp).lower()}, cp {language.cp}; "
-            f"train.fp8 {train.fp8}), such as {nearby}",
+            f"train.fp8 {train.fp8}), such as {nearby}"
         )
+        yield ("data", "sequence_length"), message
     microbatches = max(1, train.global_batch_size // step)
-    if language.vpp > 1:
-        yield from _interleaving_problems(recipe, language, microbatches)
+    if language.vpp > 1 and language.pp == 1:
+        message = f"got {language.vpp}, but interleaving needs pipeline stages; set pp to 2 or more"
+        yield (LANGUAGE, "grid", "vpp"), message
+    elif language.vpp > 1 and microbatches % language.pp:
+        message = (
+            f"gives {microbatches} microbatches per step, but with vpp {language.vpp} their number "
+            f"must be a multiple of language.grid.pp {language.pp}"
+        )
+        yield ("train", "global_batch_size"), message
     needed = minimum_run_ahead(language.pp, language.vpp, microbatches)
     for name, encoder in recipe.encoders.items():
         if name in layout.colocated or encoder.run_ahead == "auto":
             continue
         if encoder.run_ahead < needed:
-            yield recipe.problem(
-                ("encoders", name, "run_ahead"),
+            message = (
                 f"got {encoder.run_ahead}, which would deadlock: language.grid.pp {language.pp} "
-                f"with vpp {language.vpp} needs at least {needed}; use auto",
+                f"with vpp {language.vpp} needs at least {needed}; use auto"
             )
-
-
-def _interleaving_problems(recipe: Recipe, language: GridSpec, microbatches: int) -> Iterator[str]:
-    if language.pp == 1:
-        yield recipe.problem(
-            (LANGUAGE, "grid", "vpp"),
-            f"got {language.vpp}, but interleaving needs pipeline stages; set pp to 2 or more",
-        )
-    elif microbatches % language.pp:
-        yield recipe.problem(
-            ("train", "global_batch_size"),
-            f"gives {microbatches} microbatches per step, but with vpp {language.vpp} their number "
-            f"must be a multiple of language.grid.pp {language.pp}",
-        )
+            yield ("encoders", name, "run_ahead"), message

@@ -38,7 +38,7 @@ from mimo.runtime.heartbeat import (
 )
 from mimo.runtime.processes import is_consequence
 from mimo.runtime.ranks import Variable
-from mimo.runtime.run_files import Kind, record
+from mimo.runtime.run_files import record
 from mimo.runtime.signals import stop_requested
 
 COLLECTIVE_FACTOR = 1.5
@@ -180,7 +180,7 @@ class HangMonitor:
         facts = {"memory": memory} if memory else {}
         self._record("crash", "; ".join([state.problem, *getattr(error, "__notes__", [])]), **facts)
 
-    def _record(self, kind: Kind, text: str, **facts: Any) -> None:
+    def _record(self, kind: str, text: str, **facts: Any) -> None:
         """Keep an incident if it is the first since the ranks started: others follow from it."""
         with suppress(OSError):
             (self._run_dir / CRASH).open("x").close()

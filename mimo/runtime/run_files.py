@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 METRICS = "metrics.jsonl"
 BAD_SAMPLES = "bad_samples.jsonl"
@@ -24,17 +24,6 @@ LAUNCH = "launch"
 """The folder of what starts jobs: script, recipe, placement, output."""
 
 _TIME = "%Y-%m-%dT%H:%M:%S%z"
-Kind = Literal[
-    "signal",
-    "restart",
-    "skipped step",
-    "skipped samples",
-    "not finite",
-    "loss spike",
-    "hang",
-    "crash",
-    "checkpoint",
-]
 _PACKAGES = (
     *("mimo-toolkit", "torch", "megatron-core", "transformers", "numpy"),
     *("transformer-engine", "flash-attn"),
@@ -50,11 +39,11 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
-def record(run_dir: Path, kind: Kind, text: str, step: int | None = None, **facts: Any) -> None:
+def record(run_dir: Path, kind: str, text: str, step: int | None = None, **facts: Any) -> None:
     """Append one incident, or warn on stderr that it cannot; one process per incident calls it.
 
-    text: one sentence for people. step: counted from 0; None outside of steps. facts: further JSON
-    values for programs.
+    kind: such as "hang" or "loss spike". text: one sentence for people. step: counted from 0; None
+    outside of steps. facts: further JSON values for programs.
     """
     now = time.strftime(_TIME)
     line = json.dumps({"time": now, "kind": kind, "step": step, "text": text, **facts})

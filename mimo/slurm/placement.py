@@ -75,21 +75,16 @@ def _num_encoder_ranks(phased: PhasedRecipe, layouts: Sequence[Layout]) -> int:
         if layout.colocated >= set(layout.encoders):
             message = (
                 "a heterogeneous job has its disjoint encoders on other nodes, but no encoder is "
-                "disjoint; set placement: disjoint in one, or leave --hetjob and "
-                "cluster.encoder_nodes out"
+                "disjoint; set placement: disjoint, or leave out --hetjob and cluster.encoder_nodes"
             )
             raise RecipeError(phase.recipe.problem(("encoders",), message))
         if layout.language.ranks.stop != layout.world_size:
-            message = (
-                f"got {start}, but the ranks of a heterogeneous job's encoders come before those "
-                f"of its language model; remove rank_offset"
-            )
-            key = (LANGUAGE, "grid", "rank_offset")
-            raise RecipeError(phase.recipe.problem(key, message))
+            message = f"got {start}, but a heterogeneous job's encoders come before; remove it"
+            raise RecipeError(phase.recipe.problem((LANGUAGE, "grid", "rank_offset"), message))
         if first and start != first:
             message = (
-                f"leaves {start} ranks to encoders, but in {phased.phases[0].title} they are "
-                f"{first}, and all phases run on the nodes of one job; change dp"
+                f"leaves {start} ranks to encoders, but {phased.phases[0].title} {first}, and all "
+                f"phases run on the nodes of one job; change dp"
             )
             raise RecipeError(phase.recipe.problem((LANGUAGE, "grid"), message))
         first = start
@@ -148,11 +143,8 @@ def explain(phased: PhasedRecipe, layouts: Sequence[Layout], placement: Placemen
     lines, first = list[str](), 0
     for component in placement.components:
         last, num_ranks = first + len(component.nodes) - 1, sum(map(len, component.nodes))
-        kind = "" if component.name == "all" else f" of {component.name}"
-        lines.append(
-            f"node{'s' * (last > first)} {_span(first, last)}{kind}: {num_ranks} ranks, "
-            f"up to {component.places} on a node"
-        )
+        where, most = f"nodes {_span(first, last)}, {component.name}", component.places
+        lines.append(f"{where}: {num_ranks} ranks, up to {most} on a node")
         first = last + 1
     for phase, layout in zip(phased.phases, layouts, strict=True):
         lines += ["", *([phase.title, ""] if phase.title else [])]

@@ -23,11 +23,10 @@ from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.cluster import Cluster
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
-from mimo.config.source import Location
 from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
-from mimo.slurm.placement import Placement, explain, place, split_groups
+from mimo.slurm.placement import Placement, explain, place
 
 _ENTRIES_PER_LINE = 12
 # Options of sbatch that the layout or the script decide.
@@ -92,11 +91,6 @@ class Job:
     def placement_text(self) -> str:
         """The node and the grid coordinates of each rank."""
         return explain(self.phased, self.layouts, self.placement)
-
-    @property
-    def warnings(self) -> list[str]:
-        """Tensor-parallel groups that no node holds."""
-        return split_groups(self.layouts, self.placement)
 
     @property
     def text(self) -> str:
@@ -253,8 +247,12 @@ class Container:
         cluster = self._recipe.cluster
         if cluster.container is None:
             return
-        image = cluster.container.image
-        mounts = [*self._folder_mounts(phased, folder), *cluster.container.mounts]
+        image, folders = cluster.container.image, _folders(phased, folder)
+        for path in folders:
+            if re.search(r"[:,]", path):
+                message = f"got {path!r}, but no mount can have ':' or ','; rename it"
+                raise RecipeError(self._recipe.problem(("cluster", "container"), message))
+        mounts = [*(f"{path}:{path}" for path in folders), *cluster.container.mounts]
         self.prefix = self.step_prefix = '"${container[@]}" '
         if cluster.container.runtime == "pyxis":
             options = {"image": image, "mounts": ",".join(mounts), "workdir": str(folder)}
@@ -266,37 +264,16 @@ class Container:
             self.words += ["--nv"] if cluster.gpus_per_node else []
             self.words += [*(f"--bind={mount}" for mount in mounts), image]
 
-    def _folder_mounts(self, phased: PhasedRecipe, folder: Path) -> Iterator[str]:
-        """Yield `HOST:CONTAINER` for the folders that the recipe names."""
-        mounted: list[str] = []
-        for key, path in sorted(_folders(phased, folder), key=lambda pair: pair[1]):
-            if any(path == parent or path.startswith(f"{parent}/") for parent in mounted):
-                continue
-            if re.search(r"[:,]", path):
-                message = f"got {path!r}, but no mount can have ':' or ','; rename it"
-                raise RecipeError(self._recipe.problem(key, message))
-            mounted.append(path)
-            yield f"{path}:{path}"
 
-
-def _folders(phased: PhasedRecipe, folder: Path) -> Iterator[tuple[Location, str]]:
-    """Yield the folders that commands read and write, with the keys that name them."""
-    yield (), str(folder)
-    for phase in phased.phases:
-        recipe, data, cluster = phase.recipe, phase.recipe.data, phase.recipe.cluster
-        named: dict[Location, str | None] = {
-            ("init_from",): recipe.init_from,
-            ("train", "run_dir"): str(phased.run_dir.parent),
-            ("data", "tokenizer"): data.tokenizer,
-            ("data", "cache_directory"): data.cache_directory,
-            ("cluster", "log_dir"): cluster.log_dir,
-        }
-        splits = {"sources": data.sources, "validation": data.validation, "test": data.test}
-        for split, sources in splits.items():
-            for index, source in enumerate(sources):
-                if "://" not in source.path:
-                    plain = re.split(r"[*?\[{]", source.path)[0]
-                    named["data", split, index, "path"] = os.path.dirname(plain)
-        for key, path in named.items():
-            if path is not None:
-                yield key, os.path.normpath(folder / path)
+def _folders(phased: PhasedRecipe, folder: Path) -> list[str]:
+    """Return the folders that commands read and write, without those inside of others."""
+    named = [str(folder), str(phased.run_dir.parent)]
+    for recipe in (phase.recipe for phase in phased.phases):
+        data = recipe.data
+        named += filter(None, (recipe.init_from, recipe.cluster.log_dir))
+        named += filter(None, (data.tokenizer, data.cache_directory))
+        for path in (s.path for s in (*data.sources, *data.validation, *data.test)):
+            if "://" not in path:
+                named.append(os.path.dirname(re.split(r"[*?\[{]", path)[0]))
+    paths = {os.path.normpath(folder / path) for path in named}
+    return sorted(p for p in paths if not any(p.startswith(f"{other}/") for other in paths))

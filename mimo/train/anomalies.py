@@ -26,7 +26,7 @@ from mimo.config.training import Data
 from mimo.device import barrier
 from mimo.model.dataset import Dataset
 from mimo.model.step_plan import StepPlan
-from mimo.runtime.run_files import BAD_SAMPLES, METRICS, Kind, json_lines, record
+from mimo.runtime.run_files import BAD_SAMPLES, METRICS, json_lines, record
 from mimo.train.metrics import StepResult
 from mimo.train.restarts import job_name
 
@@ -209,7 +209,7 @@ class AnomalyDetector:
             text = f"the loss {loss:g} has the z-score {score:.1f} among {window} steps before"
             self._keep("loss spike", text, step, done)
 
-    def _keep(self, kind: Kind, text: str, step: int, done: StepResult) -> None:
+    def _keep(self, kind: str, text: str, step: int, done: StepResult) -> None:
         samples = list(samples_of(done.plan, self._dataset))
         name = f"{BATCHES}/step_{step}.json"
         content = {"step": step, "kind": kind, "text": text, "samples": samples}

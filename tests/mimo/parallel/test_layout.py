@@ -160,13 +160,6 @@ def test_colocated_encoder_gets_all_ranks_of_the_language_model(path: Path) -> N
     assert layout.modules_of(3) == ("vision", "language")
 
 
-def test_colocated_grid_that_does_not_fill_the_language_model_names_both_sizes(path: Path) -> None:
-    colocated = ["encoders.vision.placement=colocated", "encoders.vision.grid={tp: 1, dp: 3}"]
-    (line,) = problems(load_recipe(path, ["language.grid.dp=2", *colocated]))
-    assert "encoders.vision.grid" in line
-    assert "all 4 ranks" in line
-
-
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_automatic_run_ahead_is_one_more_than_needed(path: Path, pp: int) -> None:
     recipe = load_recipe(path, [f"language.grid.pp={pp}", "train.global_batch_size=24"])
@@ -178,6 +171,10 @@ def test_automatic_run_ahead_is_one_more_than_needed(path: Path, pp: int) -> Non
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (
+            ["encoders.vision.grid={dp: 3}", "language.grid.dp=2"],
+            "a colocated encoder has all 4 ranks",
+        ),
         (
             ["encoders.vision.grid={tp: 1, rank_offset: 1}"],
             "encoders.vision.grid.rank_offset: a colocated encoder has the ranks",

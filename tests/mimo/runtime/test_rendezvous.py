@@ -20,7 +20,7 @@ from mimo.runtime.ranks import RankEnv, run_on_cpu
 from mimo.runtime.rendezvous import Refused, Rendezvous
 from tests.conftest import RunRanks
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
-from tests.mimo.runs import corrupt, metrics
+from tests.mimo.runs import corrupt
 from tests.mimo.runtime.conftest import (
     RANKS,
     SETTINGS,
@@ -127,21 +127,6 @@ def test_a_resume_that_is_refused_or_has_nothing_to_do_ends_all_ranks_and_writes
     assert printed_later[0] == "already at step 3 of 2; raise train.steps to go on\n"
     assert printed[1:] == printed_later[1:] == ["", ""]
     assert [path.name for path in whole.run_dir.iterdir()] == ["checkpoints"]
-
-
-@pytest.mark.slow
-def test_one_command_serves_the_first_start_and_later_ones(trained: Trained, recipe: Path) -> None:
-    codes, printed = trained("--resume", "train.steps=1")
-    assert codes == [0] * RANKS
-    logs = [recipe.parent / f"runs/tiny/log_rank_{rank}.txt" for rank in range(RANKS)]
-    assert all(f"rank {rank} owns" in log.read_text() for rank, log in enumerate(logs))
-    run_dir = recipe.parent / "runs" / "tiny"
-    assert f"no checkpoint in {run_dir} yet: starting anew\n" in printed[0]
-    codes, printed = trained("--resume", "train.steps=2")
-    assert codes == [0] * RANKS
-    assert f"the run continues from {run_dir / 'checkpoints' / 'step_1'}\n" in printed[0]
-    assert [line["step"] for line in metrics(recipe)] == [0, 1]
-    assert not list(run_dir.parent.glob("tiny.*")), "moved aside"
 
 
 def test_an_error_that_all_ranks_meet_in_the_run_is_printed_by_one_of_them(

@@ -158,7 +158,7 @@ def test_phases_with_other_numbers_of_ranks_are_refused(path: Path) -> None:
 # ------------------------------------------------------------------------- --explain
 
 EXPLAINED = """\
-nodes 0-2: 17 ranks, up to 8 on a node
+nodes 0-2, all: 17 ranks, up to 8 on a node
 
 ranks  node  module    lane   tp  cp  pp
 0         0  vision       0    0   0   0
@@ -168,8 +168,8 @@ ranks  node  module    lane   tp  cp  pp
 13-16     2  language     3  0-3   0   0
 """
 TWO_KINDS = """\
-node 0 of encoders: 2 ranks, up to 2 on a node
-nodes 1-2 of language: 4 ranks, up to 3 on a node
+nodes 0, encoders: 2 ranks, up to 2 on a node
+nodes 1-2, language: 4 ranks, up to 3 on a node
 
 ranks  node  module    lane   tp  cp  pp
 0         0  vision       0    0   0   0

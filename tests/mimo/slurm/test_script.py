@@ -236,7 +236,7 @@ def test_what_the_layout_decides_is_no_option(option: str, tmp_path: Path) -> No
         ("log_dir: /a'b", "cluster.log_dir"),
         ("container: {runtime: pyxis, image: a, mounts: ['/a,/b:/c']}", "cluster.container.mounts"),
         ("container: {runtime: apptainer, image: --x}", "cluster.container.image"),
-        ("{container: {runtime: pyxis, image: a}, log_dir: '/a:b'}", "cluster.log_dir"),
+        ("{container: {runtime: pyxis, image: a}, log_dir: '/a:b'}", "cluster.container: got"),
         ("reservation: x", "cluster.reservation: this key was removed; give"),
     ],
 )
