@@ -82,8 +82,8 @@ def _print_defaults(recipe: Recipe, layout: Layout) -> None:
     from mimo.parallel.grids import overlap_of, variables_of
 
     on_gpu, on_cpu = overlap_of(recipe.train, True), overlap_of(recipe.train, False)
-    for key in ("grad_reduce", "param_gather"):
-        gpu, cpu = (str(getattr(overlap, key)).lower() for overlap in (on_gpu, on_cpu))
+    for key, *overlaps in zip(("grad_reduce", "param_gather"), on_gpu, on_cpu, strict=True):
+        gpu, cpu = (str(overlap).lower() for overlap in overlaps)
         both = gpu if gpu == cpu else f"{gpu} on GPUs, {cpu} on CPUs"
         print(f"train.overlap_{key}: {both}")
     ranks_of: dict[str, list[int]] = {}

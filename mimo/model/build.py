@@ -169,10 +169,8 @@ def _megatron_module(
     module = MegatronModule(name, groups, chunks, chunks, None, part.trains)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         return module
-    overlap = overlap_of(train, has_gpu())
-    wrapped = wrap_data_parallel(
-        chunks, groups, overlap.grad_reduce, train.distributed_optimizer, overlap.param_gather
-    )
+    reduce, gather = overlap_of(train, has_gpu())
+    wrapped = wrap_data_parallel(chunks, groups, reduce, train.distributed_optimizer, gather)
     # The schedules switch gradient synchronisation off for all but the last microbatch.
     switches = [chunk.no_sync for chunk in wrapped]
     for chunk in chunks:

@@ -233,23 +233,18 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
 # --------------------------------------------------------------- defaults for speed
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Which exchanges between lanes overlap with computation."""
+def overlap_of(train: Train, on_gpu: bool) -> tuple[bool, bool]:
+    """Whether sums of gradients, and gathers of weights, overlap with computation.
 
-    grad_reduce: bool
-    param_gather: bool
-
-
-def overlap_of(train: Train, on_gpu: bool) -> Overlap:
-    """Resolve the recipe's `auto`: yes on GPUs. On a CPU the exchange would compete for cores."""
+    `auto` is yes on GPUs. On a CPU the exchange would compete for cores.
+    """
     reduce = on_gpu if train.overlap_grad_reduce == "auto" else train.overlap_grad_reduce
     gather = train.overlap_param_gather
     if gather == "auto":
         gather = reduce and train.distributed_optimizer
     elif gather:
         reduce = True
-    return Overlap(reduce, gather)
+    return reduce, gather
 
 
 def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:

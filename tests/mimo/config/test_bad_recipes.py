@@ -1,5 +1,6 @@
 """Damaged recipes and overrides: each ends with a message, soon and in little memory."""
 
+import json
 import pkgutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -225,18 +226,8 @@ VALUES = st.recursive(
 
 
 def as_yaml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{as_yaml(k)}: {as_yaml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(as_yaml, value)) + "]"
-    if isinstance(value, str):
-        return '"' + "".join(f"\\U{ord(letter):08x}" for letter in value) + '"'
-    if isinstance(value, float):
-        text = repr(value)
-        return f".{text}" if text in ("nan", "inf") else text.replace("-inf", "-.inf")
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
+    text = json.dumps(value, ensure_ascii=False)
+    return text.replace("NaN", ".nan").replace("Infinity", ".inf")
 
 
 @pytest.mark.timeout(120)

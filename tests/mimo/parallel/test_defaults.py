@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mimo.cli.main import app
 from mimo.config.schema import Train
-from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, Overlap, overlap_of, variables_of
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, overlap_of, variables_of
 from mimo.runtime.ranks import VARIABLES
 from tests.mimo import tiny
 
@@ -20,16 +20,16 @@ SHARED = {"distributed_optimizer": True}
 @pytest.mark.parametrize(
     ("given", "on_gpu", "on_cpu"),
     [
-        ({}, Overlap(True, False), Overlap(False, False)),
-        (SHARED, Overlap(True, True), Overlap(False, False)),
-        (SHARED | {"overlap_param_gather": False}, Overlap(True, False), Overlap(False, False)),
-        (SHARED | {"overlap_param_gather": True}, Overlap(True, True), Overlap(True, True)),
-        (SHARED | {"overlap_grad_reduce": False}, Overlap(False, False), Overlap(False, False)),
-        ({"overlap_grad_reduce": True}, Overlap(True, False), Overlap(True, False)),
+        ({}, (True, False), (False, False)),
+        (SHARED, (True, True), (False, False)),
+        (SHARED | {"overlap_param_gather": False}, (True, False), (False, False)),
+        (SHARED | {"overlap_param_gather": True}, (True, True), (True, True)),
+        (SHARED | {"overlap_grad_reduce": False}, (False, False), (False, False)),
+        ({"overlap_grad_reduce": True}, (True, False), (True, False)),
     ],
 )
 def test_auto_overlaps_on_gpus_and_a_choice_holds_everywhere(
-    given: dict[str, Any], on_gpu: Overlap, on_cpu: Overlap
+    given: dict[str, Any], on_gpu: tuple[bool, bool], on_cpu: tuple[bool, bool]
 ) -> None:
     train = Train(steps=1, global_batch_size=1, **given)
     assert overlap_of(train, on_gpu=True) == on_gpu

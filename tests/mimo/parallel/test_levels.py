@@ -14,7 +14,7 @@ from mimo.check.scale import scale_recipe
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.parallel.build import build_layout
-from mimo.parallel.grids import Link, links_of, minimum_run_ahead, run_ahead
+from mimo.parallel.grids import Link, links_of, minimum_run_ahead
 from tests.mimo import tiny
 
 SIZE = st.integers(1, 4)
@@ -158,20 +158,6 @@ def test_more_levels_than_layers_are_refused_with_both_numbers(tmp_path: Path) -
     )
     with pytest.raises(RecipeError, match=expected):
         build_layout(recipe)
-
-
-def test_a_run_ahead_that_would_deadlock_is_refused_and_auto_is_enough(tmp_path: Path) -> None:
-    path = tiny.write_recipe(tmp_path)
-    overrides = [
-        LEVELS,
-        "language.model.num_layers=4",
-        "language.grid={pp: 2, vpp: 2}",
-        "train.micro_batch_size=3",
-    ]
-    recipe = load_recipe(path, overrides)
-    assert run_ahead(recipe, build_layout(recipe), "vision") == 4
-    with pytest.raises(RecipeError, match=r"run_ahead: got 2.* needs at least 3"):
-        build_layout(load_recipe(path, [*overrides, "encoders.vision.run_ahead=2"]))
 
 
 @pytest.mark.parametrize("grid", ["{pp: 2}", "{pp: 2, vpp: 2}"])

@@ -13,22 +13,16 @@ import pytest
 
 from mimo.device import Gpu
 from mimo.errors import StartError
-from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.runtime.ranks import RankEnv, hosts_of, run_on_cpu
 from mimo.slurm import preflight
 from mimo.slurm.preflight import Facts, find_faults, links_of, report_lines
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.parallel.test_connections import LARGE
 from tests.mimo.runs import mimo
 from tests.mimo.runtime.conftest import RANKS, as_task_of_srun, free_port
 
 NODES = ("a", "b", "c", "d", "e")
-# 128 encoder ranks, and 896 of a language model on four stages.
-LARGE = Layout(
-    GridSpec(LANGUAGE, tp=8, sp=True, pp=4, dp=28, rank_offset=128),
-    {"vision": GridSpec("vision", dp=128)},
-    1024,
-)
 
 # ------------------------------------------------------------------------------------ rules
 
