@@ -9,10 +9,11 @@ mapping over a list changes entries of the list, by their indices or their paths
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -195,21 +196,16 @@ def _for_each[S: Recipe | PhaseSource, T](
 ) -> list[T]:
     """Call `do` for each phase. Raises one RecipeError with all problems, shared lines once."""
     results: list[T] = []
-    failures: list[tuple[str, tuple[str, ...]]] = []
+    lines_of = defaultdict[str, list[str]](list)  # of all phases, by the line without the phase
     for name, item in zip(names, items, strict=True):
         try:
             results.append(do(item))
         except RecipeError as error:
-            failures.append((name, error.problems))
-    if failures:
-        plain = [{line.removesuffix(_in_phase(name)) for line in lines} for name, lines in failures]
-        shared = set.intersection(*plain) if len(failures) == len(items) else set[str]()
-        lines = [
-            short if (short := line.removesuffix(_in_phase(name))) in shared else line
-            for name, problems in failures
-            for line in problems
-        ]
-        raise RecipeError(*dict.fromkeys(lines))
+            for line in dict.fromkeys(error.problems):
+                lines_of[line.removesuffix(_in_phase(name))].append(line)
+    if lines_of:
+        problems = ([p] if len(lines) == len(items) else lines for p, lines in lines_of.items())
+        raise RecipeError(*dict.fromkeys(chain.from_iterable(problems)))
     return results
 
 

@@ -50,7 +50,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         grid = _grid(recipe, name)
         lanes = recipe.encoders[name].grid.dp or max(1, language.size // grid.lane_size)
         grids[name] = replace(grid, dp=lanes, rank_offset=language.rank_offset)
-    problems = list[str]()
+    problems = list[tuple[Location, str]]()
     layout = Layout(
         language=language,
         encoders={name: grids[name] for name in recipe.encoders},
@@ -59,9 +59,13 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         links=_links(recipe, language, problems),
         blocks=blocks,
     )
-    problems += layout_problems(recipe, layout)
+    problems += _tiling_problems(recipe, layout)
+    problems += _colocation_problems(recipe, layout)
+    problems += _size_problems(recipe, layout)
+    for grid in layout.grids.values():
+        problems += _engine_problems(recipe, grid)
     if problems:
-        raise RecipeError(*problems)
+        raise RecipeError(*(recipe.problem(*problem) for problem in problems))
     return layout
 
 
@@ -76,7 +80,9 @@ def _blocks(grids: dict[str, GridSpec], most_ranks: int) -> int:
     return next((number for number in possible if ranks <= number * most_ranks), lanes)
 
 
-def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str, tuple[Link, ...]]:
+def _links(
+    recipe: Recipe, language: GridSpec, problems: list[tuple[Location, str]]
+) -> dict[str, tuple[Link, ...]]:
     """Return the bridges of each encoder with feature levels; adds errors to `problems`."""
     links = {}
     try:
@@ -90,7 +96,7 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
                 f"emits {levels} feature levels, one for each of the language model's first "
                 f"layers, but language.model.num_layers is {layers}; emit fewer levels"
             )
-            problems.append(recipe.problem(("encoders", name, "model"), message))
+            problems.append((("encoders", name, "model"), message))
         elif levels > 0:
             links[name] = links_of(name, language.pp, language.vpp, layers, levels)
     return links
@@ -99,18 +105,8 @@ def _links(recipe: Recipe, language: GridSpec, problems: list[str]) -> dict[str,
 def _grid(recipe: Recipe, module: str) -> GridSpec:
     """Return the grid of `module`, not yet placed, with one lane if `dp` is left out."""
     part = recipe.module(module)
-    grid = part.grid
-    return GridSpec(
-        module,
-        tp=grid.tp,
-        sp=grid.sp,
-        cp=grid.cp,
-        pp=grid.pp,
-        vpp=grid.vpp,
-        dp=grid.dp or 1,
-        dp_replicate=grid.dp_replicate,
-        engine=part.engine,
-    )
+    sizes = part.grid.model_dump(exclude={"dp", "rank_offset"})
+    return GridSpec(module, dp=part.grid.dp or 1, engine=part.engine, **sizes)
 
 
 def _derive_lanes(
@@ -160,18 +156,6 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
 
 
 # -------------------------------------------------------------------------- checks
-
-
-def layout_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Yield errors of a layout: grids that do not tile the world, sizes that do not divide."""
-    problems = [
-        *_tiling_problems(recipe, layout),
-        *_colocation_problems(recipe, layout),
-        *_size_problems(recipe, layout),
-    ]
-    for grid in layout.grids.values():
-        problems += _engine_problems(recipe, grid)
-    yield from (recipe.problem(*problem) for problem in problems)
 
 
 _NOT_IN_ENCODERS = {"cp": "context parallelism", "vpp": "interleaved pipeline stages"}

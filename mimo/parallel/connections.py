@@ -7,7 +7,6 @@ messages is connected when the groups are created. Collectives have connections 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
@@ -16,11 +15,12 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mimo.device import has_gpu, local_device, send
+from mimo.device import has_gpu, local_device
 from mimo.parallel.grids import GridSpec, Layout, Link
 
 
@@ -158,21 +158,17 @@ class Host:
 
 def find_host() -> Host:
     """Find the ranks that share this rank's memory; every rank of the world calls it."""
-    cores, free = os.sched_getaffinity(0), 0
+    cores, free = sorted(os.sched_getaffinity(0)), 0
     with suppress(OSError):
         free = shutil.disk_usage(SHARED_MEMORY).free
-    job = int.from_bytes(os.urandom(7))
-    facts = torch.tensor([_number(_identity()), _number(sorted(cores)), free, job])
-    facts = send(facts, local_device())
-    gathered = [torch.empty_like(facts) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, facts)
-    table = torch.stack(gathered).tolist()
-    host, my_cores, *_ = table[dist.get_rank()]
+    table: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(table, (_identity(), cores, free, os.urandom(7).hex()))
+    host, *_ = table[dist.get_rank()]
     ranks = [rank for rank, row in enumerate(table) if row[0] == host]
-    sharing = sum(table[rank][1] == my_cores for rank in ranks)
+    sharing = sum(table[rank][1] == cores for rank in ranks)
     return Host(
         ranks=tuple(ranks),
-        job=f"{table[0][3]:014x}",
+        job=table[0][3],
         free_bytes=min(table[rank][2] for rank in ranks),
         cores_per_rank=len(cores) // sharing,
     )
@@ -184,8 +180,3 @@ def _identity() -> list[object]:
     name = boot.read_text() if boot.exists() else socket.gethostname()
     folders = [path for path in (SHARED_MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
     return [name, os.getuid(), *((str(path), path.stat().st_dev) for path in folders)]
-
-
-def _number(value: object) -> int:
-    """Hash a value to 56 bits."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])

@@ -100,8 +100,7 @@ def warm_up(preload: Sequence[str], variables: Mapping[str, str] | None = None) 
         with _without_main():
             forkserver.ensure_running()
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(before)
 
 

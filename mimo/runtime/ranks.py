@@ -98,10 +98,7 @@ def warm_up_on_cpu(preload: Sequence[str]) -> None:
 
 
 def run_on_cpu(
-    target: str | Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    timeout_seconds: float,
+    target: str | Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout_seconds: float
 ) -> list[Any]:
     """Run `target(*args)` in `world_size` one-thread ranks of this machine; return their results.
 

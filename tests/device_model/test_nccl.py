@@ -144,10 +144,7 @@ def check(result: CellResult) -> None:
     assert result.passed, str(result.comparison.first)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    quick_values(WITH_BRIDGE, "dp3 + colocated → tp2 sp · recompute"),
-)
+@pytest.mark.parametrize("cell", quick_values(WITH_BRIDGE, "dp3 + colocated → tp2 sp · recompute"))
 def test_every_layout_with_a_bridge_takes_the_steps_of_one_rank_under_the_rules_of_nccl(
     verifier: Verifier, cell: SweepCell
 ) -> None:

@@ -233,9 +233,7 @@ def as_yaml(value: Any) -> str:
 @pytest.mark.timeout(120)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3))
 @settings(max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-def test_whatever_stands_in_a_recipe_it_works_or_is_refused(
-    changes: list[tuple[str, Any]],
-) -> None:
+def test_whatever_stands_in_a_recipe_it_works_or_is_refused(changes: list[tuple[str, Any]]) -> None:
     with suppress(InputError):
         check(*(f"{key}={as_yaml(value)}" for key, value in changes))
 

@@ -162,10 +162,7 @@ def test_all_errors_are_reported_at_once(path: Path) -> None:
         ("data.rows_per_microbatch=64", "but tokens_per_microbatch is not set; set it, or remove"),
         (f"{BUDGET} & data.packing=false", "but packing is false; set packing: true, or remove"),
         (f"{BUDGET} & train.micro_batch_size=2", "set train.micro_batch_size: 1, or remove data."),
-        (
-            f"{SHARED} & train.optimizer=sgd",
-            "needs optimizer: adam, but it is sgd",
-        ),
+        (f"{SHARED} & train.optimizer=sgd", "needs optimizer: adam, but it is sgd"),
         (f"{SHARED} & train.precision=fp64", "set precision: fp32 or bf16, or remove distribu"),
         ("stages=[{name: a}]", "stages: this key was removed; it is now called 'phases'"),
         ("data.worker_timeout_seconds=9", "removed; it is a quarter of bridge.timeout_seconds"),

@@ -1,5 +1,3 @@
-import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from mimo.parallel.build import build_layout
 from mimo.parallel.grids import (
     GridSpec,
     Layout,
-    Link,
     minimum_run_ahead,
     num_microbatches,
     run_ahead,
@@ -203,13 +200,3 @@ def test_colocated_encoder_that_cannot_keep_its_group_or_place_is_refused(
     colocated = ["encoders.vision.placement=colocated", *overrides]
     found = problems(load_recipe(path, colocated))
     assert any(expected in line for line in found), found
-
-
-def test_a_layout_travels_to_ranks_whole_and_small(path: Path) -> None:
-    layout = build_layout(load_recipe(path))
-    layout = replace(layout, links={"vision": (Link("vision", 1, (1, 2), (0, 1)),)})
-    sent = pickle.dumps(layout)
-    assert len(sent) < 2000
-    arrived = pickle.loads(sent)
-    assert arrived == layout
-    assert arrived.links == layout.links

@@ -64,12 +64,6 @@ def train_without_room(port: int, folder: Path, arguments: list[str]) -> int:
         return train(port, folder, arguments)
 
 
-def train_from_a_stale_handle(port: int, folder: Path, arguments: list[str]) -> int:
-    """Like `train`, but no shard can be opened."""
-    with failing_for(os, errno.ESTALE, lambda path: path.suffix == ".tar"):
-        return train(port, folder, arguments)
-
-
 def train_from_a_lost_index(port: int, folder: Path, arguments: list[str]) -> int:
     """Like `train`, but of the index that rank 0 has found the last rank can open nothing."""
     is_last = os.environ["RANK"] == str(RANKS - 1)
@@ -120,9 +114,6 @@ def test_a_file_system_that_fails_under_the_data_is_no_bad_input(
     codes, printed = trained("train.steps=1", target=train_without_room)
     assert codes == [1] * RANKS
     assert os.strerror(errno.ENOSPC) in printed[0]
-    codes, printed = trained("train.steps=1", target=train_from_a_stale_handle)
-    assert codes == [1] * RANKS
-    assert os.strerror(errno.ESTALE) in printed[0]
     assert trained("train.steps=1")[0] == [0] * RANKS
     codes, printed = trained("train.steps=2", target=train_from_a_lost_index)
     assert codes == [1] * RANKS

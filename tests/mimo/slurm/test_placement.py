@@ -50,20 +50,6 @@ def test_a_group_that_no_node_holds_is_on_as_few_as_possible_and_is_named(path: 
     assert warning.startswith("tp 4 of language is across 2 nodes")
 
 
-@pytest.mark.parametrize(("tp", "units"), [(1, 2), (4, 4)])
-def test_groups_of_an_encoder_on_the_same_ranks_stay_whole_too(
-    path: Path, tp: int, units: int
-) -> None:
-    phased, layouts = loaded(
-        path, "language.grid={tp: 2, dp: 4}", "encoders.vision.placement=colocated",
-        f"encoders.vision.grid={{tp: {tp}, dp: {8 // tp}}}", "cluster.gpus_per_node=5",
-        "train.global_batch_size=16",
-    )  # fmt: skip
-    placement = place(phased, layouts)
-    assert groups_on_one_node(layouts[0], placement)
-    assert all(len(node) % units == 0 for node in placement.nodes)
-
-
 grids = st.tuples(st.sampled_from([1, 2, 4]), *(st.integers(1, top) for top in (2, 2, 4)))
 
 
@@ -190,9 +176,7 @@ def test_each_tensor_parallel_group_has_a_line(path: Path) -> None:
     assert explained(path, UNEVEN) == EXPLAINED
 
 
-def test_the_text_names_the_components_of_a_heterogeneous_job_and_split_groups(
-    path: Path,
-) -> None:
+def test_the_text_names_the_components_of_a_heterogeneous_job_and_split_groups(path: Path) -> None:
     overrides = ("encoders.vision.grid.dp=2", "language.grid={tp: 4, dp: 1}")
     nodes = ("cluster.gpus_per_node=3", "cluster.encoder_nodes={ranks_per_node: 2}")
     assert explained(path, [*overrides, *nodes], hetjob=True) == TWO_KINDS

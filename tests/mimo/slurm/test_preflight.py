@@ -50,10 +50,7 @@ def test_ranks_of_a_node_that_share_a_gpu_and_nodes_with_one_problem_are_named()
 
 def test_absent_ranks_are_named_with_the_nodes_without_any_rank() -> None:
     ranks = [*facts_of("nn", clock=[0.0, 0.0]), None, None]
-    assert [*find_faults(ranks, ["n", "m"])] == [
-        "ranks 2, 3 did not join",
-        "m: no rank joined",
-    ]
+    assert [*find_faults(ranks, ["n", "m"])] == ["ranks 2, 3 did not join", "m: no rank joined"]
 
 
 @pytest.mark.parametrize(

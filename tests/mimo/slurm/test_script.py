@@ -198,13 +198,9 @@ def test_any_folder_is_entered_as_it_is_called(path: str, job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["a\n#SBATCH --nodes=64", "$(touch /tmp/x)", "a b", "a;b", "`id`", "--x", ""],
+    "value", ["a\n#SBATCH --nodes=64", "$(touch /tmp/x)", "a b", "a;b", "`id`", "--x", ""]
 )
-@pytest.mark.parametrize(
-    "key",
-    ["partition", "constraint", "time_limit"],
-)
+@pytest.mark.parametrize("key", ["partition", "constraint", "time_limit"])
 def test_nothing_but_a_word_becomes_a_directive(key: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=rf"site.yaml:1: cluster\.{key}: "):
         job_of(tmp_path, site=f"{key}: {_as_yaml(value)}")
