@@ -125,15 +125,10 @@ def report_lines(facts: Sequence[Facts], faults: Sequence[str]) -> Iterator[str]
     yield f"preflight: {'do not begin' if faults else 'ok'}"
 
 
-def _conclude(ranks: Sequence[Facts | None], run_dir: Path | None) -> int:
-    """Print the report and write it into the run folder; return the exit code."""
+def _conclude(ranks: Sequence[Facts | None]) -> int:
+    """Print the report; return the exit code."""
     facts, faults = [rank for rank in ranks if rank is not None], [*find_faults(ranks, _hosts())]
     print("\n".join(report_lines(facts, faults)), flush=True)
-    if run_dir is not None:
-        path = run_dir / "launch/preflight.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table = {"ok": not faults, "faults": faults, "ranks": [asdict(f) for f in facts]}
-        path.write_text(json.dumps(table, indent=1) + "\n")
     return int(bool(faults))
 
 
@@ -201,7 +196,7 @@ def be_a_rank(
         if meeting.from_rank_0(is_sound) and checked is not None:
             _measure_in_time(facts, checked[1], environment, meeting)
             ranks = gather()
-        return meeting.from_rank_0(lambda: _conclude(ranks, run_dir))
+        return meeting.from_rank_0(lambda: _conclude(ranks))
     except Refused as refused:
         return refused.exit_code
     finally:

@@ -131,12 +131,6 @@ class Launched:
         self.mimo("report", self.run)
         assert all(job in page.read_text() for job in self.jobs)
 
-    def preflight(self) -> list[str]:
-        """Return the node of each rank in the last preflight, which must have found no fault."""
-        table = json.loads((self.launch / "preflight.json").read_text())
-        assert table["ok"], table
-        return [facts["node"] for facts in table["ranks"]]
-
     def logs(self) -> str:
         """Return all that jobs and ranks have printed."""
         paths = sorted(path for path in self.launch.iterdir() if path.suffix in (".out", ".log"))

@@ -23,7 +23,8 @@ def test_a_recipe_trains_across_two_nodes_as_it_does_on_one(
     assert slurm.ranks_of(job.job) == {0: first, 1: first, 2: second}
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.losses() == undisturbed
-    assert job.preflight() == [first, first, second]
+    assert f"preflight: 3 ranks on {first}, {second}\n" in job.logs()
+    assert "preflight: ok\n" in job.logs()
     assert {path.name for path in job.launch.glob("rank_*.log")} == {
         f"rank_{rank}.log" for rank in range(3)
     }
@@ -90,7 +91,5 @@ def test_encoders_train_on_a_node_of_their_own_and_go_on_there(
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.losses() == undisturbed
     assert job.steps() == [*range(STEPS)]
-    encoders, *language = job.preflight()
-    assert encoders not in language
-    assert len({*language}) == 1
+    assert "preflight: ok\n" in job.logs()
     job.check_what_is_shown()

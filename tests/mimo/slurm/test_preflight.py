@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -132,20 +131,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_good_nodes_pass_and_leave_a_table(run_ranks: RunRanks, folder: Path) -> None:
+def test_good_nodes_pass(run_ranks: RunRanks, folder: Path) -> None:
     assert run_on_cpu(check, (folder, free_port(), ""), RANKS, timeout_seconds=60) == [0] * RANKS
     printed = (folder / "printed_0").read_text()
     assert "preflight: 3 ranks on a, b, c\n" in printed
     assert "  bridge of vision: at least " in printed
     assert printed.endswith("preflight: ok\n")
-    launch = folder / "runs" / "tiny" / "launch"
-    assert [path.name for path in launch.iterdir()] == ["preflight.json"]
-    table = json.loads((launch / "preflight.json").read_text())
-    assert table["ok"]
-    assert [facts["node"] for facts in table["ranks"]] == ["a", "b", "c"]
-    assert all(facts["speeds"]["bridge of vision"] > 0 for facts in table["ranks"])
-    clocks = [facts["clock"] for facts in table["ranks"]]
-    assert max(clocks) - min(clocks) < 1
+    assert not list((folder / "runs" / "tiny" / "launch").iterdir()), "the probe is removed"
 
 
 def test_a_node_with_other_versions_is_named(run_ranks: RunRanks, folder: Path) -> None:
@@ -203,8 +195,6 @@ def test_a_node_that_never_starts_is_named_within_the_time(
     assert preflight.be_a_rank(folder / "tiny.yaml", [], None, environment) == 1
     printed = capsys.readouterr().out
     assert "BROKEN: rank 1 did not join\nBROKEN: node2: no rank joined\n" in printed
-    table = json.loads((folder / "runs/tiny/launch/preflight.json").read_text())
-    assert (table["ok"], len(table["faults"])) == (False, 2)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ Together they train as one host does; with the link between them cut, both end a
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import time
@@ -62,9 +61,7 @@ def test_two_hosts_train_as_one_does(run_ranks: RunRanks, recipe: Path, tmp_path
         look = [line.replace("mimo.cli.main train", "mimo.cli.main preflight") for line in lines]
         looks = start(hosts, recipe, job, look)
         assert [look.wait(120) for look in looks] == [0, 0], log_of(recipe, hosts[0]).read_text()
-        table = json.loads((tmp_path / "runs/two/launch/preflight.json").read_text())
-        assert table["ok"]
-        assert [facts["node"] for facts in table["ranks"]] == ["first", "first", "second"]
+        assert "preflight: 3 ranks on first, second\n" in log_of(recipe, hosts[0]).read_text()
         agents = start(hosts, recipe, job, lines)
         codes = [agent.wait(120) for agent in agents]
         printed = "".join(log_of(recipe, host).read_text() for host in hosts)
@@ -94,7 +91,6 @@ def test_a_host_that_preflight_finds_broken_is_named_on_hosts_without_slurm(
     assert not job.leftovers()
     assert re.search(r"BROKEN: second: .*did you mean 'steps'", printed[0], re.DOTALL), printed
     assert "preflight: do not begin\n" in printed[0]
-    assert not json.loads((tmp_path / "runs/broken/launch/preflight.json").read_text())["ok"]
 
 
 def test_a_host_that_is_cut_off_ends_the_run_on_both_and_each_says_so(
