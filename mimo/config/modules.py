@@ -109,7 +109,7 @@ class Module(Section):
     """Keys of every module."""
 
     family: bounds.Word
-    """Name of the family's file."""
+    """Name of a file in `mimo/families/languages/`, or of an encoder in `encoders/`."""
     engine: Engine = "megatron"
     """What runs it; with `fsdp` it is the module of transformers in the folder of `init_from`."""
     reshard_after_forward: bool = True
@@ -120,7 +120,7 @@ class Module(Section):
     grid: Grid = Grid()
     """The ranks and their axes."""
     lora: LoRA | None = None
-    """Train low-rank adapters."""
+    """Train only low-rank adapters, and the projector of an encoder family that names one."""
     learning_rate: bounds.LearningRate | None = None
     """Peak learning rate of this module; null takes `train.learning_rate`."""
     warmup_steps: bounds.WarmupSteps | None = None
@@ -150,11 +150,18 @@ class Module(Section):
 Names = tuple[str, ...]
 
 
-def _freeze_language(value: Any) -> bool | Names:
-    is_list = isinstance(value, list | tuple) and 0 < len(value) <= MAX_ENTRIES
-    if isinstance(value, bool) or (is_list and all(isinstance(name, str) for name in value)):
-        return value if isinstance(value, bool) else tuple(value)
-    raise ValueError("needs true, false or a list of patterns of names, such as ['*.gate.*']")
+def _freeze(choices: str, kind: Any) -> PlainValidator:
+    """Accept a value of `kind`; `choices` are its words."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or (value == "tower" and value in choices):
+            return value
+        is_list = isinstance(value, list | tuple) and 0 < len(value) <= MAX_ENTRIES
+        if is_list and all(isinstance(name, str) for name in value):
+            return tuple(value)
+        raise ValueError(f"needs {choices} or a list of patterns of names, such as ['*.gate.*']")
+
+    return PlainValidator(check, kind)
 
 
 class Language(Module):
@@ -162,9 +169,7 @@ class Language(Module):
 
     family: bounds.Word = "qwen3"
     """Name of a file in `mimo/families/languages/`."""
-    lora: LoRA | None = None
-    """Train only adapters; embeddings, norms, head and the layers' other weights stay frozen."""
-    freeze: Annotated[bool | Names, PlainValidator(_freeze_language, bool | Names)] = False
+    freeze: Annotated[bool | Names, _freeze("true, false", bool | Names)] = False
     """`true` freezes all weights; a list freezes weights by patterns of names: `["*.gate.*"]`."""
 
 
@@ -179,17 +184,6 @@ def word_or_number(choices: str, kind: Any) -> PlainValidator:
             raise ValueError(f"needs {choices}; a number {reason}") from None
 
     return PlainValidator(check, kind)
-
-
-def _freeze(value: Any) -> bool | Names | Literal["tower"]:
-    if value == "tower":
-        return value
-    try:
-        return _freeze_language(value)
-    except ValueError:
-        raise ValueError(
-            "needs true, false, 'tower' (all but the projector) or a list of patterns of names"
-        ) from None
 
 
 def _item_text(value: str) -> str:
@@ -215,8 +209,6 @@ class MediaTokens(Section):
 class Encoder(MediaTokens, Module):
     """An encoder with its projector."""
 
-    family: bounds.Word
-    """Name of a file in `encoders/`."""
     media: bounds.Word = "image"
     """Modality that it encodes: the type of content parts, such as `image` or `video`."""
     placeholder: bounds.Word = "<|image_pad|>"
@@ -225,10 +217,9 @@ class Encoder(MediaTokens, Module):
     """Further modalities that it encodes with the same weights, and their tokens."""
     placement: Literal["disjoint", "colocated"] = "disjoint"
     """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
-    lora: LoRA | None = None
-    """Train only adapters in the tower, and the projector of a family that names one."""
     freeze: Annotated[
-        bool | Names | Literal["tower"], PlainValidator(_freeze, bool | Names | Literal["tower"])
+        bool | Names | Literal["tower"],
+        _freeze("true, false, 'tower' (all but the projector)", bool | Names | Literal["tower"]),
     ] = False
     """`true` freezes all weights, `tower` all but the projector's, a list those of such names."""
     run_ahead: Annotated[

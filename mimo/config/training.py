@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mimo.config import bounds
 from mimo.config.modules import Section, word_or_number
@@ -51,11 +51,7 @@ def _at_least_one(sources: tuple[Source, ...]) -> tuple[Source, ...]:
 
 
 Metric = Literal["exact", "per_word", "contains", "anls", "relaxed_number"]
-Metrics = Annotated[
-    tuple[Metric, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-]
+Metrics = Annotated[tuple[Metric, ...], Field(strict=False, min_length=1)]
 
 
 class Data(Section):
