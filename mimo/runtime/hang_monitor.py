@@ -189,20 +189,22 @@ class HangMonitor:
             record(self._run_dir, kind, text, state.step, **facts)
 
     def _beat(self) -> None:
-        path = self._stacks(self._rank)
-        with path.open("w") as file:
+        limit, path = self._step_timeout, self._stacks(self._rank)
+        with open(os.devnull if limit is None else path, "w") as file:
             while not self._left.wait(self._beat_seconds):
-                if self._step_timeout is not None:
+                if limit is not None:
                     # Needs no interpreter, which a call that never returns may hold.
-                    faulthandler.dump_traceback_later(self._step_timeout, file=file)
+                    faulthandler.dump_traceback_later(limit, file=file)
                 self._write()
                 if self._is_stuck() or self._hang_folder.exists():
                     text = self._explain_hang()
                     # Ending may need others, such as the rank that holds the store.
                     faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
                     raise Hang(text)
-            faulthandler.cancel_dump_traceback_later()
-        path.unlink(missing_ok=True)
+            if limit is not None:
+                faulthandler.cancel_dump_traceback_later()
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
     def _is_stuck(self) -> bool:
         """Whether this rank has been in one place for too long."""
