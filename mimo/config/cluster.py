@@ -63,7 +63,8 @@ class Container(Section):
     image: Annotated[Line, Field(pattern="^[^-]")]
     """A `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False, max_length=100)] = ()
-    """Further folders, such as `/data:/data:ro`; those that the recipe names are always there."""
+    """Folders of the node inside the container, such as `/data:/data:ro`, beside those that the
+    recipe names."""
 
 
 class EncoderNodes(Section):
@@ -113,7 +114,8 @@ class Cluster(Section):
     environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
     """Environment variables of all ranks."""
     log_dir: bounds.PathText | None = None
-    """Folder of the runs' folders of output; null for `launch` in the run folder."""
+    """Folder of the output of jobs and ranks, with a folder for each run; null for `launch` in the
+    run folder."""
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
     """How long before the time limit the job saves: enough for a step and a checkpoint."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3

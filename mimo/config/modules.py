@@ -87,7 +87,8 @@ class LoRA(Section):
         Field(strict=False, max_length=MAX_ENTRIES),
         AfterValidator(_targets),
     ] = TARGETS
-    """Linears that are adapted; with `family: transformers`, patterns of names as `*.q_proj`."""
+    """Linears that are adapted: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP; with
+    `family: transformers`, patterns of names such as `*.q_proj`."""
 
     @property
     def scale(self) -> float:

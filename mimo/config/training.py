@@ -21,7 +21,8 @@ class Bridge(Section):
     check: Literal["first_steps", "always", "never"] = "first_steps"
     """When ranks compare their transfer plans."""
     timeout_seconds: bounds.Seconds = 600.0
-    """Longest wait for a transfer; on a GPU with the work queued before it, so more than a step."""
+    """Longest wait for a transfer. On a GPU it includes the work queued before, so give more than a
+    step."""
 
 
 class Source(Section):
@@ -78,11 +79,11 @@ class Data(Section):
     """Pack the samples of a microbatch into one sequence, or pad each to the longest."""
     tokens_per_microbatch: bounds.SequenceLength | None = None
     """Pack samples by best fit into sequences of up to this many tokens, one to a microbatch of a
-    lane, without padding for `cp` and `sp`. Null packs `train.micro_batch_size` samples."""
+    lane; padding for `cp` and `sp` comes on top. Null packs `train.micro_batch_size` samples."""
     rows_per_microbatch: bounds.Rows | None = None
     """With `tokens_per_microbatch`: most embeddings in a sequence, over all encoders."""
     packing_window: bounds.PackingWindow = 512
-    """With `tokens_per_microbatch`: number of candidates for the next sequence."""
+    """With `tokens_per_microbatch`: samples to choose the next sequence from."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
     max_skipped_fraction: bounds.Share = 0.05
@@ -153,7 +154,7 @@ class Train(Section):
     learning_rate: bounds.LearningRate = 1e-3
     """Peak learning rate of every module that does not set its own."""
     warmup_steps: bounds.WarmupSteps = 0
-    """Steps over which the learning rate of such modules rises from zero."""
+    """Steps over which the learning rate rises from zero."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """The learning rate after warm-up: constant, falling along half a cosine or linearly, or
     constant until the last `decay_steps` and then falling linearly (`wsd`)."""
@@ -186,7 +187,8 @@ class Train(Section):
     distributed_optimizer: bool = False
     """Shard Adam's state over the lanes."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
-    """Gather weights of a distributed optimizer while the next step begins; `auto`: as above."""
+    """Gather weights of a distributed optimizer while the next step begins; `auto`: if gradients
+    are summed during the backward pass."""
     log_every: bounds.Steps = 10
     """Steps between lines on the console, and between measurements of a step's parts."""
     loggers: Annotated[
