@@ -4,7 +4,8 @@ The error of a tensor is max|Δ| / max(max|reference|, floor). The floor of a gr
 global gradient norm: some gradients, such as that of a key bias, are zero in theory, and without a
 floor the comparison would be of rounding noise. See docs/parallelism.md.
 
-Both sides come as plain arrays, so comparing needs no engine.
+Both sides come as plain arrays, so comparing needs no engine. Whole tensors and parts of them are
+matrices of their rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from typing import Any
 import numpy as np
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
+INPUTS = (TOKENS, PIXELS, POSITIONS)
+"""Points at which both sides must have the same numbers."""
+LOGITS = "language.head"
+
 _NOISE = 1e-6  # of the global gradient norm
 _SCALARS = ("loss_tokens", "loss", "grad_norm")
 
@@ -32,9 +38,19 @@ class IncomparableError(Exception):
 # ------------------------------------------------------------------------- both sides
 
 
+@dataclass(frozen=True)
+class Part:
+    """Values (n, k) of a whole tensor on one rank: of rows (n,), from a first column on."""
+
+    where: str
+    rows: np.ndarray
+    column: int
+    values: np.ndarray
+
+
 @dataclass
 class Shard:
-    """A rectangle of a parameter that a rank holds; tensors are matrices of their rows.
+    """A rectangle of a parameter that a rank holds.
 
     name: in the whole model, such as `language.decoder.layers.3.mlp.linear_fc1.weight`.
     shape: of the whole parameter. row, column: of the first element.
@@ -61,25 +77,21 @@ class Shard:
         place = f"stage {self.stage} · lane {self.lane}{cp} · tp {self.tp}"
         return f"{self.module}, rank {self.rank} ({place})"
 
-
-@dataclass(frozen=True)
-class PointPart:
-    """Rows ``index`` (n,) of a point's whole tensor from a first column on: values (n, k)."""
-
-    point: str
-    where: str
-    index: np.ndarray
-    values: np.ndarray
-    columns: int = 0
+    def part(self, values: np.ndarray) -> Part:
+        """Return a gradient or weight as a part of the whole tensor. Raises IncomparableError."""
+        if values.shape != self.weights[0].shape:
+            shapes = f"shape {values.shape}, its weight {self.weights[0].shape}"
+            raise IncomparableError(f"a gradient of {self.name} on {self.where} has {shapes}")
+        return Part(self.where, self.row + np.arange(len(values)), self.column, values)
 
 
 @dataclass
 class RankSteps:
-    """Metrics of each step, and one rank's parts of parameters and of points."""
+    """Metrics of each step, one rank's shards of parameters, and its parts of points by name."""
 
     metrics: list[dict[str, Any]]
     shards: list[Shard]
-    parts: list[PointPart] = field(default_factory=list)
+    points: dict[str, list[Part]] = field(default_factory=dict)
 
 
 @dataclass
@@ -112,13 +124,10 @@ def reference_of(
 ) -> Reference:
     """Return what a layout's ranks hold as a reference for another run, without points.
 
-    Of replicas the last rank's counts. weight_floors: of each parameter to compare, in the order of
-    the model. Raises IncomparableError for parameters that no rank has.
+    Of replicas the last rank's counts. weight_floors: by parameter, in the order of the model.
     """
     shards, parameters = _shards_by_name(results), dict[str, ReferenceParameter]()
     for name, floors in weight_floors.items():
-        if name not in shards:
-            raise IncomparableError(f"no rank of the other layout has {name}")
         gradients, weights = (join_shards(shards[name], what) for what in ("gradients", "weights"))
         parameters[name] = ReferenceParameter(gradients, weights, floors)
     steps = [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics]
@@ -183,26 +192,12 @@ def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
     return rate * floor if eps is None else rate * floor / (floor + eps)
 
 
-def worst_element(
-    got: np.ndarray, expected: np.ndarray, scale: float
-) -> tuple[float, tuple[int, ...]]:
-    """Return the error of a tensor, max|Δ| / scale, and the index of that element."""
-    delta = np.abs(got - expected)
-    if not delta.size:
-        return 0.0, ()
-    index = tuple(int(i) for i in np.unravel_index(int(delta.argmax()), delta.shape))
-    return float(delta[index]) / scale, index
-
-
-# ------------------------------------------------------- loss, gradients and weights
-
-
 @dataclass(frozen=True)
 class Difference:
     """Where a layout departs from the reference.
 
-    step: counts from 1. what: "gradient", "weight", or a metric of the step. where: module and
-    rank. index: of the largest difference in the whole tensor, seen as a matrix.
+    step: counts from 1. what: "activation", "gradient", "weight", or a metric of the step. where:
+    module and rank. index: of the largest difference in the whole tensor, seen as a matrix.
     """
 
     step: int
@@ -218,7 +213,7 @@ class Difference:
         place = f" at {list(self.index)}" if self.index else ""
         return (
             f"step {self.step}: {self.what} of {self.name}{place} on {self.where}: "
-            f"{self.got:.9g}, one rank has {self.expected:.9g} (error {self.error:.1e})"
+            f"{self.got:.9g}, expected {self.expected:.9g} (error {self.error:.1e})"
         )
 
 
@@ -226,12 +221,13 @@ class Difference:
 class Comparison:
     """Errors of a layout against a reference.
 
-    scalars: by step and name. gradients, weights: by parameter, the worst error of all ranks in
-    each step. first: the first difference above the tolerance; gradients come before weights, both
-    in model order. largest: of the same step and kind, which is often nearer to the origin of an
-    error in the forward pass.
+    points: by name. scalars: by step and name. gradients, weights: by parameter, the worst error
+    of all ranks in each step. first: the first difference above the tolerance; points come before
+    gradients and these before weights, all in model order. largest: of the same step and kind,
+    which is often nearer to the origin of an error in the forward pass.
     """
 
+    points: dict[str, Difference] = field(default_factory=dict)
     scalars: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, list[float]] = field(default_factory=dict)
     weights: dict[str, list[float]] = field(default_factory=dict)
@@ -240,12 +236,12 @@ class Comparison:
 
     @property
     def errors(self) -> dict[str, Any]:
-        """All errors by what was compared, for JSON."""
+        """All errors of the steps by what was compared, for JSON."""
         return {"steps": self.scalars, "gradients": self.gradients, "weights": self.weights}
 
     @property
     def error(self) -> float:
-        """The largest error of anything that was compared."""
+        """The largest error of the steps."""
         return largest(self.worst(what) for what in ("gradients", "weights", *_SCALARS))
 
     def worst(self, what: str) -> float:
@@ -264,10 +260,22 @@ class Comparison:
         if same_kind and badness(difference.error) > badness(self.largest.error):
             self.largest = difference
 
+    def lines(self) -> list[str]:
+        """Return the first and the largest difference for a report; no line if there is none."""
+        return [f"first:   {self.first}", f"largest: {self.largest}"] if self.first else []
+
+
+# --------------------------------------------------------------------- the comparison
+
 
 def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
-    """Compare every rank's metrics and parameters after every step. Raises IncomparableError."""
+    """Compare every rank's points, and its metrics and parameters after every step.
+
+    Inputs are prepared by the same arithmetic on both sides, so they must be equal. Raises
+    IncomparableError.
+    """
     comparison, shards = Comparison(), _shards_by_name(results)
+    _compare_points(comparison, results, reference.points, tolerance)
     _check_parameters(shards, reference)
     for step, expected in enumerate(reference.steps):
         noise = gradient_floor(
@@ -278,7 +286,7 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
             for name, parameter in reference.parameters.items():
                 floors = parameter.weight_floors if what == "weight" else []
                 floor = floors[step] if floors else noise
-                worst = _worst_part(shards[name], parameter, step, what, floor)
+                worst = _worst_shard(shards[name], parameter, step, what, floor)
                 if worst is not None:
                     errors.setdefault(name, []).append(worst.error)
                     comparison.note(worst, tolerance)
@@ -289,46 +297,87 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
     return comparison
 
 
+def _compare_points(
+    comparison: Comparison,
+    results: Sequence[RankSteps],
+    points: Mapping[str, np.ndarray],
+    tolerance: float,
+) -> None:
+    """Compare inputs and logits by their difference, other points relative to the largest."""
+    parts = defaultdict[str, list[Part]](list)
+    for result in results:
+        for name, parts_of_rank in result.points.items():
+            parts[name] += parts_of_rank
+    _check_names(parts, points)
+    for name, whole in points.items():
+        _check_parts(name, whole.shape, parts[name])
+        is_absolute = name in (*INPUTS, LOGITS)
+        scale = 1.0 if is_absolute else max(float(np.abs(whole).max(initial=0.0)), 1e-30)
+        worst = _worst_part(parts[name], whole, scale, 1, "activation", name)
+        if worst is not None:
+            comparison.points[name] = worst
+            comparison.note(worst, 0.0 if name in INPUTS else tolerance)
+
+
 def _check_parameters(shards: Mapping[str, Sequence[Shard]], reference: Reference) -> None:
-    if shards.keys() != reference.parameters.keys():
-        alone = sorted(shards.keys() ^ reference.parameters.keys())
-        raise IncomparableError(f"only the layout or only one rank has {', '.join(alone)}")
-    for name, parts in shards.items():
+    _check_names(shards, reference.parameters)
+    for name, shards_of_name in shards.items():
         whole = reference.parameters[name].weights[0]
-        shapes = {shard.shape for shard in parts}
+        shapes = {shard.shape for shard in shards_of_name}
         if any(_matrix(shape) != _matrix(whole.shape) for shape in shapes):
-            raise IncomparableError(f"{name} has shape {shapes}, one rank's has {whole.shape}")
-        # Rectangles are equal or do not overlap.
-        sizes = {(shard.row, shard.column): shard.weights[0].size for shard in parts}
-        if (held := sum(sizes.values())) != whole.size:
-            raise IncomparableError(f"{name}: ranks hold {held} of {whole.size} elements")
+            raise IncomparableError(f"{name} has shape {shapes}, expected {whole.shape}")
+        _check_parts(name, whole.shape, [shard.part(shard.weights[0]) for shard in shards_of_name])
+
+
+def _check_names(layout: Mapping[str, object], reference: Mapping[str, object]) -> None:
+    if layout.keys() != reference.keys():
+        alone = sorted(layout.keys() ^ reference.keys())
+        raise IncomparableError(f"only the layout or only its reference has {', '.join(alone)}")
+
+
+def _check_parts(name: str, shape: Sequence[int], parts: Sequence[Part]) -> None:
+    """Raise IncomparableError unless the parts lie in the whole tensor and make it up."""
+    covered = np.zeros(_matrix(shape), bool)
+    for part in parts:
+        end = int(part.rows.max(initial=-1)) + 1, part.column + part.values.shape[1]
+        if end[0] > len(covered) or end[1] > covered.shape[1]:
+            raise IncomparableError(
+                f"{name}: {part.where} has a tensor of at least {end}, expected {covered.shape}"
+            )
+        covered[part.rows, part.column : end[1]] = True
+    if not covered.all():
+        raise IncomparableError(f"{name}: ranks hold {covered.sum()} of {covered.size} elements")
+
+
+def _worst_shard(
+    shards: Sequence[Shard], parameter: ReferenceParameter, step: int, what: str, floor: float
+) -> Difference | None:
+    """Return the worst difference over all ranks' shards; None if frozen in both runs."""
+    steps, parts = getattr(parameter, f"{what}s"), []
+    for shard in shards:
+        values = getattr(shard, f"{what}s")
+        if values or steps:  # if only one of the two has a gradient, the other's is zero
+            parts.append(shard.part(values[step] if values else np.zeros_like(shard.weights[0])))
+    whole = steps[step] if steps else np.zeros_like(parameter.weights[0])
+    scale = max(float(np.abs(whole).max(initial=0.0)), floor)
+    return _worst_part(parts, whole, scale, step + 1, what, shards[0].name)
 
 
 def _worst_part(
-    shards: Sequence[Shard], parameter: ReferenceParameter, step: int, what: str, floor: float
+    parts: Sequence[Part], whole: np.ndarray, scale: float, step: int, what: str, name: str
 ) -> Difference | None:
-    """Return the worst difference over all ranks' parts; None if frozen in both runs."""
-    steps = getattr(parameter, f"{what}s")
-    scale = max(float(np.abs(steps[step]).max()), floor) if steps else floor
-    differences = []
-    for shard in shards:
-        parts = getattr(shard, f"{what}s")
-        if not parts and not steps:
+    """Return the worst difference over all ranks' parts of a tensor; None without elements."""
+    differences, matrix = [], whole.reshape(_matrix(whole.shape))
+    for part in parts:
+        got = part.values
+        expected = matrix[part.rows, part.column : part.column + got.shape[1]]
+        delta = np.abs(got - expected)
+        if not delta.size:
             continue
-        # If only one of the two has a gradient, the other's is zero.
-        expected = slice_of(steps[step], shard) if steps else np.zeros_like(parts[step])
-        got = parts[step] if parts else np.zeros_like(expected)
-        if got.shape != expected.shape:
-            raise IncomparableError(
-                f"{shard.name} on {shard.where} has shape {got.shape}, the part of one rank's is "
-                f"{expected.shape}"
-            )
-        if not got.size:
-            continue
-        error, at = worst_element(got, expected, scale)
-        index = (shard.row + at[0], shard.column + at[1])[: len(shard.shape)]
-        values = float(got[at]), float(expected[at]), error
-        differences.append(Difference(step + 1, what, shard.name, shard.where, index, *values))
+        at = tuple(int(i) for i in np.unravel_index(int(delta.argmax()), delta.shape))
+        index = (int(part.rows[at[0]]), part.column + at[1])[: whole.ndim]
+        values = float(got[at]), float(expected[at]), float(delta[at]) / scale
+        differences.append(Difference(step, what, name, part.where, index, *values))
     return max(differences, key=lambda difference: badness(difference.error), default=None)
 
 

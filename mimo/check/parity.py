@@ -1,25 +1,21 @@
-"""`mimo parity`: compare a layout with transformers, which runs the same checkpoint in one process.
-
-A layout may also be compared with another layout, of the same or the other engine.
-"""
+"""`mimo parity`: compare a layout with transformers, which runs the same checkpoint."""
 
 from __future__ import annotations
 
 import json as json_module
-import math
-import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 
 from mimo.check.compare import (
+    INPUTS,
+    LOGITS,
     TOLERANCE,
     Comparison,
     Fault,
@@ -29,9 +25,7 @@ from mimo.check.compare import (
     ReferenceParameter,
     Shard,
     compare,
-    reference_of,
 )
-from mimo.check.points import PointResult, compare_points, whole_points
 from mimo.check.workload import picture_samples, write_shard
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import architecture_of_folder, config_of_folder, load_recipe
@@ -50,7 +44,6 @@ from mimo.runtime.processes import RanksFailed, RanksHung
 from mimo.runtime.ranks import run_on_cpu, warm_up_on_cpu
 
 Engine = Literal["megatron", "fsdp"]
-TRANSFORMERS = "transformers"
 
 # Named, not imported: only the fork server loads the engine and transformers.
 _TRANSFORMERS = "mimo.check.points:run_transformers"
@@ -69,36 +62,7 @@ _STEP = {
 }
 
 # Keys of layouts and of a family's settings; parity sets all others.
-_OVERRIDABLE = (
-    "bridge",
-    *(f"language.{key}" for key in ("reshard_after_forward", "reduce_gradients")),
-    *(f"encoders.vision.{key}" for key in ("placement", "run_ahead", "encode_group")),
-    *(f"{m}.{key}" for m in ("language", "encoders.vision") for key in ("engine", "grid", "model")),
-)
-
-
-@dataclass(frozen=True)
-class Parity:
-    """points: in forward order. step: loss, gradients, and weights as imported.
-
-    compared, total: numbers of parameters; a large model's largest gradients are left out.
-    """
-
-    points: list[PointResult]
-    step: Comparison
-    tolerance: float
-    compared: int
-    total: int
-
-    @property
-    def first(self) -> PointResult | None:
-        """The first module that diverges."""
-        return next((result for result in self.points if not result.passed), None)
-
-    @property
-    def passed(self) -> bool:
-        """True if nothing diverges."""
-        return self.first is None and self.step.first is None
+_OVERRIDABLE = ("bridge.", "language.", "encoders.vision.")
 
 
 class ParityRunner:
@@ -115,68 +79,54 @@ class ParityRunner:
         self.timeout_seconds = timeout_seconds
         self._transformers: dict[int, Reference] = {}
 
-    def prepare(
-        self, overrides: Sequence[str], against: Sequence[str] | None = None
-    ) -> list[tuple[Recipe, Layout]]:
-        """Return each layout and its recipe, after writing their data.
-
-        against: overrides of another layout on the same samples; None for transformers.
-        Raises InputError.
-        """
-        sides = [overrides] if against is None else [overrides, against]
-        counts = []
-        for side in sides:
-            check_overrides(side)
-            grid = self._recipe(_SAMPLES, side).language.grid
-            step = grid.pp if grid.vpp > 1 else 1  # interleaving needs a multiple of pp
-            microbatches = -(-_MICROBATCHES // step) * step
-            counts.append(_SAMPLES * microbatches * (grid.dp or 1))
-        count, prepared = math.lcm(*counts), []
-        for side in sides:
-            recipe = self._recipe(count, side)
-            layout = check_recipe(recipe, None)
-            check_memory(recipe, layout, range(layout.world_size), machine_memory())
-            prepared.append((recipe, layout))
+    def prepare(self, overrides: Sequence[str]) -> tuple[Recipe, Layout]:
+        """Return the recipe and its layout, after writing their data. Raises InputError."""
+        for override in overrides:
+            if not override.startswith(_OVERRIDABLE):
+                raise InputError(
+                    f"override {override!r}: parity takes layouts and sizes only; give keys under "
+                    f"{', '.join(_OVERRIDABLE)}"
+                )
+        grid = self._recipe(_SAMPLES, overrides).language.grid
+        step = grid.pp if grid.vpp > 1 else 1  # interleaving needs a multiple of pp
+        count = _SAMPLES * -(-_MICROBATCHES // step) * step * (grid.dp or 1)
+        recipe = self._recipe(count, overrides)
+        layout = check_recipe(recipe, None)
+        check_memory(recipe, layout, range(layout.world_size), machine_memory())
         shard = self._shard(count)
         if not shard.exists():
             write_shard(shard, picture_samples(count))
-        return prepared
+        return recipe, layout
 
     def run(
         self,
         overrides: Sequence[str] = (),
         tolerance: float = TOLERANCE["fp32"],
         fault: Fault | None = None,
-        against: Sequence[str] | None = None,
-    ) -> Parity:
+    ) -> Comparison:
         """Compare one layout. ``fault``: a deliberate bug of our ranks, for tests.
 
-        against: overrides of another layout; None for transformers. Raises InputError; RanksFailed
-        or RanksHung if a run fails; IncomparableError if one side lacks what the other has.
+        The weights are those that were imported. Of a large model only the smallest gradients are
+        compared, with a note. Raises InputError; RanksFailed or RanksHung if a run fails;
+        IncomparableError if one side lacks what the other has.
         """
-        sides = self.prepare(overrides, against)
-        recipe = sides[0][0]
+        recipe, layout = self.prepare(overrides)
         initial = initial_weights(recipe)
         assert initial is not None
         all_weights = {f"{m}.{w.name}": w for m, ws in initial.weights.items() for w in ws}
         weights = _weights_to_compare(all_weights)
-        results = self._run_layout(*sides[0], weights, fault)
-        if against is None:
-            computed = self._run_transformers(recipe.train.global_batch_size, weights)
-            reference = _in_our_names(computed, weights, results)
-        else:
-            others = self._run_layout(*sides[1], weights, None)
-            reference = reference_of(others, {name: [] for name in weights})
-            reference.points = whole_points(others, results)
-        step = compare(results, reference, tolerance)
-        points = compare_points(results, reference.points, tolerance)
-        return Parity(points, step, tolerance, compared=len(weights), total=len(all_weights))
-
-    def _run_layout(
-        self, recipe: Recipe, layout: Layout, names: Iterable[str], fault: Fault | None
-    ) -> list[RankSteps]:
-        arguments = (recipe, layout, set(names), fault)
-        return run_on_cpu(_LAYOUT, arguments, layout.world_size, self.timeout_seconds)
+        if len(weights) < len(all_weights):
+            print(f"only the {len(weights)} smallest of {len(all_weights)} gradients are compared")
+        arguments = (recipe, layout, set(weights), fault)
+        results = run_on_cpu(_LAYOUT, arguments, layout.world_size, self.timeout_seconds)
+        computed = self._run_transformers(recipe.train.global_batch_size, weights)
+        vocabulary = computed.points[LOGITS].shape[1]
+        for result in results:  # our vocabulary may be padded further
+            result.points[LOGITS] = [
+                replace(part, values=part.values[:, : max(vocabulary - part.column, 0)])
+                for part in result.points.get(LOGITS, [])
+            ]
+        return compare(results, _in_our_names(computed, weights, results), tolerance)
 
     def _run_transformers(self, count: int, weights: Mapping[str, Weight]) -> Reference:
         """Return what transformers computes from ``count`` samples; runs once per count."""
@@ -220,17 +170,6 @@ class ParityRunner:
         return load_recipe(path, overrides)
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise InputError for an override of anything but layout or a family's settings."""
-    for override in overrides:
-        key = override.partition("=")[0]
-        if not any(key == known or key.startswith(f"{known}.") for known in _OVERRIDABLE):
-            raise InputError(
-                f"override {override!r}: parity takes layouts and sizes only; give keys under "
-                f"{', '.join(_OVERRIDABLE)}"
-            )
-
-
 def _in_our_names(
     computed: Reference, weights: Mapping[str, Weight], results: Sequence[RankSteps]
 ) -> Reference:
@@ -267,15 +206,13 @@ def _weights_to_compare(weights: Mapping[str, Weight]) -> dict[str, Weight]:
 def main(
     checkpoint: Path,
     overrides: Sequence[str],
-    tolerance: float | None,
+    tolerance: float,
     json: Path | None,
     engine: Engine = "megatron",
-    against: str = TRANSFORMERS,
 ) -> int:
     """Print a table of errors; return 0 if both sides are equal, else 1.
 
-    engine: of all our modules. against: "transformers", or an engine and overrides of another
-    layout, separated by spaces. Raises InputError for bad input, before any rank starts.
+    engine: of all our modules. Raises InputError for bad input, before any rank starts.
     """
     check_writable(json)
     general = [f"language.family={GENERAL}"]
@@ -284,37 +221,31 @@ def main(
             raise InputError(f"{overrides[0]}: a model in two halves is compared without a layout")
         return compare_class(checkpoint, json)
     ours = [*on_engine(engine), *overrides]
-    other = None if against.strip() == TRANSFORMERS else other_side(against)
     with tempfile.TemporaryDirectory(prefix="mimo-parity-") as folder:
         runner = ParityRunner(checkpoint, Path(folder))
-        sides = runner.prepare(ours, other)
+        _, layout = runner.prepare(ours)
         warm_up_on_cpu(_PRELOAD)
         try:
-            limit = TOLERANCE["fp32"] if tolerance is None else tolerance
-            parity = runner.run(ours, limit, against=other)
+            comparison = runner.run(ours, tolerance)
         except (RanksFailed, RanksHung, IncomparableError) as error:
             print(error, file=sys.stderr)
             return 1
-    ranks = " against ".join(f"{layout.world_size} ranks" for _, layout in sides)
-    title = f"{checkpoint}, {ranks}: {engine} against {against.strip()} (fp32)"
-    _print_parity(parity, title)
+    title = f"{checkpoint}, {layout.world_size} ranks: {engine} against transformers (fp32)"
+    _print_errors(comparison, tolerance, title)
+    is_equal = comparison.first is None
     if json is not None:
         document = {
             "checkpoint": str(checkpoint),
             "overrides": ours,
-            "against": against,
-            "tolerance": parity.tolerance,
-            "passed": parity.passed,
-            "compared_parameters": parity.compared,
-            "parameters": parity.total,
-            "first_diverging": parity.first,
-            "points": [vars(point) | {"measure": point.measure} for point in parity.points],
-            **{what.replace("steps", "step"): e for what, e in parity.step.errors.items()},
-            "first_difference_of_step": parity.step.first,
+            "tolerance": tolerance,
+            "passed": is_equal,
+            "first_difference": comparison.first,
+            "points": [*comparison.points.values()],
+            **comparison.errors,
         }
         write_json(json, document)
-    print(verdict(parity))
-    return 0 if parity.passed else 1
+    print("\n".join(comparison.lines()) or f"equal: everything within {tolerance:g}")
+    return 0 if is_equal else 1
 
 
 def compare_class(checkpoint: Path, json: Path | None) -> int:
@@ -340,45 +271,16 @@ def on_engine(engine: str) -> list[str]:
     return [f"{module}.engine={engine}" for module in ("language", "encoders.vision")]
 
 
-def other_side(words: str) -> list[str]:
-    """Parse another layout: an engine, and overrides. Raises InputError."""
-    with suppress(ValueError):  # a quote is not closed
-        engine, *overrides = shlex.split(words) or [""]
-        if engine in get_args(Engine):
-            return [*on_engine(engine), *overrides]
-    raise InputError(
-        f"--against {words!r}: give {TRANSFORMERS}, or an engine and perhaps its layout, such as "
-        "'megatron language.grid.pp=2'"
-    )
-
-
-def _print_parity(parity: Parity, title: str) -> None:
+def _print_errors(comparison: Comparison, tolerance: float, title: str) -> None:
     """Print a row per point in forward order, then loss, gradients and imported weights."""
-    rows = [
-        (r.point, scientific(r.error), r.measure, r.where, "equal" if r.passed else "DIFFERS")
-        for r in parity.points
+    rows = []
+    for point in comparison.points.values():
+        limit = 0.0 if point.name in INPUTS else tolerance
+        rows.append((point.name, point.error, point.where, limit))
+    rows += [(name, comparison.worst(what), "", tolerance) for what, name in _STEP.items()]
+    cells = [
+        (name, scientific(error), where, "equal" if error <= limit else "DIFFERS")
+        for name, error, where, limit in rows
     ]
-    for what, name in _STEP.items():
-        error = parity.step.worst(what)
-        result = "equal" if error <= parity.tolerance else "DIFFERS"
-        rows.append((name, scientific(error), "max|Δ| / max|reference|", "", result))
-    columns = ("compared", "error", "measure", "largest on", "result")
-    show(Table(columns, rows, words=True, title=title))
-
-
-def verdict(parity: Parity) -> str:
-    """Return one sentence: equal, or where the two first diverge."""
-    if parity.passed:
-        which = "every gradient"
-        if parity.compared < parity.total:
-            which = f"the gradients of the {parity.compared} smallest of {parity.total} parameters"
-        return f"equal: every point, the loss and {which} within {parity.tolerance:g}"
-    lines = []
-    if first := parity.first:
-        lines.append(
-            f"first diverging module: {first.point} on {first.where} ({first.measure} "
-            f"{scientific(first.error)}, tolerance {parity.tolerance:g})"
-        )
-    if parity.step.first is not None:
-        lines.append(f"first difference of the step: {parity.step.first}")
-    return "\n".join(lines)
+    columns = ("compared", "error", "largest on", "result")
+    show(Table(columns, cells, words=True, title=title))

@@ -1,4 +1,4 @@
-"""Points: places in a model where activations are compared, with transformers or another layout.
+"""Points: places in a model where activations are compared with transformers.
 
 The whole tensor of a point has a row for each token of all samples, or for each patch or embedding
 of all items, in the order of the samples. `run_transformers` computes all points in transformers.
@@ -10,10 +10,7 @@ N rows, H hidden, V vocabulary, S side of a square image in pixels.
 from __future__ import annotations
 
 import io
-import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +21,16 @@ from torch import Tensor, nn
 
 from data.modalities.transformers import load_processor
 from mimo.check.compare import (
-    IncomparableError,
-    PointPart,
-    RankSteps,
+    INPUTS,
+    LOGITS,
+    PIXELS,
+    POSITIONS,
+    TOKENS,
     Reference,
     ReferenceParameter,
-    badness,
-    worst_element,
 )
 from mimo.check.workload import Sample
 from mimo.errors import InputError
-
-TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
-INPUTS = (TOKENS, PIXELS, POSITIONS)
-"""Points at which both sides must have the same numbers."""
-LOGITS = "language.head"
-_KINDS = ("embedding", "blocks", "rows", "level", "layers", "norm", "head")  # in forward order
-_SMALLEST_SCALE = 1e-30
 
 # By model type, the tower's blocks, and the module that outputs its rows.
 _QWEN = ("model.visual.blocks", "model.visual")
@@ -55,114 +45,9 @@ Keep = Callable[[str, Tensor], None]
 """Keeps what was computed at a point."""
 
 
-@dataclass(frozen=True)
-class PointResult:
-    """The error of one point, and the module and rank where it is largest."""
-
-    point: str
-    error: float
-    where: str
-    passed: bool
-
-    @property
-    def measure(self) -> str:
-        """The formula of the error: of inputs and logits max|Δ|, of others relative."""
-        return "max|Δ|" if self.point in (*INPUTS, LOGITS) else "max|Δ| / max|reference|"
-
-
 def level_point(number: int) -> str:
     """Return the point of a tower's output: 0 is the embeddings, other numbers are levels."""
     return "vision.rows" if number == 0 else f"vision.level {number - 1}"
-
-
-def compare_points(
-    results: Sequence[RankSteps], points: Mapping[str, np.ndarray], tolerance: float
-) -> list[PointResult]:
-    """Compare every rank's part of every point. If an input differs, compare only inputs.
-
-    points: whole tensors in forward order. Raises IncomparableError if the ranks together do not
-    have a whole tensor.
-    """
-    parts, compared = _parts_by_point(results), list[PointResult]()
-    if extra := parts.keys() - points.keys():
-        raise IncomparableError(f"only our side has {', '.join(sorted(extra))}")
-    for point, whole in points.items():
-        if point not in INPUTS and any(r.point in INPUTS and not r.passed for r in compared):
-            break
-        compared.append(_compare_point(point, whole, parts[point], tolerance))
-    return compared
-
-
-def whole_points(
-    results: Sequence[RankSteps], others: Sequence[RankSteps]
-) -> dict[str, np.ndarray]:
-    """Return a layout's points as whole tensors in forward order, to compare ``others`` with.
-
-    Of replicas the last rank's counts; of the vocabulary, only what both sides have. Raises
-    IncomparableError if the ranks together do not have a whole tensor.
-    """
-    by_point, points = _parts_by_point(results), {}
-    for point in sorted(by_point, key=_forward_order):
-        parts = by_point[point]
-        whole = np.zeros(_shape(parts), parts[0].values.dtype)
-        covered = np.zeros(whole.shape, bool)
-        for part in parts:
-            place = part.index, slice(part.columns, part.columns + part.values.shape[1])
-            whole[place], covered[place] = part.values, True
-        if not covered.all():
-            raise IncomparableError(f"{point}: the other layout has only a part of it")
-        points[point] = whole
-    if LOGITS in points:
-        points[LOGITS] = points[LOGITS][:, : _shape(_parts_by_point(others)[LOGITS])[1]]
-    return points
-
-
-def _parts_by_point(results: Sequence[RankSteps]) -> dict[str, list[PointPart]]:
-    by_point = defaultdict[str, list[PointPart]](list)
-    for result in results:
-        for part in result.parts:
-            by_point[part.point].append(part)
-    return by_point
-
-
-def _shape(parts: Sequence[PointPart]) -> tuple[int, int]:
-    rows = 1 + max(int(part.index.max(initial=-1)) for part in parts)
-    return rows, max(part.columns + part.values.shape[1] for part in parts)
-
-
-def _forward_order(point: str) -> tuple[int, int, int]:
-    if point in INPUTS:
-        return 0, INPUTS.index(point), 0
-    module, _, name = point.partition(".")
-    kind, _, number = name.replace(" ", ".").partition(".")
-    return 1 + (module == "language"), _KINDS.index(kind), int(number or 0)
-
-
-def _compare_point(
-    point: str, whole: np.ndarray, parts: Sequence[PointPart], tolerance: float
-) -> PointResult:
-    # Inputs are prepared by the same arithmetic on both sides, so they must be equal.
-    tolerance = 0.0 if point in INPUTS else tolerance
-    largest = max(float(np.abs(whole).max(initial=0.0)), _SMALLEST_SCALE)
-    scale = 1.0 if point in (*INPUTS, LOGITS) else largest
-    covered, errors = np.zeros(whole.shape, bool), []
-    for part in parts:
-        got = part.values
-        if point == LOGITS:  # our vocabulary may be padded further
-            got = got[:, : max(whole.shape[1] - part.columns, 0)]
-        columns = slice(part.columns, part.columns + got.shape[1])
-        fits = columns.stop <= whole.shape[1] or not got.shape[1]
-        if part.index.max(initial=-1) >= len(whole) or not fits:
-            return PointResult(point, math.inf, part.where, passed=False)
-        covered[part.index, columns] = True
-        errors.append((worst_element(got, whole[part.index, columns], scale)[0], part.where))
-    error, where = max(errors, key=lambda pair: badness(pair[0]), default=(0.0, ""))
-    if not covered.all():
-        if point in INPUTS:  # we have fewer of them
-            return PointResult(point, math.inf, where, passed=False)
-        rows = int((~covered).any(axis=1).sum())
-        raise IncomparableError(f"{point}: no rank has {rows} of {len(whole)} rows")
-    return PointResult(point, error, where, passed=error <= tolerance)
 
 
 # ------------------------------------------------------------------- in transformers

@@ -21,16 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from data.index.reader import SampleReader
-from mimo.check.compare import Fault, PointPart, RankSteps, Shard
-from mimo.check.points import (
+from mimo.check.compare import (
     LOGITS,
     PIXELS,
     POSITIONS,
     TOKENS,
-    level_point,
-    watch_blocks,
-    watch_text,
+    Fault,
+    Part,
+    RankSteps,
+    Shard,
 )
+from mimo.check.points import level_point, watch_blocks, watch_text
 from mimo.check.steps import WatchedSteps, open_trainer, train_watched
 from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
@@ -66,7 +67,7 @@ def run_points(
     steps = train_watched(trainer, dataset, watched, 1)
     assert watched.plan is not None
     rows = _WholeRows(dataset.readers[0], watched.plan)
-    parts: list[PointPart] = []
+    parts: list[tuple[str, Part]] = []
     for chunk in chunks:
         parts += _language_parts(chunk, modules[LANGUAGE], rows, rank)
     size, count = language_settings(recipe).hidden_size, len(watched.plan.microbatches)
@@ -74,7 +75,9 @@ def run_points(
         group = (trainer.model.encode_group or count) if name in layout.colocated else 1
         batches = [range(n, min(n + group, count)) for n in range(0, count, group)]
         parts += _tower_parts(recording, modules[name], rows, batches, size, rank)
-    return RankSteps(steps.metrics, steps.shards, parts)
+    for point, part in parts:
+        steps.points.setdefault(point, []).append(part)
+    return steps
 
 
 class _WatchedStep(WatchedSteps):
@@ -132,7 +135,7 @@ class _WholeRows:
 
 def _language_parts(
     chunk: Recording, module: Module, rows: _WholeRows, rank: int
-) -> Iterator[PointPart]:
+) -> Iterator[tuple[str, Part]]:
     """Yield what a chunk of the language model computed of each point."""
     groups, where = module.groups, f"{module.name}, rank {rank}"
     for point, calls in chunk.states.items():
@@ -166,7 +169,7 @@ def _tower_parts(
     batches: list[range],
     hidden_size: int,
     rank: int,
-) -> Iterator[PointPart]:
+) -> Iterator[tuple[str, Part]]:
     """Yield what a tower computed of each point. batches: microbatches of each call."""
     groups, where = module.groups, f"{module.name}, rank {rank}"
     for point, calls in recording.states.items():
@@ -184,10 +187,12 @@ def _tower_parts(
                 yield _part(level_point(number), where, index, level)
 
 
-def _part(point: str, where: str, index: np.ndarray, values: Tensor, columns: int = 0) -> PointPart:
-    """Return the values that are not padding."""
+def _part(
+    point: str, where: str, index: np.ndarray, values: Tensor, column: int = 0
+) -> tuple[str, Part]:
+    """Return a point and its values that are not padding."""
     real = index != _PADDING
-    return PointPart(point, where, index[real], values.numpy()[real], columns)
+    return point, Part(where, index[real], column, values.numpy()[real])
 
 
 # ----------------------------------------------------------------------------- hooks

@@ -318,7 +318,7 @@ def _loss(
         chat.pad_token_id,
         time_steps=[[plan.time_step for plan in items] for items in plans],
     )
-    rows = []
+    rows = {}
     for name, encoder in recipe.encoders.items():
         numbers = samples.items_of_media(*encoder.media_tokens)
         items = [(readers[samples.item_sample[n]], int(samples.item[n])) for n in numbers]
@@ -328,7 +328,7 @@ def _loss(
             grids = np.array([r.plan(item).grid for r, item in items], np.int64)
             tokens = [chat.placeholder_ids[media] for media in encoder.media_tokens]
             places = np.flatnonzero(np.isin(lane.input_ids, tokens))
-            rows.append((local.encode(name, np.concatenate(patches), grids), places))
+            rows[name] = local.encode(name, np.concatenate(patches), grids), places
     per_token = local.forward(lane, rows, with_labels=True)
     loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
     return loss, int(samples.loss_tokens.sum())

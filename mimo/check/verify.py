@@ -212,8 +212,7 @@ def print_results(results: Sequence[CellResult], tolerance: float) -> None:
     for result in results:
         lines = _repetition(result, tolerance)
         for comparison in result.deciding:
-            if comparison.first:
-                lines += [f"first:   {comparison.first}", f"largest: {comparison.largest}"]
+            lines += comparison.lines()
         if result.failure:
             lines += result.failure.strip().splitlines()[-_FAILURE_LINES:]
         if lines:

@@ -35,6 +35,7 @@ _REMOVED = {
     "prepare": "use python -m examples.digits in a clone",
     "quickstart": "use make train in a clone",
     "top": "use mimo status",
+    "--against": "compare each engine or layout with transformers",
     "--elastic": "after a loss of nodes, override language.grid.dp with fewer lanes",
     "--dtype": "tiny checkpoints are fp32",
     "--tie": "tiny checkpoints tie embedding and head as their family does",

@@ -44,27 +44,17 @@ def parity(
     engine: Annotated[
         Literal["megatron", "fsdp"], typer.Option(help="Engine of all our modules.")
     ] = "megatron",
-    against: Annotated[
-        str,
-        typer.Option(
-            help="transformers, or an engine with overrides of its layout, such as "
-            "'megatron language.grid.pp=2'."
-        ),
-    ] = "transformers",
-    tolerance: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Largest error; default: 1e-5, for fp32."),
-    ] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Largest error.")] = 1e-5,
     json: JsonOption = None,
 ) -> int | None:
     """Compare transformers with one of our layouts: inputs, every module, every gradient.
 
-    With --against, compare two engines or layouts. Overrides such as language.grid.tp=2 set the
-    layout. Runs on the CPU. If they differ: exit code 1 and the name of the first module that does.
+    Overrides such as language.grid.tp=2 set the layout. Runs on the CPU. If they differ: exit code
+    1 and the name of the first module that does.
     """
     from mimo.check.parity import main as run
 
-    return run(checkpoint, overrides or [], tolerance, json, engine, against)
+    return run(checkpoint, overrides or [], tolerance, json, engine)
 
 
 def replay(

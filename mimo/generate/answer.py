@@ -96,9 +96,7 @@ class Generator:
             print(f"{changed}: changed since training; {checkpoint} uses its own", file=sys.stderr)
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
-        self.encoders = {
-            media: name for name, part in recipe.encoders.items() for media in part.media_tokens
-        }
+        self.media = {name: [*part.media_tokens] for name, part in recipe.encoders.items()}
         self.model = LocalModel.from_checkpoint(
             checkpoint, recipe, stored, self.chat.vocab_size, average
         )
@@ -116,10 +114,7 @@ class Generator:
         Raises InputError for a request that the tokenizer or a processor refuses.
         """
         prompts = [self._encode_prompt(request) for request in requests]
-        mentioned = {item.media for prompt in prompts for item in prompt.items}
-        rows = {
-            media: self._encode(media, prompts) for media in self.processors if media in mentioned
-        }
+        rows = {encoder: self._encode(encoder, prompts) for encoder in self.media}
         sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
         limit, stops = math.inf if max_length is None else max_length, self.chat.stop_token_ids
         open_requests = [r for r, sequence in enumerate(sequences) if len(sequence) < limit]
@@ -170,13 +165,16 @@ class Generator:
             items.append(_Item(mention.media, plan, patches))
         return items
 
-    def _encode(self, media: str, prompts: Sequence[_Prompt]) -> Sequence[torch.Tensor]:
-        """Return the rows of a modality, (N, L·H) for each prompt."""
-        of_prompts = [[item for item in prompt.items if item.media == media] for prompt in prompts]
+    def _encode(self, encoder: str, prompts: Sequence[_Prompt]) -> Sequence[torch.Tensor]:
+        """Return the rows of an encoder, (N, L·H) for each prompt; nothing without items."""
+        media = self.media[encoder]
+        of_prompts = [[item for item in prompt.items if item.media in media] for prompt in prompts]
         items = list(chain.from_iterable(of_prompts))
+        if not items:
+            return ()
         patches = np.concatenate([item.patches for item in items])
         grids = np.array([item.plan.grid for item in items], np.int64)
-        values = self.model.encode(self.encoders[media], patches, grids)
+        values = self.model.encode(encoder, patches, grids)
         return values.split([sum(item.plan.num_rows for item in items) for items in of_prompts])
 
     def _next_tokens(
@@ -205,18 +203,20 @@ class Generator:
                 (item.media, item.plan.grid) for prompt in open_prompts for item in prompt.items
             ],
         )
-        starts, placed = np.cumsum(lengths) - lengths, []
-        for media, rows_of_media in rows.items():
-            token = self.chat.placeholder_ids[media]  # in an answer it stands for no item
+        starts, placed = np.cumsum(lengths) - lengths, {}
+        for encoder, rows_of_prompts in rows.items():
+            if not rows_of_prompts:
+                continue
+            # In an answer these tokens stand for no item.
+            tokens = [self.chat.placeholder_ids[media] for media in self.media[encoder]]
             places = [
-                start + np.flatnonzero(prompt.sample.input_ids == token)
+                start + np.flatnonzero(np.isin(prompt.sample.input_ids, tokens))
                 for start, prompt in zip(starts, open_prompts, strict=True)
             ]
-            values = torch.cat([rows_of_media[r] for r in open_requests])
-            placed.append((values, np.concatenate(places)))
+            values = torch.cat([rows_of_prompts[r] for r in open_requests])
+            placed[encoder] = values, np.concatenate(places)
         last = np.cumsum(lengths) - 1
-        encoders = [self.encoders[media] for media in rows]
-        logits = self.model.forward(lane, placed, with_labels=False, at=last, encoders=encoders)
+        logits = self.model.forward(lane, placed, with_labels=False, at=last)
         # Padding entries of the vocabulary are not tokens.
         return logits[0, :, : self.model.num_tokens].argmax(-1).tolist()
 

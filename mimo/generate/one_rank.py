@@ -7,7 +7,7 @@ Letters: T packed tokens, N rows, H hidden, L levels with the embeddings, V padd
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,16 +135,14 @@ class LocalModel:
     def forward(
         self,
         lane: PackedLane,
-        rows: Sequence[tuple[Tensor, np.ndarray]],
+        rows: Mapping[str, tuple[Tensor, np.ndarray]],
         with_labels: bool,
         at: np.ndarray | None = None,
-        encoders: Sequence[str] = (),
     ) -> Tensor:
         """Return losses (1, T) fp32 with labels, else logits (1, T, V), or (1, n, V) with `at`.
 
-        rows: of each encoder that has items, (N, L·H) and their positions (N,).
+        rows: of each encoder that has items, (N, L·H) and their ascending positions (N,).
         at: (n,) positions whose logits are wanted; with a large vocabulary all would be many.
-        encoders: name for each entry of ``rows``, for a model that places rows itself.
         """
         rules, size = self.model.item_rules, self.model.hidden_size
 
@@ -153,13 +151,13 @@ class LocalModel:
 
         received = [
             ReceivedRows.of(values, to_device(places), size, has_embeddings=True)
-            for values, places in rows
+            for values, places in rows.values()
         ]
         if self.model.takes_rows:
             language: Any = self.language
             inputs = language.prepare(lane, partial(send, device=self.device), at)
-            output = language(inputs, _by_encoder(rows, encoders), with_logits=not with_labels)
-            return output[None]
+            values = {encoder: values for encoder, (values, _) in rows.items()}
+            return language(inputs, values, with_logits=not with_labels)[None]
         return self.language(
             input_ids=to_device(lane.input_ids)[None],
             position_ids=to_device(rules.position_ids(lane))[:, None, :],
@@ -171,16 +169,3 @@ class LocalModel:
             labels=to_device(lane.labels)[None] if with_labels else None,
             logits_at=None if at is None else to_device(at),
         )
-
-
-def _by_encoder(
-    rows: Sequence[tuple[Tensor, np.ndarray]], encoders: Sequence[str]
-) -> dict[str, Tensor]:
-    """Return the rows of each encoder in the order of their places."""
-    joined = {}
-    for encoder in dict.fromkeys(encoders):
-        pairs = [pair for pair, name in zip(rows, encoders, strict=True) if name == encoder]
-        order = torch.from_numpy(np.concatenate([places for _, places in pairs]).argsort())
-        values = torch.cat([values for values, _ in pairs])
-        joined[encoder] = values[order.to(values.device)]
-    return joined

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from mimo.check.compare import (
+    LOGITS,
+    PIXELS,
+    TOKENS,
     Comparison,
     Difference,
     IncomparableError,
-    PointPart,
+    Part,
     RankSteps,
     Reference,
     ReferenceParameter,
@@ -21,14 +24,6 @@ from mimo.check.compare import (
     reference_of,
     slice_of,
     update_floor,
-)
-from mimo.check.points import (
-    LOGITS,
-    PIXELS,
-    TOKENS,
-    PointResult,
-    compare_points,
-    whole_points,
 )
 
 STEP = {"loss": 2.0, "loss_tokens": 10, "grad_norm": 3.0}
@@ -205,7 +200,7 @@ def test_whole_tensors_are_put_together_from_the_parts_of_all_ranks() -> None:
 
 
 def test_a_parameter_that_only_one_side_has_cannot_be_compared() -> None:
-    with pytest.raises(IncomparableError, match="only the layout or only one rank has a, b"):
+    with pytest.raises(IncomparableError, match="only the layout or only its reference has a, b"):
         run(reference(a=(VALUES, VALUES)), shard("b", VALUES, VALUES))
 
 
@@ -226,101 +221,70 @@ def test_a_tensor_of_another_shape_or_a_missing_part_cannot_be_compared() -> Non
 HIDDEN, ROWS = np.linspace(-2, 2, 12).reshape(4, 3), [0, 1, 2, 3]
 
 
-def part(point: str, rows: list[int], values: np.ndarray, columns: int = 0) -> RankSteps:
-    """One rank's part of a point."""
-    where = f"rank of rows {rows}"
-    return RankSteps([], [], [PointPart(point, where, np.array(rows, np.int64), values, columns)])
-
-
-def lines(results: list[RankSteps], **points: np.ndarray) -> list[PointResult]:
-    return compare_points(results, points, 1e-5)
+def compare_points(
+    points: dict[str, np.ndarray], *parts: tuple[str, list[int], np.ndarray]
+) -> Comparison:
+    """Compare points with one part of each rank: name, rows and values."""
+    results = [
+        RankSteps([], [], {name: [Part(f"rank {n}", np.array(rows, np.int64), 0, values)]})
+        for n, (name, rows, values) in enumerate(parts)
+    ]
+    return compare(results, Reference([], {}, points), 1e-5)
 
 
 def test_parts_of_ranks_in_any_order_make_up_a_tensor() -> None:
-    results = [part("x", [3, 1], HIDDEN[[3, 1]]), part("x", [0, 2], HIDDEN[[0, 2]])]
-    (line,) = lines(results, x=HIDDEN)
-    assert line.passed
-    assert line.error == 0
+    parts = [("x", rows, HIDDEN[rows]) for rows in ([3, 1], [0, 2])]
+    comparison = compare_points({"x": HIDDEN}, *parts)
+    assert comparison.first is None
+    assert comparison.points["x"].error == 0
 
 
 def test_the_rank_that_is_furthest_off_is_named_also_where_another_has_the_same_rows() -> None:
     wrong = HIDDEN.copy()
     wrong[2] += 1e-3
-    results = [part("x", ROWS, HIDDEN), part("x", [3, 2], wrong[[3, 2]])]
-    (line,) = lines(results, x=HIDDEN)
-    assert not line.passed
-    assert line.where == "rank of rows [3, 2]"
-    assert line.error == pytest.approx(1e-3 / 2), "of the largest number"
+    first = compare_points({"x": HIDDEN}, ("x", ROWS, HIDDEN), ("x", [3, 2], wrong[[3, 2]])).first
+    assert first is not None
+    assert (first.name, first.where, first.index[0]) == ("x", "rank 1", 2)
+    assert first.error == pytest.approx(1e-3 / 2), "of the largest number"
 
 
 def test_not_a_number_in_an_activation_is_a_difference() -> None:
     wrong = HIDDEN.copy()
     wrong[1, 1] = math.nan
-    for results in ([wrong, HIDDEN], [HIDDEN, wrong]):
-        (line,) = lines([part("x", ROWS, values) for values in results], x=HIDDEN)
-        assert not line.passed
-        assert math.isnan(line.error)
+    for both in ([wrong, HIDDEN], [HIDDEN, wrong]):
+        first = compare_points({"x": HIDDEN}, *(("x", ROWS, values) for values in both)).first
+        assert first is not None
+        assert math.isnan(first.error)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], []])
 def test_rows_that_no_rank_has_are_an_error(rows: list[int]) -> None:
-    with pytest.raises(IncomparableError, match=f"x: no rank has {4 - len(rows)} of 4 rows"):
-        lines([part("x", rows, HIDDEN[rows])], x=HIDDEN)
+    with pytest.raises(IncomparableError, match=f"x: ranks hold {3 * len(rows)} of 12 elements"):
+        compare_points({"x": HIDDEN}, ("x", rows, HIDDEN[rows]))
 
 
-def test_columns_of_logits_that_no_rank_has_are_an_error() -> None:
-    with pytest.raises(IncomparableError, match="no rank has 4 of 4 rows"):
-        lines([part(LOGITS, ROWS, HIDDEN[:, :2])], **{LOGITS: HIDDEN})
+@pytest.mark.parametrize(("rows", "columns"), [([0, 1, 2, 4], [0, 1, 2]), (ROWS, [0, 1, 2, 2])])
+def test_rows_or_columns_beyond_the_tensor_are_an_error(
+    rows: list[int], columns: list[int]
+) -> None:
+    with pytest.raises(IncomparableError, match=r"x: rank 0 has a tensor of at least \("):
+        compare_points({"x": HIDDEN}, ("x", rows, HIDDEN[:, columns]))
 
 
-def test_logits_are_compared_by_their_difference_and_without_padding() -> None:
-    padded = np.pad(HIDDEN + 2e-5, [(0, 0), (0, 1)])
-    results = [part(LOGITS, ROWS, padded[:, :2]), part(LOGITS, ROWS, padded[:, 2:], columns=2)]
-    (line,) = lines(results, **{LOGITS: HIDDEN})
-    assert line.measure == "max|Δ|"
-    assert line.error == pytest.approx(2e-5)
-    assert not line.passed
+def test_logits_are_compared_by_their_difference() -> None:
+    first = compare_points({LOGITS: HIDDEN}, (LOGITS, ROWS, HIDDEN + 2e-5)).first
+    assert first is not None
+    assert first.error == pytest.approx(2e-5)
 
 
-def test_a_hidden_size_that_differs_is_a_difference() -> None:
-    (line,) = lines([part("x", ROWS, HIDDEN[:, [0, 1, 2, 2]])], x=HIDDEN)
-    assert not line.passed
-    assert math.isinf(line.error)
+def test_inputs_must_be_equal_and_come_first() -> None:
+    points = {TOKENS: np.array([[1], [2]]), PIXELS: HIDDEN * 1e-7, "x": HIDDEN}
+    parts = [(TOKENS, [0, 1], points[TOKENS]), (PIXELS, ROWS, HIDDEN * 0), ("x", ROWS, -HIDDEN)]
+    first = compare_points(points, *parts).first
+    assert first is not None
+    assert first.name == PIXELS
 
 
-def test_behind_an_input_that_differs_only_inputs_are_compared() -> None:
-    expected = {TOKENS: np.array([[1], [2]]), PIXELS: HIDDEN, "x": HIDDEN}
-    results = [
-        part(TOKENS, [0, 1], np.array([[1], [3]])),
-        part(PIXELS, ROWS, HIDDEN),
-        part("x", ROWS, HIDDEN),
-    ]
-    tokens, pixels = lines(results, **expected)
-    assert (tokens.point, tokens.passed, tokens.error) == (TOKENS, False, 1)
-    assert (pixels.point, pixels.passed) == (PIXELS, True)
-
-
-def test_a_point_that_transformers_has_not_is_an_error() -> None:
-    with pytest.raises(IncomparableError, match="only our side has y"):
-        lines([part("x", ROWS, HIDDEN), part("y", [0], HIDDEN[:1])], x=HIDDEN)
-
-
-def test_the_parts_of_another_layout_make_whole_tensors_in_forward_order() -> None:
-    wide = np.pad(HIDDEN, [(0, 0), (0, 1)])
-    others = [
-        part(LOGITS, ROWS, wide[:, 2:], columns=2),
-        part(LOGITS, ROWS, wide[:, :2]),
-        part("language.layers.10", ROWS, HIDDEN),
-        part("language.layers.9", [3, 1], HIDDEN[[3, 1]]),
-        part("language.layers.9", [0, 2], HIDDEN[[0, 2]]),
-        part("vision.level 0", ROWS, HIDDEN),
-        part("vision.rows", ROWS, HIDDEN),
-        part(TOKENS, ROWS, HIDDEN),
-    ]
-    ours = [part(LOGITS, ROWS, HIDDEN)]
-    points = whole_points(others, ours)
-    layers = ["language.layers.9", "language.layers.10"]
-    assert [*points] == [TOKENS, "vision.rows", "vision.level 0", *layers, LOGITS]
-    assert all(np.array_equal(whole, HIDDEN) for whole in points.values())
-    with pytest.raises(IncomparableError, match=r"vision.rows: .* only a part of it"):
-        whole_points([part("vision.rows", [0, 2], HIDDEN[[0, 2]])], ours)
+def test_a_point_that_only_one_side_has_is_an_error() -> None:
+    with pytest.raises(IncomparableError, match="only the layout or only its reference has y"):
+        compare_points({"x": HIDDEN}, ("x", ROWS, HIDDEN), ("y", [0], HIDDEN[:1]))

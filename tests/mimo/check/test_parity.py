@@ -13,23 +13,32 @@ from typing import Any
 import pytest
 
 from mimo.check import parity as parity_module
-from mimo.check.compare import TOLERANCE
-from mimo.check.parity import Parity, ParityRunner, main, verdict
-from mimo.check.points import INPUTS, LOGITS
+from mimo.check.compare import INPUTS, LOGITS, Comparison, Difference
+from mimo.check.parity import ParityRunner, main, on_engine
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError
 from tests.cases import quick
+from tests.mimo.check.test_verify_fsdp import forget_heads_of_other_ranks
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+TP2 = ["language.grid.tp=2", "language.grid.sp=true"]
+PP2 = ["language.grid.pp=2"]
 LAYOUTS = {
     "one rank": [],
-    "tp2 sp": ["language.grid.tp=2", "language.grid.sp=true"],
-    "pp2": ["language.grid.pp=2"],
+    "tp2 sp": TP2,
+    "pp2": PP2,
     "cp2": ["language.grid.cp=2"],
     "disjoint": ["encoders.vision.placement=disjoint"],
+}
+LAYOUTS_OF_FSDP = {
+    "one rank": [],
+    "tp2 sp": TP2,
+    "dp2": ["language.grid.dp=2"],
+    "hybrid": ["language.grid.dp=2", "language.grid.dp_replicate=2"],
+    "disjoint": ["encoders.vision.placement=disjoint", *TP2],
 }
 # What else a layout may do to the order of tokens, patches and rows.
 OTHER_LAYOUTS = {
@@ -50,18 +59,22 @@ OTHER_LAYOUTS = {
 }
 
 
-def check(parity: Parity, family: str) -> None:
-    assert parity.tolerance == TOLERANCE["fp32"] == 1e-5
-    assert parity.passed, verdict(parity)
-    errors = {result.point: result.error for result in parity.points}
+def check(comparison: Comparison, family: str) -> None:
+    assert comparison.first is None, str(comparison.first)
+    errors = {name: point.error for name, point in comparison.points.items()}
     assert all(errors[point] == 0 for point in INPUTS)
     assert errors[LOGITS] <= 1e-5
-    assert parity.step.worst("weights") == 0, "weights change on their way in"
-    assert 0 < parity.step.worst("gradients") <= 1e-5
+    assert comparison.worst("weights") == 0, "weights change on their way in"
+    assert 0 < comparison.worst("gradients") <= 1e-5
     points = {"vision.embedding", "vision.blocks.3", "vision.rows", "language.layers.3"}
     if family == "qwen3_vl":
         points |= {"vision.level 0", "vision.level 1"}
     assert points <= errors.keys()
+
+
+def first(comparison: Comparison) -> Difference:
+    assert comparison.first is not None
+    return comparison.first
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "one rank"))
@@ -72,17 +85,35 @@ def test_every_point_loss_and_gradient_is_that_of_transformers(
     check(runners[family].run(LAYOUTS[layout]), family)
 
 
+@pytest.mark.parametrize("layout", quick(LAYOUTS_OF_FSDP, "tp2 sp"))
+@pytest.mark.parametrize("family", quick(FAMILIES, "gemma3"))
+def test_under_fsdp_every_point_loss_and_gradient_is_that_of_transformers(
+    family: str, layout: str, runners: dict[str, ParityRunner]
+) -> None:
+    check(runners[family].run([*on_engine("fsdp"), *LAYOUTS_OF_FSDP[layout]]), family)
+
+
+@pytest.mark.slow
+def test_an_encoder_of_one_engine_serves_a_language_model_of_the_other(
+    runners: dict[str, ParityRunner],
+) -> None:
+    check(runners["qwen3_vl"].run(["encoders.vision.engine=fsdp", *PP2]), "qwen3_vl")
+    check(runners["qwen3_vl"].run(["language.engine=fsdp", *TP2]), "qwen3_vl")
+
+
 @pytest.mark.slow
 def test_the_largest_gradients_of_a_large_model_are_left_out_with_a_note(
-    runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
+    runners: dict[str, ParityRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole = runners["qwen3_vl"].run([])
-    assert whole.compared == whole.total == len(whole.step.gradients)
-    assert "and every gradient within" in verdict(whole)
+    total = len(runners["qwen3_vl"].run([]).gradients)
+    assert not capsys.readouterr().out
     monkeypatch.setattr(parity_module, "_GRADIENT_ELEMENTS", 10_000)
-    parity = runners["qwen3_vl"].run([])
-    assert 0 < parity.compared == len(parity.step.gradients) < parity.total
-    assert f"gradients of the {parity.compared} smallest of {parity.total}" in verdict(parity)
+    compared = len(runners["qwen3_vl"].run([]).gradients)
+    assert 0 < compared < total
+    printed = capsys.readouterr().out
+    assert printed == f"only the {compared} smallest of {total} gradients are compared\n"
 
 
 @pytest.mark.parametrize("family", quick(OTHER_LAYOUTS, "gemma3"))
@@ -122,10 +153,8 @@ def test_a_setting_that_is_wrong_is_found_where_it_first_matters(
     what: str, runners: dict[str, ParityRunner]
 ) -> None:
     family, overrides, expected = BROKEN[what]
-    parity = runners[family].run(overrides)
-    assert parity.first is not None
-    assert parity.first.point == expected
-    assert f"first diverging module: {expected} on" in verdict(parity)
+    difference = first(runners[family].run(overrides))
+    assert (difference.name, difference.what) == (expected, "activation")
 
 
 # What an importer might overlook: family, by module the settings, and the first module that tells.
@@ -164,9 +193,7 @@ def test_a_setting_that_the_importer_overlooks_is_found(
     family, overlooked, expected = OVERLOOKED[what]
     for module, keys in overlooked.items():
         overlook(monkeypatch, family, module, keys)
-    parity = runners[family].run()
-    assert parity.first is not None
-    assert parity.first.point == expected
+    assert first(runners[family].run()).name == expected
 
 
 def overlook(
@@ -204,21 +231,28 @@ def change_one_weight() -> None:
 def test_a_weight_that_is_wrong_is_found_in_its_layer_and_on_its_rank(
     layout: str, runners: dict[str, ParityRunner]
 ) -> None:
-    parity = runners["qwen3_vl"].run(LAYOUTS[layout], fault=change_one_weight)
-    assert parity.first is not None
-    assert parity.first.point == "language.layers.2"
-    assert parity.first.where == f"language, rank {1 if layout == 'pp2' else 0}"
-    assert parity.step.worst("weights") > 0.01
+    comparison = runners["qwen3_vl"].run(LAYOUTS[layout], fault=change_one_weight)
+    assert first(comparison).name == "language.layers.2"
+    assert first(comparison).where == f"language, rank {1 if layout == 'pp2' else 0}"
+    assert comparison.worst("weights") > 0.01
 
 
 def test_gradients_that_are_wrong_are_found_where_the_forward_is_right(
     runners: dict[str, ParityRunner],
 ) -> None:
-    parity = runners["qwen3_vl"].run(fault=double_gradients)
-    assert parity.first is None
-    assert parity.step.first is not None
-    assert parity.step.first.what == "gradient"
-    assert not parity.passed
+    assert first(runners["qwen3_vl"].run(fault=double_gradients)).what == "gradient"
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_summed_is_named_where_the_forward_is_right(
+    runners: dict[str, ParityRunner],
+) -> None:
+    overrides = [*on_engine("fsdp"), *TP2[:1]]
+    comparison = runners["qwen3_vl"].run(overrides, fault=forget_heads_of_other_ranks)
+    assert first(comparison).what == "gradient"
+    wrong = {name for name, errors in comparison.gradients.items() if max(errors) > 0.1}
+    assert len(wrong) == 8
+    assert all(name.endswith(("q_layernorm.weight", "k_layernorm.weight")) for name in wrong)
 
 
 def double_gradients() -> None:
@@ -240,6 +274,11 @@ def test_overrides_that_parity_decides_itself_are_refused(
         runners["gemma3"].prepare([override])
 
 
+def test_an_axis_that_fsdp_lacks_is_refused(runners: dict[str, ParityRunner]) -> None:
+    with pytest.raises(InputError, match=r"grid\.pp"):
+        runners["gemma3"].prepare([*on_engine("fsdp"), *PP2])
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         ParityRunner(tmp_path / "nothing", tmp_path).prepare([])
@@ -254,10 +293,10 @@ def test_the_command_prints_a_table_and_ends_with_1_where_something_differs(
 ) -> None:
     write_tiny(TinyCheckpoint("qwen3_vl", dtype="bfloat16", shard_size="500KB"), tmp_path / "x")
     overrides = [f"language.model.norm_eps={epsilon}"]
-    code = main(tmp_path / "x", overrides, None, tmp_path / "errors.json")
+    code = main(tmp_path / "x", overrides, 1e-5, tmp_path / "errors.json")
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "errors.json").read_text())
-    points = [point["point"] for point in report["points"]]
+    points = [point["name"] for point in report["points"]]
     assert points[0] == "tokens"
     assert points[-1] == LOGITS
     assert all(point in printed for point in points)
@@ -267,5 +306,5 @@ def test_the_command_prints_a_table_and_ends_with_1_where_something_differs(
         assert printed.splitlines()[-1].startswith("equal: ")
     else:
         assert (code, report["passed"]) == (1, False)
-        assert report["first_diverging"]["point"] == "language.layers.0"
-        assert "first diverging module: language.layers.0" in printed
+        assert report["first_difference"]["name"] == "language.layers.0"
+        assert "first:   step 1: activation of language.layers.0 at [" in printed

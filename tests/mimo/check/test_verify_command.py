@@ -99,7 +99,7 @@ def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values
         f"rank {first['where'].split()[2]} (stage 0 · "
     )
     assert expected in result.output
-    assert f"{first['got']:.9g}, one rank has {first['expected']:.9g}" in result.output
+    assert f"{first['got']:.9g}, expected {first['expected']:.9g}" in result.output
 
 
 @pytest.mark.parametrize(

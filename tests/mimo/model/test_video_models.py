@@ -73,7 +73,7 @@ def run_both(
     places = np.flatnonzero(np.isin(lane.input_ids, list(chat.placeholder_ids.values())))
     with torch.no_grad():
         rows = local.encode("vision", np.concatenate(patches), grids)
-        logits = local.forward(lane, [(rows, places)], with_labels=False)[0]
+        logits = local.forward(lane, {"vision": (rows, places)}, with_labels=False)[0]
     ours = logits[:, : local.num_tokens].split(lengths)
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

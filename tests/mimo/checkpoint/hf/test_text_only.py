@@ -83,7 +83,7 @@ def _logits(rank: int, run: Path) -> tuple[np.ndarray, Tensor]:
     sample = generator.chat.encode(chat, [], "chat")
     lane = pack_lane([sample], [[]], [0], len(sample.input_ids), 0, time_steps=[[]])
     with torch.no_grad():
-        logits = generator.model.forward(lane, [], with_labels=False)[0]
+        logits = generator.model.forward(lane, {}, with_labels=False)[0]
     answered = list(answer_split(run, "test"))
     assert [answer.expected for answer in answered] == [str(n + 1) for n in range(9)]
     exact = sum(answer.is_exact for answer in answered) / len(answered)

@@ -282,7 +282,7 @@ def run_ours(rank: int, path: Path, name: str, reference: Reference) -> dict[str
                 param.copy_(weights[key])
     lane, places = pack(case, reference)
     embeddings = local.encode("vision", reference.patches.numpy(), reference.grids.numpy())
-    logits = local.forward(lane, [(embeddings, places)], with_labels=False)[0]
+    logits = local.forward(lane, {"vision": (embeddings, places)}, with_labels=False)[0]
     logits = logits[:, : text.NUM_TOKENS]
     logits.backward(reference.logit_gradients)
     gradients = {
