@@ -7,7 +7,6 @@ run's, up to rounding. Layers have the names of the checkpoint format, in either
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -38,7 +37,7 @@ from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology
 from mimo.report.tables import Table, show, write_json
 from mimo.runtime.run_files import METRICS, json_lines
-from mimo.train.anomalies import BATCHES, samples_of
+from mimo.train.anomalies import samples_of
 from mimo.train.batches import STEP
 from mimo.train.loop import Trainer
 from mimo.train.metrics import StepResult, StepTimes
@@ -53,8 +52,8 @@ class Replay:
     """The results of a repeated step.
 
     weights: the checkpoint; None for those that the run began with. updates_before: updates between
-    the weights and the step; negative if they are later. loss: per token. logged: the run's line in
-    `metrics.jsonl`. activations: by layer. gradients: by parameter, before clipping.
+    the weights and the step. loss: per token. logged: the run's line in `metrics.jsonl`.
+    activations: by layer. gradients: by parameter, before clipping.
     """
 
     step: int
@@ -68,39 +67,38 @@ class Replay:
     gradients: dict[str, dict[str, float]]
 
 
-def replay(run: Path, step: int, checkpoint: Path | None = None) -> Replay:
+def replay(run: Path, step: int) -> Replay:
     """Run the batch of ``step``, as `metrics.jsonl` numbers it, forward and backward on one rank.
 
-    run: a run's folder, or that of one phase. checkpoint: where the weights come from; else the
-    nearest checkpoint before the step, or the weights that the run began with.
+    run: a run's folder, or that of one phase. The weights are those of the nearest checkpoint
+    before the step, or those that the run began with.
     Raises InputError if there are no weights, or if data or recipe have changed since.
     """
-    nearest, recipe = _nearest_checkpoint(run, step)
-    weights = checkpoint or nearest
+    weights, recipe = _nearest_checkpoint(run, step)
     if step >= recipe.train.steps:
         raise InputError(f"--step {step}: the run has steps 0 to {recipe.train.steps - 1}")
     if weights is None and PHASE_FOLDER.fullmatch(run.name):
         raise InputError(
             f"--step {step}: no checkpoint of {run} is before it, and a phase begins with the "
-            f"weights of another; name a checkpoint with --checkpoint"
+            "weights of another; replay a step after its first checkpoint"
         )
     join_world_of_one()
     trainer = _trainer(recipe, run, weights)
     dataset = open_dataset(trainer.recipe, "sources", trainer.chat, trainer.processors)
     assert dataset is not None, "the recipe schema asks for at least one source"
-    progress = Progress(0, 0) if nearest is None else read_progress(nearest)
+    progress = Progress(0, 0) if weights is None else read_progress(weights)
+    updates_before = step - progress.step
     dataset, progress, _ = continue_order(dataset, progress)
     watched = _WatchedLayers(trainer.model.modules)
     with changed_shards_named():
         result = _step(trainer, dataset, progress, step, watched)
     assert watched.plan is not None
     samples, logged = list(samples_of(watched.plan, dataset)), _logged(run, step)
-    _check_same(run, step, watched.plan, samples, logged)
-    done = 0 if weights is None else read_progress(weights).step
+    _check_same(run, step, watched.plan, logged)
     return Replay(
         step=step,
         weights=None if weights is None else str(weights),
-        updates_before=step - done,
+        updates_before=updates_before,
         loss=result.mean_loss,
         grad_norm=result.grad_norm,
         logged=logged,
@@ -176,25 +174,14 @@ def _logged(run: Path, step: int) -> dict[str, Any] | None:
     return next((line for line in lines if line["step"] == step), None)
 
 
-def _check_same(
-    run: Path,
-    step: int,
-    plan: StepPlan,
-    samples: list[dict[str, Any]],
-    logged: Mapping[str, Any] | None,
-) -> None:
-    """Raise InputError if the step had other samples by its metrics or its kept batch."""
+def _check_same(run: Path, step: int, plan: StepPlan, logged: Mapping[str, Any] | None) -> None:
+    """Raise InputError if the step had other samples by its metrics."""
     counts = {"tokens": plan.num_tokens, "loss_tokens": plan.num_loss_tokens}
     differs = [
         f"{name} {value}, not {logged[name]}"
         for name, value in counts.items()
         if logged is not None and logged[name] != value
     ]
-    kept = run / BATCHES / f"step_{step}.json"
-    if kept.exists():
-        batch = json.loads(kept.read_text(encoding="utf-8"))
-        keys = ({sample["key"] for sample in group} for group in (samples, batch["samples"]))
-        differs += [f"sample {key}" for key in sorted(set.symmetric_difference(*keys))[:3]]
     if differs:
         raise InputError(
             f"--step {step}: the samples are not those of the run any more ({', '.join(differs)}); "
@@ -287,22 +274,18 @@ def _layers(module: Module) -> Iterator[tuple[str, nn.Module]]:
 # ----------------------------------------------------------------------- the command
 
 
-def main(run: Path, step: int, checkpoint: Path | None = None, target: Path | None = None) -> int:
-    """Replay a step, print a table of layers, and write every number to a JSON file."""
-    result = replay(run, step, checkpoint)
-    target = target or run / "replays" / f"step_{step}.json"
+def main(run: Path, step: int) -> int:
+    """Replay a step, print a table of layers, and write every number to `replays/step_<n>.json`."""
+    result = replay(run, step)
+    target = run / "replays" / f"step_{step}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_json(target, asdict(result))
     columns = ("layer", "rms", "max", "non-finite", "gradient norm", "max", "non-finite", "")
     show(Table(columns, _rows(result), title=f"step {step}"))
     name = "those that the run began with" if result.weights is None else result.weights
-    distance, side = abs(result.updates_before), "before" if result.updates_before > 0 else "after"
-    place = f"{distance} step{'s' if distance > 1 else ''} {side} this step"
-    print(f"weights: {name}, {place if distance else 'exactly those of the step'}")
+    print(f"weights: {name}, {result.updates_before} updates before this step")
     if result.logged is not None:
-        logged = (result.logged[key] for key in ("loss", "grad_norm"))
-        loss, norm = ("not finite" if v is None else f"{v:.6g}" for v in logged)
-        print(f"logged: loss {loss} grad_norm {norm}")
+        print(f"logged: loss={result.logged['loss']} grad_norm={result.logged['grad_norm']}")
     print(f"written: {target}")
     print(f"step={step} loss={result.loss:.6g} grad_norm={result.grad_norm:.6g}")
     return 0

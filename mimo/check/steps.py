@@ -170,7 +170,7 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
     chat = open_tokenizer(recipe)
     dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
     assert dataset is not None
-    local = LocalModel(recipe, chat.vocab_size, freeze=True, initial=initial_weights(recipe))
+    local = LocalModel(recipe, chat.vocab_size, initial=initial_weights(recipe))
     params = [p for module in local.model.modules.values() for p in _named_params(recipe, module)]
     optimizer = _optimizer(recipe, params)
     trainable = [p for p in params if p.parameter.requires_grad]

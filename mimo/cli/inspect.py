@@ -1,7 +1,7 @@
 """`mimo status`, `logs`, `report`, `compare`, `generate` and `evaluate`: look at runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -91,13 +91,12 @@ def generate(
 
 def evaluate(
     run: RunArgument,
-    split: Annotated[str, typer.Option(help="validation or test.")] = "test",
+    split: Annotated[
+        Literal["validation", "test"], typer.Option(help="Which held-out samples.")
+    ] = "test",
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Longest answer in tokens; default: the longest expected one.",
-        ),
+        typer.Option(min=1, help="Longest answer in tokens; default: the longest expected one."),
     ] = None,
     ema: EmaOption = False,
     metric: Annotated[

@@ -34,7 +34,7 @@ def check(
     for phase, layout in zip(phased.phases, layouts, strict=True):
         _print_layout(phase.recipe, layout, phase.title)
         _print_memory(phase.recipe, layout)
-        _print_defaults(phase.recipe, layout)
+        _print_variables(layout)
     print("environment of all ranks:", " ".join(map(str, VARIABLES)))
     for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
         print(note)
@@ -77,15 +77,10 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
     print("activations, buffers: upper bound, for full microbatches of item embeddings alone")
 
 
-def _print_defaults(recipe: Recipe, layout: Layout) -> None:
-    """Print the resolved keys for speed, and the environment variables of ranks."""
-    from mimo.parallel.grids import overlap_of, variables_of
+def _print_variables(layout: Layout) -> None:
+    """Print the environment variables that only some ranks set."""
+    from mimo.parallel.grids import variables_of
 
-    on_gpu, on_cpu = overlap_of(recipe.train, True), overlap_of(recipe.train, False)
-    for key, *overlaps in zip(("grad_reduce", "param_gather"), on_gpu, on_cpu, strict=True):
-        gpu, cpu = (str(overlap).lower() for overlap in overlaps)
-        both = gpu if gpu == cpu else f"{gpu} on GPUs, {cpu} on CPUs"
-        print(f"train.overlap_{key}: {both}")
     ranks_of: dict[str, list[int]] = {}
     for rank in range(layout.world_size):
         variables = " ".join(map(str, variables_of(layout, rank)))

@@ -60,19 +60,14 @@ def parity(
 def replay(
     run: Annotated[Path, typer.Argument(help="A run folder, or that of one phase.")],
     step: Annotated[int, typer.Option(min=0, help="Number of the step in metrics.jsonl.")],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Where the weights come from; default: the nearest before the step."),
-    ] = None,
-    json: JsonOption = None,
 ) -> int | None:
     """Repeat one step of a run on one rank, on the same batch, with statistics of every layer.
 
-    Marks activations and gradients that are not finite.
+    Uses the nearest checkpoint before it. Marks activations and gradients that are not finite.
     """
     from mimo.check.replay import main
 
-    return main(run, step, checkpoint, json)
+    return main(run, step)
 
 
 def experiment(

@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -142,13 +143,10 @@ def answer_split(
 
     max_new_tokens: where an answer is cut; None for the length of the longest expected answer. No
     prompt and answer together exceed `data.sequence_length`. average: use the moving average of the
-    weights. left_out: counts samples that cannot be answered, by reason.
-    Prints how many expected answers are too long, and which samples are left out and why. Raises
-    RecipeError if the recipe names no shards for the split, InputError with the name of a sample
-    that cannot be answered.
+    weights. left_out: counts samples that cannot be answered, by reason, after printing them.
+    Raises RecipeError if the recipe names no shards for the split, InputError with the name of a
+    sample that cannot be answered.
     """
-    if split not in ("validation", "test"):
-        raise RecipeError(f"--split {split}: choose validation or test")
     recipe = portable_recipe(find_checkpoint(run))
     if not getattr(recipe.data, split):
         raise RecipeError(f"data.{split}: no shards are given, so there is nothing to evaluate")
@@ -156,48 +154,29 @@ def answer_split(
     dataset = open_dataset(recipe, split, generator.chat, generator.processors)
     assert dataset is not None
     counts = Counter[str]() if left_out is None else left_out
-    return _answers(generator, dataset, max_new_tokens, recipe.data.sequence_length, counts)
-
-
-def _answers(
-    generator: Generator,
-    dataset: Dataset,
-    max_new_tokens: int | None,
-    max_length: int,
-    left_out: Counter[str],
-) -> Iterator[Answered]:
+    max_length = recipe.data.sequence_length
     with changed_shards_named():
-        limit = _answer_limit(dataset, max_new_tokens)
-        for batch in _batches(_questions(dataset, left_out), limit, max_length):
+        limit = max_new_tokens or _longest_answer(dataset)
+        for batch in _batches(_questions(dataset, counts), limit, max_length):
             requests = [question.request for question in batch]
             answers = generator.answer(requests, limit, max_length)
             for question, answer in zip(batch, answers, strict=True):
                 yield replace(question.sample, answer=answer)
 
 
-def _answer_limit(dataset: Dataset, max_new_tokens: int | None) -> int:
-    """Return the number of tokens at which answers are cut. Reads all texts, but no image."""
-    longest = answers = too_long = 0
+def _longest_answer(dataset: Dataset) -> int:
+    """Return the tokens of the longest expected answer. Reads all texts, but no image."""
+    longest = 1
     for reader in dataset.readers:
         for sample in range(len(reader.index)):
-            try:
+            with suppress(UnreadableSample):  # `_questions` reports it
                 _question_and_answer(reader, sample)
-                length = _answer_length(reader.sample(sample))
-            except UnreadableSample:
-                continue  # `_questions` reports it
-            longest, answers = max(longest, length), answers + 1
-            too_long += max_new_tokens is not None and length > max_new_tokens
-    if too_long:
-        print(
-            f"{too_long} of {answers} expected answers are longer than --max-new-tokens "
-            f"{max_new_tokens}, the longest has {longest}; the model's are cut short",
-            flush=True,
-        )
-    return max_new_tokens or max(longest, 1)
+                longest = max(longest, _answer_length(reader.sample(sample)))
+    return longest
 
 
 def _questions(dataset: Dataset, left_out: Counter[str]) -> Iterator[_Question]:
-    """Yield the questions of all samples in order; print which are left out, why and how many."""
+    """Yield the questions of all samples in order; print which are left out and why."""
     for skipped in chain.from_iterable(index.skipped_samples() for index in dataset.indexes):
         print(f"skipped {skipped}", flush=True)
         left_out[skipped.reason] += 1
@@ -208,8 +187,6 @@ def _questions(dataset: Dataset, left_out: Counter[str]) -> Iterator[_Question]:
             except UnreadableSample as error:
                 print(f"skipped {error}", flush=True)
                 left_out[error.reason] += 1
-    if left_out:
-        print(f"skipped_samples={left_out.total()}", flush=True)
 
 
 def _question(reader: SampleReader, sample: int) -> _Question:
@@ -249,18 +226,11 @@ def _batches(
 
 def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
     """Return the messages of a sample. Raises UnreadableSample if they end with no text answer."""
-    messages = reader.messages(sample)
-    if len(messages) < 2:
-        problem = f"{len(messages)} messages: need a question and an answer at least"
-    elif not is_answer(messages[-1]):
-        role = messages[-1]["role"]
-        problem = f"the last message is of {role!r}: need an answer to compare with"
-    elif item_parts(messages[-1:]):
-        problem = "the last message has items: need an answer in text alone"
-    else:
-        return messages
-    index = reader.index
-    raise UnreadableSample(index.shard_of(sample), index.key(sample), None, problem)
+    index, messages = reader.index, reader.messages(sample)
+    if len(messages) < 2 or not is_answer(messages[-1]) or item_parts(messages[-1:]):
+        problem = "the chat does not end with a question and an answer in text alone"
+        raise UnreadableSample(index.shard_of(sample), index.key(sample), None, problem)
+    return messages
 
 
 def _answer_length(sample: EncodedSample) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from data.batch import PackedLane
@@ -46,7 +46,7 @@ def one_rank_layout(recipe: Recipe) -> Layout:
 _PORTABLE = {"fp8": "none", "ema_decay": None}
 
 
-def one_rank_recipe(recipe: Recipe, freeze: bool) -> Recipe:
+def one_rank_recipe(recipe: Recipe, freeze: bool = True) -> Recipe:
     """Return the recipe with one-rank grids and no recomputation, in the precision of its weights.
 
     freeze: build neither optimizers nor gradients.
@@ -73,7 +73,7 @@ def join_world_of_one() -> None:
 
 
 class LocalModel:
-    """All modules on this one rank; build it in a world of one rank.
+    """All modules on this one rank, without optimizers; build it in a world of one rank.
 
     num_tokens: size of the vocabulary without the rows that pad it.
     """
@@ -82,11 +82,10 @@ class LocalModel:
         self,
         recipe: Recipe,
         tokenizer_size: int,
-        freeze: bool,
         initial: InitialWeights | None = None,
         provided: Collection[str] = (),
     ) -> None:
-        recipe = one_rank_recipe(recipe, freeze)
+        recipe = one_rank_recipe(recipe)
         topology = build_topology(one_rank_layout(recipe))
         self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial, provided)
         self.num_tokens = self.model.num_tokens
@@ -108,19 +107,14 @@ class LocalModel:
         checkpoint does not fit its recipe.
         """
         join_world_of_one()
-        alone = one_rank_recipe(recipe, freeze=True)
+        alone = one_rank_recipe(recipe)
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
-        local = cls(recipe, tokenizer_size, freeze=True, provided=stored)
+        local = cls(recipe, tokenizer_size, provided=stored)
         modules = local.model.modules
         load_checkpoint(modules, checkpoint, stored, with_optimizer=False, average=average)
-        for module in local.model.modules.values():
+        for module in modules.values():
             module.whole.eval()
         return local
-
-    @property
-    def language(self) -> nn.Module:
-        """The language model, as a `GPTModel`."""
-        return self.model.modules[LANGUAGE].whole
 
     def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
         """Encode patches (P, C) float32 with grids (I, 3) int64 to rows (N, L·H).
@@ -144,21 +138,21 @@ class LocalModel:
         rows: of each encoder that has items, (N, L·H) and their ascending positions (N,).
         at: (n,) positions whose logits are wanted; with a large vocabulary all would be many.
         """
-        rules, size = self.model.item_rules, self.model.hidden_size
+        language: Any = self.model.modules[LANGUAGE].whole
+        if self.model.takes_rows:
+            inputs = language.prepare(lane, partial(send, device=self.device), at)
+            values = {encoder: values for encoder, (values, _) in rows.items()}
+            return language(inputs, values, with_logits=not with_labels)[None]
 
         def to_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.device)
 
+        rules, size = self.model.item_rules, self.model.hidden_size
         received = [
             ReceivedRows.of(values, to_device(places), size, has_embeddings=True)
             for values, places in rows.values()
         ]
-        if self.model.takes_rows:
-            language: Any = self.language
-            inputs = language.prepare(lane, partial(send, device=self.device), at)
-            values = {encoder: values for encoder, (values, _) in rows.items()}
-            return language(inputs, values, with_logits=not with_labels)[None]
-        return self.language(
+        return language(
             input_ids=to_device(lane.input_ids)[None],
             position_ids=to_device(rules.position_ids(lane))[:, None, :],
             packed_seq_params=PackedSegments.from_lengths(

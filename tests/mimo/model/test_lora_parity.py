@@ -145,7 +145,7 @@ def drawn_weights(rank: int, path: Path) -> dict[str, np.ndarray]:
     from mimo.model.dataset import open_tokenizer
 
     recipe = load_recipe(path)
-    local = LocalModel(recipe, open_tokenizer(recipe).vocab_size, freeze=True)
+    local = LocalModel(recipe, open_tokenizer(recipe).vocab_size)
     return {
         f"{module}.{name}": param.detach().numpy()
         for module, part in local.model.modules.items()

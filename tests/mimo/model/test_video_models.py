@@ -65,7 +65,7 @@ def run_both(
         chat.pad_token_id,
         time_steps=[[reader.plan(item).time_step for item in own] for own in items],
     )
-    local = LocalModel(recipe, chat.vocab_size, True, initial_weights(recipe))
+    local = LocalModel(recipe, chat.vocab_size, initial_weights(recipe))
     patches = [
         reader.media(item).wire.values(reader.patches(item)) for item in range(index.num_items)
     ]

@@ -379,6 +379,6 @@ def test_8_bits_on_a_machine_without_a_gpu_are_refused_by_the_key(tmp_path: Path
         tiny.write_recipe(tmp_path), ["train.fp8=current", BF16, SIZES, "data.sequence_length=128"]
     )
     check_recipe(recipe, None)  # nothing else is wrong
-    check_device(one_rank_recipe(recipe, freeze=True))  # answering needs none
+    check_device(one_rank_recipe(recipe))  # answering needs none
     with pytest.raises(RecipeError, match=r"train\.fp8: got current, which needs a GPU"):
         check_device(recipe)

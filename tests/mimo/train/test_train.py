@@ -98,9 +98,7 @@ def _weights_follow_the_seed(rank: int, path: Path) -> None:
     from mimo.generate.one_rank import LocalModel
 
     def weights(seed: int) -> dict[str, Any]:
-        modules = LocalModel(
-            load_recipe(path, [f"train.seed={seed}"]), 48, freeze=True
-        ).model.modules
+        modules = LocalModel(load_recipe(path, [f"train.seed={seed}"]), 48).model.modules
         return {
             f"{module}.{name}": parameter
             for module, one in modules.items()

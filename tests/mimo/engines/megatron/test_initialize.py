@@ -189,7 +189,7 @@ def names_drawn_from_hf(rank: int, folder: Path) -> list[str]:
     try:
         recipe = minimal_recipe(folder)
         size = open_tokenizer(recipe).vocab_size
-        local = LocalModel(recipe, size, freeze=True, initial=initial_weights(recipe))
+        local = LocalModel(recipe, size, initial=initial_weights(recipe))
     finally:
         weights.draw = original
     for module in local.model.modules.values():

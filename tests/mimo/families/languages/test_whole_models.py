@@ -271,7 +271,7 @@ def run_ours(rank: int, path: Path, name: str, reference: Reference) -> dict[str
     pixels = PIXELS if case.language == "qwen2_5" else {}
     vision = {"family": case.tower.family, "model": case.tower.settings | pixels}
     data["encoders"]["vision"] |= vision
-    local = LocalModel(type(recipe).model_validate(data), text.NUM_TOKENS, freeze=True)
+    local = LocalModel(type(recipe).model_validate(data), text.NUM_TOKENS)
     params: dict[str, Weights] = {}
     for module_name, module in local.model.modules.items():
         weights = reference.weights[module_name]
