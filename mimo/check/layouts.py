@@ -163,9 +163,9 @@ SWEEP = tuple(_parse(name) for line in _LINES for name in line.removesuffix(" |"
 """The built-in matrix."""
 
 
-def recipe_cells(recipe: Recipe, num_ranks: int | None, max_ranks: int, full: bool) -> Cells:
+def recipe_cells(recipe: Recipe, max_ranks: int, full: bool) -> Cells:
     """Return the recipe's layout, shrunk to ``max_ranks`` or in full size. Raises InputError."""
-    layout, title = check_recipe(recipe, num_ranks), "the recipe's layout"
+    layout, title = check_recipe(recipe, None), "the recipe's layout"
     if full:
         return Cells([Cell(title, recipe, layout)], [describe(layout)])
     try:

@@ -144,26 +144,15 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
 
 
 def changes(recipe: Recipe, precision: str) -> list[str]:
-    """Return what differs from the recipe besides sizes, data and layout, in short sentences."""
-    train, rate, eps = recipe.train, _LEARNING_RATE[recipe.train.optimizer], _eps(recipe)
-    rates = {name: _scaled_rate(recipe, p.learning_rate) for name, p in recipe.modules.items()}
-    lower = [f"{name} {r:g}" for name, r in rates.items() if r < max(rates.values())]
-    of_modules = f" ({', '.join(lower)})" if lower else ""
+    """Return what is left out of the recipe's training besides sizes, data and layout."""
+    train, eps = recipe.train, _eps(recipe)
     sentences = {
         f"{precision} instead of {train.precision}": train.precision != precision,
         f"no 8-bit linears (fp8: {train.fp8})": train.fp8 != "none",
-        f"learning rate {rate:g}{of_modules}, so that weights move": True,
-        **{
-            f"warm-up of {scaled} steps instead of {steps}": scaled > 0
-            for steps, scaled in _scaled_warmups(recipe).items()
-        },
         f"adam_eps {eps:g} instead of {train.adam_eps:g}: a smaller one turns rounding noise of "
         "gradients into whole steps": train.optimizer == "adam" and eps != train.adam_eps,
         f"no distributed optimizer: the engine has none in {precision}": (
             train.distributed_optimizer and precision == "fp64"
-        ),
-        f"rows travel as {precision} instead of {recipe.bridge.wire_dtype}": (
-            recipe.bridge.wire_dtype != "auto"
         ),
     }
     return [sentence for sentence, applies in sentences.items() if applies]

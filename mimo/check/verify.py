@@ -138,7 +138,6 @@ def _run_layout(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps
 def main(
     path: Path,
     overrides: Sequence[str],
-    num_ranks: int | None,
     max_ranks: int,
     full: bool,
     sweep: bool,
@@ -152,15 +151,15 @@ def main(
     """
     phased = load_phases(path, overrides)
     check_writable(json)
-    if sweep and (full or num_ranks is not None):
-        raise InputError("--layouts sweep has its own layouts; remove --full and --num-ranks")
+    if sweep and full:
+        raise InputError("--layouts sweep has its own layouts; remove --full")
     if sweep:
         # The matrix sets layouts and freezing itself, so one phase stands for all.
         phases = phased.phases[-1:]
         chosen = [sweep_cells(phases[0].recipe, max_ranks, precision)]
     else:
         phases = phased.phases
-        chosen = phased.each(lambda recipe: recipe_cells(recipe, num_ranks, max_ranks, full))
+        chosen = phased.each(lambda recipe: recipe_cells(recipe, max_ranks, full))
     cells, notes = _join_phases(phases, chosen, precision)
     for cell in cells:
         check_processes(cell.recipe, cell.layout.world_size, machine_memory())

@@ -5,13 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from mimo.cli.options import JsonOption, NumRanksOption, OverridesArgument, RecipeArgument
+from mimo.cli.options import JsonOption, OverridesArgument, RecipeArgument
 
 
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    num_ranks: NumRanksOption = None,
     max_ranks: Annotated[
         int, typer.Option(min=1, max=1024, help="Shrink larger layouts to this many ranks.")
     ] = 8,
@@ -35,7 +34,7 @@ def verify(
     from mimo.check.verify import main as run
 
     sweep = layouts == "sweep"
-    return run(recipe, overrides or [], num_ranks, max_ranks, full, sweep, precision, json)
+    return run(recipe, overrides or [], max_ranks, full, sweep, precision, json)
 
 
 def parity(

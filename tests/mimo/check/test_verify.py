@@ -88,7 +88,7 @@ def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(
 
 def test_a_language_model_without_encoders_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, ["encoders={}", "language.grid={tp: 2, sp: true}"])
-    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    (cell,) = recipe_cells(recipe, 8, full=False).cells
     check_equal(verifier.run(cell))
 
 
@@ -98,7 +98,7 @@ def test_images_and_clips_in_the_same_samples_take_the_steps_of_one_rank(
     verifier: Verifier, layout: str
 ) -> None:
     recipe = load_recipe(RECIPE, [AUDIO, *TWO_ENCODERS[layout]])
-    (cell,) = recipe_cells(recipe, None, 8, full=True).cells
+    (cell,) = recipe_cells(recipe, 8, full=True).cells
     check_equal(verifier.run(cell))
     workload = scale_recipe(recipe, cell.layout, verifier.folder, "fp32").workload
     assert sorted(items.media for items in workload.items) == ["audio", "image"]
@@ -107,7 +107,7 @@ def test_images_and_clips_in_the_same_samples_take_the_steps_of_one_rank(
 @pytest.mark.slow
 def test_a_recipe_that_packs_by_tokens_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, [*BY_TOKENS, "language.grid={tp: 1, cp: 2, dp: 2}"])
-    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    (cell,) = recipe_cells(recipe, 8, full=False).cells
     check_equal(verifier.run(cell))
 
 
@@ -123,7 +123,7 @@ def test_sgd_untied_weights_and_a_rate_per_module_are_those_of_the_recipe(
         "encoders.vision.media=picture",
     ]
     recipe = load_recipe(RECIPE, overrides)
-    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    (cell,) = recipe_cells(recipe, 8, full=False).cells
     check_equal(verifier.run(cell))
     scaled = scale_recipe(recipe, cell.layout, verifier.folder, "fp32").recipe
     rates = scaled.language.learning_rate, scaled.train.learning_rate

@@ -112,7 +112,7 @@ def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values
         (["--max-ranks", "1", "--layouts", "sweep"], "every layout of the sweep needs more ranks"),
         (["encoders={}", "--layouts", "sweep"], "a recipe with at least one encoder"),
         (["--precision", "bf16"], "--precision"),
-        (["--num-ranks", "5"], "got 5 ranks, but the grids need 3"),
+        (["--layouts", "sweep", "--full"], "sweep has its own layouts; remove --full"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_message_before_any_rank_starts(
@@ -150,13 +150,6 @@ def test_a_layout_that_is_too_large_is_covered_by_several_that_are_printed(
     assert "non-dividing" in result.output  # 6 lanes to 4, as 3 to 2
     assert "[1/" in result.output
     assert "FAILED" in result.output
-
-
-@pytest.mark.parametrize("option", [["--full"], ["--num-ranks", "3"]])
-def test_the_matrix_refuses_options_that_it_would_ignore(option: list[str]) -> None:
-    result = verify("--layouts", "sweep", *option)
-    assert result.exit_code == 2
-    assert "--layouts sweep has its own layouts; remove --full and --num-ranks" in result.output
 
 
 def test_a_json_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_text_model_of_transformers_takes_the_steps_of_one_rank(
     overrides = [f"init_from={tmp_path / 'text'}", "language.engine=fsdp", "train.precision=bf16"]
     overrides += ["language.grid={tp: 2, sp: true, dp: 2}", "encoders={}"]
     recipe = load_recipe(RECIPES / "qwen3_vl_tiny.yaml", overrides)
-    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    (cell,) = recipe_cells(recipe, 8, full=False).cells
     check_equal(verifier.run(cell))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mimo.check.layouts import SweepCell, recipe_cells
-from mimo.check.scale import ScaledRecipe, changes, scale_recipe
+from mimo.check.scale import ScaledRecipe, scale_recipe
 from mimo.check.steps import scheduled_rate
 from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
@@ -137,7 +137,7 @@ def test_without_a_fault_the_same_layouts_are_equal(
 
 def scaled(folder: Path, *overrides: str) -> ScaledRecipe:
     recipe = load_recipe(RECIPE, [*overrides])
-    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    (cell,) = recipe_cells(recipe, 8, full=False).cells
     return scale_recipe(recipe, cell.layout, folder, "fp32")
 
 
@@ -191,11 +191,8 @@ def test_warm_ups_of_modules_that_differ_differ_in_the_workload(
 ) -> None:
     warmups = ["train.warmup_steps=20", "encoders.vision.warmup_steps=30"]
     overrides = [*warmups, f"train.schedule={schedule}", "train.steps=100"]
-    recipe = load_recipe(RECIPE, overrides)
-    warmup_steps = scaled(tmp_path, *overrides).recipe.warmup_steps
-    assert [warmup_steps(name) for name in recipe.modules] == [2, 3]
-    lines = [line for line in changes(recipe, "fp32") if "warm-up" in line]
-    assert lines == ["warm-up of 2 steps instead of 20", "warm-up of 3 steps instead of 30"]
+    recipe = scaled(tmp_path, *overrides).recipe
+    assert [recipe.warmup_steps(name) for name in recipe.modules] == [2, 3]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])

@@ -191,7 +191,7 @@ def test_a_recipe_of_72_billion_parameters_and_without_its_data_is_scaled_down()
         "data.tokenizer=/no/such/tokenizer",
         "data.sources=[{path: /no/such/shards}]",
     ]
-    cells = recipe_cells(load_recipe(RECIPE, large), None, 8, full=False)
+    cells = recipe_cells(load_recipe(RECIPE, large), 8, full=False)
     assert "language tp8 sp pp4 dp4" in cells.notes[0]
     assert all(cell.layout.world_size <= 8 for cell in cells.cells)
     assert len(cells.cells) > 1
@@ -202,7 +202,7 @@ def test_a_recipe_of_72_billion_parameters_and_without_its_data_is_scaled_down()
     assert model["tie_word_embeddings"] is False
     assert model["hidden_size"] <= 64
     # On its own 144 ranks the model is as small.
-    (whole,) = recipe_cells(load_recipe(RECIPE, large), None, 8, full=True).cells
+    (whole,) = recipe_cells(load_recipe(RECIPE, large), 8, full=True).cells
     assert whole.layout.world_size == 8 * 4 * 4 + 16
     scaled = scale_recipe(whole.recipe, whole.layout, Path("never"), "fp32")
     assert scaled.recipe.language.model["num_attention_heads"] == 16
@@ -211,6 +211,6 @@ def test_a_recipe_of_72_billion_parameters_and_without_its_data_is_scaled_down()
 def test_too_few_ranks_for_a_single_axis_are_bad_input_that_names_it() -> None:
     recipe = load_recipe(RECIPE, ["language.grid={tp: 2, dp: 2}"])
     with pytest.raises(InputError, match=r"--max-ranks 2: no layout with language\.grid\.tp"):
-        recipe_cells(recipe, None, 2, full=False)
+        recipe_cells(recipe, 2, full=False)
     with pytest.raises(InputError, match="--max-ranks 1: the modules need 2 ranks"):
-        recipe_cells(load_recipe(RECIPE, ["language.grid={dp: 1}"]), None, 1, full=False)
+        recipe_cells(load_recipe(RECIPE, ["language.grid={dp: 1}"]), 1, full=False)

@@ -118,7 +118,7 @@ VERIFIED = [
 )
 def test_verify_passes_with_windows(run_ranks: RunRanks, tmp_path: Path, grids: list[str]) -> None:
     recipe = load_recipe(QUICKSTART, [*VERIFIED, *grids])
-    (cell,) = recipe_cells(recipe, None, 8, full=False).cells
+    (cell,) = recipe_cells(recipe, 8, full=False).cells
     result = Verifier(tmp_path, "fp32").run(cell)
     assert result.comparison is not None, result.failure
     assert result.passed, str(result.comparison.first)
