@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from data.modalities.transformers import load_processor
 from mimo.check.compare import (
@@ -48,6 +50,21 @@ Keep = Callable[[str, Tensor], None]
 def level_point(number: int) -> str:
     """Return the point of a tower's output: 0 is the embeddings, other numbers are levels."""
     return "vision.rows" if number == 0 else f"vision.level {number - 1}"
+
+
+@dataclass
+class Recording:
+    """Values (n, k) of each call by point, in the order of the microbatches."""
+
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def keep(self, point: str, values: Tensor) -> None:
+        """Copy what a call computed, because the schedules free it once it is sent.
+
+        Norms under sequence parallelism compute on DTensors: this rank's part is kept.
+        """
+        values = values.to_local() if isinstance(values, DTensor) else values
+        self.states.setdefault(point, []).append(values.detach().clone())
 
 
 # ------------------------------------------------------------------- in transformers
@@ -123,11 +140,11 @@ def _encode(processor: Any, model: Any, sample: Sample) -> tuple[dict[str, Tenso
     return dict(whole), (positions >= start) & (positions <= int(is_end.nonzero().max()))
 
 
-class _Recorder:
-    """Keeps what the modules of a model compute, over several forward passes."""
+class _Recorder(Recording):
+    """What the modules of a model of transformers compute, over several forward passes."""
 
     def __init__(self, model: Any) -> None:
-        self._kept: dict[str, list[np.ndarray]] = {}
+        super().__init__()
         self._config = model.config
         self._tokens = 0
         blocks, rows = (model.get_submodule(name) for name in _MODULES[model.config.model_type])
@@ -144,13 +161,10 @@ class _Recorder:
         if pixels is not None:
             self.keep(PIXELS, pixels if pixels.dim() == 2 else self._as_patches(pixels))
 
-    def keep(self, point: str, values: Tensor) -> None:
-        self._kept.setdefault(point, []).append(values.detach().numpy().copy())
-
     def points(self) -> dict[str, np.ndarray]:
         """Return whole tensors, inputs first, as in the first sample, which has all points."""
-        names = sorted(self._kept, key=lambda name: name not in INPUTS)
-        return {name: np.concatenate(self._kept[name]) for name in names}
+        names = sorted(self.states, key=lambda name: name not in INPUTS)
+        return {name: torch.cat(self.states[name]).numpy() for name in names}
 
     def _keep_rows(self, module: nn.Module, args: object, output: Any) -> None:
         if isinstance(output, Tensor):

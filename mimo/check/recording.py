@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from data.index.reader import SampleReader
 from mimo.check.compare import (
@@ -31,7 +30,7 @@ from mimo.check.compare import (
     RankSteps,
     Shard,
 )
-from mimo.check.points import level_point, watch_blocks, watch_text
+from mimo.check.points import Recording, level_point, watch_blocks, watch_text
 from mimo.check.steps import WatchedSteps, open_trainer, train_watched
 from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
@@ -134,7 +133,7 @@ class _WholeRows:
 
 
 def _language_parts(
-    chunk: Recording, module: Module, rows: _WholeRows, rank: int
+    chunk: LayoutRecording, module: Module, rows: _WholeRows, rank: int
 ) -> Iterator[tuple[str, Part]]:
     """Yield what a chunk of the language model computed of each point."""
     groups, where = module.groups, f"{module.name}, rank {rank}"
@@ -163,7 +162,7 @@ def _held_tokens(
 
 
 def _tower_parts(
-    recording: Recording,
+    recording: LayoutRecording,
     module: Module,
     rows: _WholeRows,
     batches: list[range],
@@ -199,22 +198,10 @@ def _part(
 
 
 @dataclass
-class Recording:
-    """The calls of one model chunk, in the order of the microbatches.
+class LayoutRecording(Recording):
+    """The calls of one model chunk. lengths: of the language model's segments."""
 
-    states: by point, (n, k) of each call. lengths: of the language model's segments.
-    """
-
-    states: dict[str, list[Tensor]] = field(default_factory=dict)
     lengths: list[tuple[int, ...]] = field(default_factory=list)
-
-    def keep(self, point: str, values: Tensor) -> None:
-        """Copy what a call computed, because the schedules free it once it is sent.
-
-        Norms under sequence parallelism compute on DTensors: this rank's part is kept.
-        """
-        values = values.to_local() if isinstance(values, DTensor) else values
-        self.states.setdefault(point, []).append(values.detach().clone())
 
     def keep_inputs(self, kwargs: dict[str, Any]) -> None:
         """Keep input_ids (1, S) and position_ids (3, 1, S) of a call of a language model."""
@@ -231,18 +218,18 @@ class Recording:
         )
 
 
-def record_language(module: Module) -> list[Recording]:
+def record_language(module: Module) -> list[LayoutRecording]:
     """Watch all chunks of a language model; the recordings fill as the next steps compute."""
     if isinstance(module, MegatronModule):
         return [_record_chunk(cast("Any", chunk)) for chunk in module.raw]
     return [_record_text(cast("LanguageModel", module.whole))]
 
 
-def record_tower(module: Module) -> Recording:
+def record_tower(module: Module) -> LayoutRecording:
     """Watch an encoder; the recording fills as the next steps compute."""
     if isinstance(module, MegatronModule):
         return _record_stage(module)
-    tower, recording = cast("Tower", module.whole), Recording()
+    tower, recording = cast("Tower", module.whole), LayoutRecording()
     tower.register_forward_pre_hook(
         lambda _, args: recording.keep(PIXELS, tower.values(args[0].args[0]))
     )
@@ -255,8 +242,8 @@ def record_tower(module: Module) -> Recording:
     return recording
 
 
-def _record_chunk(chunk: Any) -> Recording:
-    recording = Recording()
+def _record_chunk(chunk: Any) -> LayoutRecording:
+    recording = LayoutRecording()
     chunk.register_forward_pre_hook(
         lambda _, __, kwargs: recording.keep_inputs(kwargs), with_kwargs=True
     )
@@ -279,8 +266,8 @@ def _record_chunk(chunk: Any) -> Recording:
     return recording
 
 
-def _record_stage(module: MegatronModule) -> Recording:
-    tower, recording = cast("Any", module.raw[0]), Recording()
+def _record_stage(module: MegatronModule) -> LayoutRecording:
+    tower, recording = cast("Any", module.raw[0]), LayoutRecording()
     stage, stages = module.groups.pp.rank(), module.groups.pp.size()
     if stage == 0:
         tower.register_forward_pre_hook(
@@ -294,7 +281,7 @@ def _record_stage(module: MegatronModule) -> Recording:
     return recording
 
 
-def _keep_first_input(recording: Recording, point: str, blocks: nn.Module) -> None:
+def _keep_first_input(recording: LayoutRecording, point: str, blocks: nn.Module) -> None:
     """Keep the hidden_states (S, 1, H) that a stack of layers receives."""
     blocks.register_forward_pre_hook(
         lambda _, __, kwargs: recording.keep(point, kwargs["hidden_states"][:, 0]),
@@ -302,8 +289,8 @@ def _keep_first_input(recording: Recording, point: str, blocks: nn.Module) -> No
     )
 
 
-def _record_text(model: LanguageModel) -> Recording:
-    recording = Recording()
+def _record_text(model: LanguageModel) -> LayoutRecording:
+    recording = LayoutRecording()
     model.register_forward_pre_hook(lambda _, args: recording.keep_inputs(args[0].kwargs))
     watch_text(model.text, recording.keep)
 

@@ -220,19 +220,18 @@ def print_results(results: Sequence[CellResult], tolerance: float) -> None:
 
 def _repetition(result: CellResult, tolerance: float) -> list[str]:
     """Return how a layout was judged if its fp32 error may be rounding."""
-    if result.comparison is None or result.repeated is None:
+    if result.repeated is None:
         return []
-    lines = [
-        f"fp32: error {scientific(result.comparison.error)} (tolerance {tolerance:g})",
-        f"fp64: error {scientific(result.repeated.error)} (tolerance {TOLERANCE['fp64']:g})",
+    judged = {
+        "fp32": (result.comparison, tolerance),
+        "fp64": (result.repeated, TOLERANCE["fp64"]),
+        "fp32, distributed against plain optimizer on this layout": (result.plain, tolerance),
+    }
+    return [
+        f"{how}: error {scientific(comparison.error)} (tolerance {limit:g})"
+        for how, (comparison, limit) in judged.items()
+        if comparison is not None
     ]
-    if result.plain is not None:
-        lines[-1] += ", with the plain optimizer: the engine's distributed one has no fp64"
-        lines.append(
-            f"fp32: distributed against plain optimizer, both on this layout: error "
-            f"{scientific(result.plain.error)} (tolerance {tolerance:g})"
-        )
-    return lines
 
 
 def write_results(

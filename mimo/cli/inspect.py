@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from mimo.cli.options import EmaOption, RunArgument, RunFolder
+from mimo.config.training import Metric
 
 
 def status(run: RunFolder) -> int | None:
@@ -100,11 +101,7 @@ def evaluate(
     ] = None,
     ema: EmaOption = False,
     metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="exact, per_word, contains, anls or relaxed_number, in place of data.metrics; "
-            "repeatable."
-        ),
+        list[Metric] | None, typer.Option(help="In place of data.metrics; repeatable.")
     ] = None,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and score the answers.

@@ -27,15 +27,12 @@ def check(
     phased = load_phases(recipe, overrides or [])
     # Imported after the recipe is read: a mistyped key is reported before torch loads.
     from mimo.model.recipe_checks import check_indexed_data, check_recipe
-    from mimo.runtime.ranks import VARIABLES
 
     layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
     notes = phased.each(check_indexed_data)
     for phase, layout in zip(phased.phases, layouts, strict=True):
         _print_layout(phase.recipe, layout, phase.title)
         _print_memory(phase.recipe, layout)
-        _print_variables(layout)
-    print("environment of all ranks:", " ".join(map(str, VARIABLES)))
     for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
         print(note)
 
@@ -75,19 +72,6 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
         rows.append((usage.role, *(format_bytes(part) if part else "-" for part in parts)))
     show(Table(("role", *columns, "in all"), rows, title="memory of a rank"))
     print("activations, buffers: upper bound, for full microbatches of item embeddings alone")
-
-
-def _print_variables(layout: Layout) -> None:
-    """Print the environment variables that only some ranks set."""
-    from mimo.parallel.grids import variables_of
-
-    ranks_of: dict[str, list[int]] = {}
-    for rank in range(layout.world_size):
-        variables = " ".join(map(str, variables_of(layout, rank)))
-        ranks_of.setdefault(variables, []).append(rank)
-    for variables, ranks in ranks_of.items():
-        if variables:
-            print(f"environment of {len(ranks)} ranks, from rank {ranks[0]}:", variables)
 
 
 def train(

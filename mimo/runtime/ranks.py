@@ -242,13 +242,6 @@ class Variable:
         value = os.environ.get(self.name, self.value)
         return value != self.value or any(name in os.environ for name in self.instead)
 
-    def __str__(self) -> str:
-        """Our setting, or the user's."""
-        if not self.is_users:
-            return f"{self.name}={self.value}"
-        names = (self.name, *self.instead)
-        return ", ".join(f"{n}={os.environ[n]} (yours)" for n in names if n in os.environ)
-
 
 VARIABLES = (
     # Threads that wait for each other sleep after microseconds instead of spinning for

@@ -258,7 +258,7 @@ def test_rounding_under_a_distributed_optimizer_is_judged_with_the_plain_one(
     assert result.passed
     assert result.plain is not None
     assert result.plain.error < verifier.tolerance / 10
-    assert "with the plain optimizer: the engine's distributed one has no fp64" in printed(result)
+    assert "fp32, distributed against plain optimizer on this layout: error" in printed(result)
 
 
 @pytest.mark.slow

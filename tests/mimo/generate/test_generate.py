@@ -206,7 +206,7 @@ def _evaluate_by_command(rank: int, folder: Path) -> tuple[str, str]:
     assert (first.exit_code, again.exit_code) == (0, 0), (first.output, again.output)
     wrong = CliRunner().invoke(app, [*command, "--metric", "exakt"])
     assert wrong.exit_code == 2
-    assert wrong.stderr == "--metric exakt: did you mean 'exact'?\n"
+    assert "'exakt' is not one of 'exact', " in wrong.stderr
     return first.stdout, again.stdout.splitlines()[-1]
 
 
@@ -367,7 +367,7 @@ def _generate_from_bad_input(rank: int, folder: Path) -> None:
     Image.new("L", (28, 28)).save(good)
     Image.new("L", (2010, 10)).save(long)
     for images, prompt, message in (
-        ([good], "what is <|image_pad|> ?", "^--prompt: '<|image_pad|>' stands for an item"),
+        ([good], "what is <|image_pad|> ?", "^the prompt cannot be answered: .* but 1 items"),
         ([good, long], "what is this ?", r"^--image .*long\.png: .* aspect ratio of 201"),
         ([good] * 3, "what is this ?", "^the prompt cannot be answered: .*at most two images"),
     ):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from mimo.cli.main import app
 from mimo.config.schema import Train
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, overlap_of, variables_of
-from mimo.runtime.ranks import VARIABLES
-from tests.mimo import tiny
 
 SHARED = {"distributed_optimizer": True}
 
@@ -91,19 +86,3 @@ def test_kernels_load_at_the_start_only_at_the_ends_of_a_bridge(engine: Any) -> 
     language = GridSpec(LANGUAGE, dp=2, engine=engine)
     colocated = frozenset(vision)
     assert ranks_with(Layout(language, vision, 2, colocated), *EAGER) == []
-
-
-def test_check_prints_the_variables_of_ranks_and_which_the_user_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny.write_samples(tmp_path)
-    recipe = tiny.write_recipe(tmp_path)
-    for name in (*(one.name for one in VARIABLES), "CUDA_MODULE_LOADING"):
-        monkeypatch.setenv(name, "so that it is put back")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    done = CliRunner().invoke(app, ["check", str(recipe), "language.grid={tp: 2}"])
-    assert done.exit_code == 0, done.output
-    assert "GOMP_SPINCOUNT=7 (yours) KMP_BLOCKTIME=1" in done.stdout
-    assert "environment of 3 ranks, from rank 0: CUDA_MODULE_LOADING=LAZY (yours)" in done.stdout
