@@ -125,33 +125,6 @@ def test_bad_input_ends_with_2_and_a_message_before_any_rank_starts(
     assert "Traceback" not in result.stderr
 
 
-def test_a_layout_that_is_too_large_is_covered_by_several_that_are_printed(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[Cell] = []
-
-    def note(self: Verifier, cell: Cell, fault: object = None) -> CellResult:
-        ran.append(cell)
-        return CellResult(cell, 0.0, None, "not run")
-
-    monkeypatch.setattr(Verifier, "run", note)
-    result = verify(
-        "language.grid={tp: 8, sp: true, pp: 4, dp: 4}",
-        "language.model={num_layers: 4, hidden_size: 128, ffn_hidden_size: 384, head_size: 32, "
-        "num_attention_heads: 8, num_query_groups: 8, mrope_section: [8, 4, 4]}",
-        "encoders.vision.grid={dp: 6}",
-    )
-    assert result.exit_code == 1
-    for cell in ran:
-        assert f"  {cell.name}: vision " in result.output
-        assert cell.layout.world_size <= 8
-    pairs = [{"language.tp", "language.pp"}, {"language.tp", "language.dp"}]
-    assert all(any(pair <= set(cell.name.split(" · ")) for cell in ran) for pair in pairs)
-    assert "non-dividing" in result.output  # 6 lanes to 4, as 3 to 2
-    assert "[1/" in result.output
-    assert "FAILED" in result.output
-
-
 def test_a_json_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     result = verify("--json", str(tmp_path))
     assert result.exit_code == 2

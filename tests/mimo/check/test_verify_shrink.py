@@ -195,6 +195,8 @@ def test_a_recipe_of_72_billion_parameters_and_without_its_data_is_scaled_down()
     assert "language tp8 sp pp4 dp4" in cells.notes[0]
     assert all(cell.layout.world_size <= 8 for cell in cells.cells)
     assert len(cells.cells) > 1
+    for cell in cells.cells:
+        assert any(note.startswith(f"  {cell.name}: vision ") for note in cells.notes)
     scaled = scale_recipe(cells.cells[0].recipe, cells.cells[0].layout, Path("never"), "fp32")
     model = scaled.recipe.language.model
     assert model["num_attention_heads"] == 2 * model["num_query_groups"]
