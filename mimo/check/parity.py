@@ -68,7 +68,7 @@ _OVERRIDABLE = ("bridge.", "language.", "encoders.vision.")
 class ParityRunner:
     """Compares layouts of one checkpoint; all of them share what transformers computed.
 
-    folder: for the data, written once. Start the fork server (`warm_up_on_cpu`) first.
+    folder: for the data, written once.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ParityRunner:
         self.timeout_seconds = timeout_seconds
         self._transformers: dict[int, Reference] = {}
 
-    def prepare(self, overrides: Sequence[str]) -> tuple[Recipe, Layout]:
+    def _prepare(self, overrides: Sequence[str]) -> tuple[Recipe, Layout]:
         """Return the recipe and its layout, after writing their data. Raises InputError."""
         for override in overrides:
             if not override.startswith(_OVERRIDABLE):
@@ -107,10 +107,11 @@ class ParityRunner:
         """Compare one layout. ``fault``: a deliberate bug of our ranks, for tests.
 
         The weights are those that were imported. Of a large model only the smallest gradients are
-        compared, with a note. Raises InputError; RanksFailed or RanksHung if a run fails;
-        IncomparableError if one side lacks what the other has.
+        compared, with a note. Raises InputError before any rank starts; RanksFailed or RanksHung if
+        a run fails; IncomparableError if one side lacks what the other has.
         """
-        recipe, layout = self.prepare(overrides)
+        recipe, layout = self._prepare(overrides)
+        warm_up_on_cpu(_PRELOAD)
         initial = initial_weights(recipe)
         assert initial is not None
         all_weights = {f"{m}.{w.name}": w for m, ws in initial.weights.items() for w in ws}
@@ -222,16 +223,12 @@ def main(
         return compare_class(checkpoint, json)
     ours = [*on_engine(engine), *overrides]
     with tempfile.TemporaryDirectory(prefix="mimo-parity-") as folder:
-        runner = ParityRunner(checkpoint, Path(folder))
-        _, layout = runner.prepare(ours)
-        warm_up_on_cpu(_PRELOAD)
         try:
-            comparison = runner.run(ours, tolerance)
+            comparison = ParityRunner(checkpoint, Path(folder)).run(ours, tolerance)
         except (RanksFailed, RanksHung, IncomparableError) as error:
             print(error, file=sys.stderr)
             return 1
-    title = f"{checkpoint}, {layout.world_size} ranks: {engine} against transformers (fp32)"
-    _print_errors(comparison, tolerance, title)
+    _print_errors(comparison, tolerance, f"{checkpoint}: {engine} against transformers (fp32)")
     is_equal = comparison.first is None
     if json is not None:
         document = {

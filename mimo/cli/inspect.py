@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 import typer
 
 from mimo.cli.options import EmaOption, RunArgument, RunFolder
-from mimo.config.training import Metric
 
 
 def status(run: RunFolder) -> int | None:
@@ -101,7 +100,7 @@ def evaluate(
     ] = None,
     ema: EmaOption = False,
     metric: Annotated[
-        list[Metric] | None, typer.Option(help="In place of data.metrics; repeatable.")
+        list[str] | None, typer.Option(help="In place of data.metrics; repeatable.")
     ] = None,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and score the answers.

@@ -20,9 +20,9 @@ from data.text.chat import EncodedSample
 from data.text.messages import is_answer, item_parts
 from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
-from mimo.errors import RecipeError
+from mimo.errors import InputError, RecipeError, suggestion
 from mimo.generate.answer import Generator, Request
-from mimo.generate.scores import Answered, Scoring
+from mimo.generate.scores import METRICS, Answered, Scoring
 from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
 
 BATCH_TOKENS = 8192
@@ -44,6 +44,8 @@ def main(
     metrics: in place of the recipe's. The run's folder gets all answers as JSON Lines, the score
     and the first samples as JSON, and a picture of the first samples with items.
     """
+    if unknown := [name for name in metrics if name not in METRICS]:
+        raise InputError(f"--metric {unknown[0]}: {suggestion(unknown[0], [*METRICS])}")
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
     recipe, left_out = portable_recipe(find_checkpoint(run)), Counter[str]()
     scoring = Scoring(metrics or recipe.data.metrics)

@@ -271,17 +271,17 @@ def test_overrides_that_parity_decides_itself_are_refused(
     override: str, runners: dict[str, ParityRunner]
 ) -> None:
     with pytest.raises(InputError, match="parity takes layouts and sizes only"):
-        runners["gemma3"].prepare([override])
+        runners["gemma3"].run([override])
 
 
 def test_an_axis_that_fsdp_lacks_is_refused(runners: dict[str, ParityRunner]) -> None:
     with pytest.raises(InputError, match=r"grid\.pp"):
-        runners["gemma3"].prepare([*on_engine("fsdp"), *PP2])
+        runners["gemma3"].run([*on_engine("fsdp"), *PP2])
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
-        ParityRunner(tmp_path / "nothing", tmp_path).prepare([])
+        ParityRunner(tmp_path / "nothing", tmp_path).run([])
 
 
 # ------------------------------------------------------------------- the command line

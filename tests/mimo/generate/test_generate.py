@@ -178,7 +178,7 @@ def _evaluate_by_command(rank: int, folder: Path) -> tuple[str, str]:
     assert (first.exit_code, again.exit_code) == (0, 0), (first.output, again.output)
     wrong = CliRunner().invoke(app, [*command, "--metric", "exakt"])
     assert wrong.exit_code == 2
-    assert "'exakt' is not one of 'exact', " in wrong.stderr
+    assert wrong.stderr == "--metric exakt: did you mean 'exact'?\n"
     return first.stdout, again.stdout.splitlines()[-1]
 
 
