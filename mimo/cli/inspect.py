@@ -100,7 +100,11 @@ def evaluate(
     ] = None,
     ema: EmaOption = False,
     metric: Annotated[
-        list[str] | None, typer.Option(help="In place of data.metrics; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="exact, per_word, contains, anls or relaxed_number, in place of data.metrics; "
+            "repeatable."
+        ),
     ] = None,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and score the answers.
