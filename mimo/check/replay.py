@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, override
 
@@ -93,7 +94,8 @@ def replay(run: Path, step: int) -> Replay:
     with changed_shards_named():
         result = _step(trainer, dataset, progress, step, watched)
     assert watched.plan is not None
-    samples, logged = list(samples_of(watched.plan, dataset)), _logged(run, step)
+    lines = (line for line in json_lines(run / METRICS) if "loss" in line)
+    logged = next((line for line in lines if line["step"] == step), None)
     _check_same(run, step, watched.plan, logged)
     return Replay(
         step=step,
@@ -102,7 +104,7 @@ def replay(run: Path, step: int) -> Replay:
         loss=result.mean_loss,
         grad_norm=result.grad_norm,
         logged=logged,
-        samples=samples,
+        samples=list(samples_of(watched.plan, dataset)),
         activations={name: statistics.result() for name, statistics in watched.activations.items()},
         gradients={name: statistics.result() for name, statistics in watched.gradients.items()},
     )
@@ -168,25 +170,14 @@ def _step(
         )
 
 
-def _logged(run: Path, step: int) -> dict[str, Any] | None:
-    """Return the line of the step in the run's metrics."""
-    lines = (line for line in json_lines(run / METRICS) if "loss" in line)
-    return next((line for line in lines if line["step"] == step), None)
-
-
 def _check_same(run: Path, step: int, plan: StepPlan, logged: Mapping[str, Any] | None) -> None:
-    """Raise InputError if the step had other samples by its metrics."""
+    """Raise InputError if the step had other samples by its line in the metrics."""
     counts = {"tokens": plan.num_tokens, "loss_tokens": plan.num_loss_tokens}
-    differs = [
-        f"{name} {value}, not {logged[name]}"
-        for name, value in counts.items()
-        if logged is not None and logged[name] != value
-    ]
-    if differs:
+    if logged is not None and counts != (before := {name: logged[name] for name in counts}):
         raise InputError(
-            f"--step {step}: the samples are not those of the run any more ({', '.join(differs)}); "
-            f"sources, batch size or packing have changed since, or a sample became unreadable: "
-            f"restore them as in {run / 'recipe.yaml'}"
+            f"--step {step}: the samples are not those of the run any more ({counts}, logged "
+            f"{before}); sources, batch size or packing have changed since, or a sample became "
+            f"unreadable: restore them as in {run / 'recipe.yaml'}"
         )
 
 
@@ -230,17 +221,8 @@ class _WatchedLayers(StepObserver):
         self.plan: StepPlan | None = None
         for module in modules.values():
             for name, layer in _layers(module):
-                self._watch(name, layer)
-
-    def _watch(self, name: str, layer: nn.Module) -> None:
-        statistics = self.activations.setdefault(name, Statistics())
-
-        def hook(_: nn.Module, __: object, output: object) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, Tensor) and first.is_floating_point():
-                statistics.add(first)
-
-        layer.register_forward_hook(hook)
+                statistics = self.activations.setdefault(name, Statistics())
+                layer.register_forward_hook(partial(_add_output, statistics))
 
     @override
     def planned(self, step: int, plan: StepPlan) -> None:
@@ -251,6 +233,12 @@ class _WatchedLayers(StepObserver):
         for module in modules.values():
             for piece in module.gradients():
                 self.gradients.setdefault(piece.key, Statistics()).add(piece.values)
+
+
+def _add_output(statistics: Statistics, _: nn.Module, __: object, output: object) -> None:
+    first = output[0] if isinstance(output, tuple) else output
+    if isinstance(first, Tensor) and first.is_floating_point():
+        statistics.add(first)
 
 
 def _layers(module: Module) -> Iterator[tuple[str, nn.Module]]:

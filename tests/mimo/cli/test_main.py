@@ -41,11 +41,6 @@ def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path
     ("overrides", "expected"),
     [
         ([], "4 samples, up to 512 tokens"),
-        (["train.micro_batch_size=1"], "1 sample, up to 128 tokens"),
-        (
-            ["train.micro_batch_size=1", "data.tokens_per_microbatch=2048"],
-            "as many samples as fit, up to 2,048 tokens",
-        ),
         (
             [
                 "train.micro_batch_size=1",
