@@ -235,11 +235,6 @@ class Comparison:
     largest: Difference | None = None
 
     @property
-    def errors(self) -> dict[str, Any]:
-        """All errors of the steps by what was compared, for JSON."""
-        return {"steps": self.scalars, "gradients": self.gradients, "weights": self.weights}
-
-    @property
     def error(self) -> float:
         """The largest error of the steps."""
         return largest(self.worst(what) for what in ("gradients", "weights", *_SCALARS))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mimo.check.scale import scale_recipe
-from mimo.check.shrink import cover, lane_ratio, parallel_axes, place
+from mimo.check.shrink import cover, lane_ratio, place
 from mimo.config.schema import Recipe
 from mimo.config.source import YamlSource
 from mimo.errors import InputError, RecipeError
@@ -173,12 +173,12 @@ def recipe_cells(recipe: Recipe, max_ranks: int, full: bool) -> Cells:
     except ValueError as error:
         raise InputError(f"--max-ranks {max_ranks}: {error}; give more ranks") from error
     notes = [f"the recipe: {describe(layout)}"]
-    small = covered.parts[0]
-    if small.layout == layout:
-        return Cells([Cell(title, recipe, layout)], notes)
-    if len(small.axes) == len(parallel_axes(layout)):
-        notes.append(f"run here:   {describe(small.layout)}")
-        return Cells([Cell(f"{title}, shrunk", recipe, small.layout)], notes)
+    if len(covered.parts) == 1:
+        small = covered.parts[0].layout
+        if small != layout:
+            title += ", shrunk"
+            notes.append(f"run here:   {describe(small)}")
+        return Cells([Cell(title, recipe, small)], notes)
     notes.append(f"with all its axes it needs more than {max_ranks} ranks; run here:")
     notes += [f"  {part.name}: {describe(part.layout)}" for part in covered.parts]
     notes += [

@@ -236,9 +236,7 @@ def main(
             "overrides": ours,
             "tolerance": tolerance,
             "passed": is_equal,
-            "first_difference": comparison.first,
-            "points": [*comparison.points.values()],
-            **comparison.errors,
+            "comparison": comparison,
         }
         write_json(json, document)
     print("\n".join(comparison.lines()) or f"equal: everything within {tolerance:g}")

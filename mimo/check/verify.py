@@ -177,7 +177,7 @@ def main(
             print(f"{line} ({result.seconds:.1f} s)", flush=True)
     print_results(results, verifier.tolerance)
     if json is not None:
-        write_results(json, results, path, precision, verifier.tolerance, notes)
+        write_results(json, results, recipe=str(path), precision=precision, notes=notes)
     differing = sum(not result.passed for result in results)
     print(f"{len(results) - differing} of {len(results)} layouts take the steps of one rank")
     return 1 if differing else 0
@@ -234,41 +234,21 @@ def _repetition(result: CellResult, tolerance: float) -> list[str]:
     ]
 
 
-def write_results(
-    path: Path,
-    results: Sequence[CellResult],
-    recipe: Path,
-    precision: str,
-    tolerance: float,
-    notes: Sequence[str],
-) -> None:
-    """Write every error of every tensor of every layout as JSON."""
-    layouts = []
-    for result in results:
-        layout = result.cell.layout
-        differing = next((c for c in result.deciding if c.first is not None), Comparison())
-        entry = {
+def write_results(path: Path, results: Sequence[CellResult], **facts: object) -> None:
+    """Write every error of every tensor of every layout as JSON, and facts about the command."""
+    layouts = [
+        {
             "name": result.cell.name,
-            "ranks": layout.world_size,
-            "grids": layout.grids,
-            "colocated": sorted(layout.colocated),
+            "ranks": result.cell.layout.world_size,
+            "grids": result.cell.layout.grids,
+            "colocated": sorted(result.cell.layout.colocated),
             "passed": result.passed,
-            "verdict": result.verdict,
-            "seconds": round(result.seconds, 3),
             "failure": result.failure,
-            "first_difference": differing.first,
-            "largest_difference": differing.largest,
-            **(result.comparison or Comparison()).errors,
-            "repeated_in_fp64": result.repeated and result.repeated.errors,
-            "against_plain_optimizer": result.plain and result.plain.errors,
+            "comparison": result.comparison,
+            "repeated_in_fp64": result.repeated,
+            "against_plain_optimizer": result.plain,
         }
-        layouts.append(entry)
-    document = {
-        "recipe": str(recipe),
-        "precision": precision,
-        "tolerance": tolerance,
-        "passed": all(result.passed for result in results),
-        "notes": notes,
-        "layouts": layouts,
-    }
-    write_json(path, document)
+        for result in results
+    ]
+    passed = all(result.passed for result in results)
+    write_json(path, {**facts, "passed": passed, "layouts": layouts})

@@ -191,12 +191,9 @@ def tiny(
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    shard_size: Annotated[
-        str | None, typer.Option(help="Largest file of weights, such as 1MB; default: one.")
-    ] = None,
 ) -> int | None:
     """Write a small checkpoint with random weights in Hugging Face format."""
     from mimo.checkpoint.hf.tiny import TinyCheckpoint
     from mimo.checkpoint.hf.tiny import main as run
 
-    return run(TinyCheckpoint(family, seed, shard_size=shard_size), out)
+    return run(TinyCheckpoint(family, seed), out)

@@ -296,15 +296,16 @@ def test_the_command_prints_a_table_and_ends_with_1_where_something_differs(
     code = main(tmp_path / "x", overrides, 1e-5, tmp_path / "errors.json")
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "errors.json").read_text())
-    points = [point["name"] for point in report["points"]]
+    comparison = report["comparison"]
+    points = [*comparison["points"]]
     assert points[0] == "tokens"
     assert points[-1] == LOGITS
     assert all(point in printed for point in points)
-    assert len(report["gradients"]) > 50
+    assert len(comparison["gradients"]) > 50
     if epsilon == "3.0e-4":  # the checkpoint's own
         assert (code, report["passed"]) == (0, True)
         assert printed.splitlines()[-1].startswith("equal: ")
     else:
         assert (code, report["passed"]) == (1, False)
-        assert report["first_difference"]["name"] == "language.layers.0"
+        assert comparison["first"]["name"] == "language.layers.0"
         assert "first:   step 1: activation of language.layers.0 at [" in printed

@@ -47,16 +47,18 @@ def test_an_equal_layout_ends_with_0_and_every_error_in_the_json(
     assert "1 of 1 layouts take the steps of one rank" in result.output
     report = json.loads(path.read_text())
     assert report["passed"] is True
-    assert (report["precision"], report["tolerance"]) == ("fp32", 1e-5)
+    assert report["precision"] == "fp32"
     (layout,) = report["layouts"]
     assert layout["ranks"] == 3
     assert layout["grids"]["vision"]["dp"] == 2
-    assert layout["first_difference"] is None
-    assert [sorted(step) for step in layout["steps"]] == [["grad_norm", "loss", "loss_tokens"]] * 2
-    assert layout["gradients"].keys() == layout["weights"].keys()
-    assert "vision.merger.linear_fc2.weight" in layout["gradients"]
-    assert "language.decoder.layers.3.mlp.linear_fc2.weight" in layout["gradients"]
-    errors = [e for what in ("gradients", "weights") for es in layout[what].values() for e in es]
+    comparison = layout["comparison"]
+    assert comparison["first"] is None
+    assert [sorted(s) for s in comparison["scalars"]] == [["grad_norm", "loss", "loss_tokens"]] * 2
+    gradients, weights = comparison["gradients"], comparison["weights"]
+    assert gradients.keys() == weights.keys()
+    assert "vision.merger.linear_fc2.weight" in gradients
+    assert "language.decoder.layers.3.mlp.linear_fc2.weight" in gradients
+    errors = [e for tensors in (gradients, weights) for es in tensors.values() for e in es]
     assert 0 < max(errors) <= 1e-5
 
 
@@ -76,7 +78,7 @@ def test_each_phase_is_compared_with_its_layout_and_frozen_parts(
     assert [first["name"], second["name"]] == names
     assert (first["grids"]["language"]["dp"], second["grids"]["language"]["pp"]) == (2, 2)
     learns = [
-        any(n.startswith("language.") and e for n, e in s["gradients"].items())
+        any(n.startswith("language.") and e for n, e in s["comparison"]["gradients"].items())
         for s in (first, second)
     ]
     assert learns == [False, True]
@@ -91,7 +93,7 @@ def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values
     assert result.exit_code == 1
     assert "[1/1] DIFFERS" in result.output
     assert "0 of 1 layouts take the steps of one rank" in result.output
-    first = json.loads(path.read_text())["layouts"][0]["first_difference"]
+    first = json.loads(path.read_text())["layouts"][0]["comparison"]["first"]
     assert first["name"] == "vision.patch_embed.weight"
     assert first["got"] == pytest.approx(first["expected"] / 2, rel=1e-3)
     expected = (
@@ -203,12 +205,12 @@ def test_an_error_that_fp64_does_not_show_is_rounding(verifier: Verifier, tmp_pa
     assert 0 < result.repeated.error < 1e-10
     assert "equal (fp64)" in printed(result)
     path = tmp_path / "report.json"
-    write_results(path, [result], RECIPE, "fp32", 1e-5, [])
+    write_results(path, [result])
     report = json.loads(path.read_text())
     assert report["passed"] is True
     (layout,) = report["layouts"]
-    assert (layout["verdict"], layout["first_difference"]) == ("equal (fp64)", None)
-    assert layout["gradients"].keys() == layout["repeated_in_fp64"]["gradients"].keys()
+    gradients = [layout[run]["gradients"] for run in ("comparison", "repeated_in_fp64")]
+    assert gradients[0].keys() == gradients[1].keys()
     assert layout["against_plain_optimizer"] is None
 
 
