@@ -124,8 +124,9 @@ class ParityRunner:
         vocabulary = computed.points[LOGITS].shape[1]
         for result in results:  # our vocabulary may be padded further
             result.points[LOGITS] = [
-                replace(part, values=part.values[:, : max(vocabulary - part.column, 0)])
+                replace(part, values=part.values[:, : vocabulary - part.column])
                 for part in result.points.get(LOGITS, [])
+                if part.column < vocabulary
             ]
         return compare(results, _in_our_names(computed, weights, results), tolerance)
 

@@ -10,7 +10,7 @@ P patches, N rows of a tower, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, override
 
@@ -59,23 +59,21 @@ def run_points(
         fault()
     join_world(recipe)
     trainer, dataset = open_trainer(recipe, layout)
-    modules, rank = trainer.model.modules, dist.get_rank()
-    watched = _WatchedStep(modules, rank, names)
+    modules = trainer.model.modules
+    watched = _WatchedStep(modules, dist.get_rank(), names)
     towers = {name: record_tower(m) for name, m in modules.items() if name != LANGUAGE}
     chunks = record_language(modules[LANGUAGE]) if LANGUAGE in modules else []
     steps = train_watched(trainer, dataset, watched, 1)
     assert watched.plan is not None
-    rows = _WholeRows(dataset.readers[0], watched.plan)
-    parts: list[tuple[str, Part]] = []
+    parts = _Parts(dataset.readers[0], watched.plan)
     for chunk in chunks:
-        parts += _language_parts(chunk, modules[LANGUAGE], rows, rank)
+        parts.add_language(chunk, modules[LANGUAGE])
     size, count = language_settings(recipe).hidden_size, len(watched.plan.microbatches)
     for name, recording in towers.items():
         group = (trainer.model.encode_group or count) if name in layout.colocated else 1
         batches = [range(n, min(n + group, count)) for n in range(0, count, group)]
-        parts += _tower_parts(recording, modules[name], rows, batches, size, rank)
-    for point, part in parts:
-        steps.points.setdefault(point, []).append(part)
+        parts.add_tower(recording, modules[name], batches, size)
+    steps.points = parts.points
     return steps
 
 
@@ -102,17 +100,56 @@ class _WatchedStep(WatchedSteps):
         pass  # the new weights are not compared
 
 
-class _WholeRows:
-    """Indices into the whole tensors, in the order of the samples, of what a step's plan packs."""
+class _Parts:
+    """This rank's parts of points; rows of a whole tensor are in the order of the samples."""
 
     def __init__(self, reader: SampleReader, plan: StepPlan) -> None:
+        self.points: dict[str, list[Part]] = {}
         index, self._plan = reader.index, plan
         patches = [reader.plan(item).num_patches for item in range(index.num_items)]
         self._token_start = np.cumsum([0, *index.column("token_length")])
         self._row_start = np.cumsum([0, *index.column("item_rows")])
         self._patch_start = np.cumsum([0, *patches])
 
-    def tokens(self, microbatch: int, lane: int, length: int) -> np.ndarray:
+    def add_language(self, chunk: LayoutRecording, module: Module) -> None:
+        """Add what a chunk of the language model computed of each point."""
+        groups = module.groups
+        for point, calls in chunk.states.items():
+            for number, (lengths, values) in enumerate(zip(chunk.lengths, calls, strict=True)):
+                of_lane = self._tokens(number, groups.dp.rank(), sum(lengths))
+                held = _held_tokens(len(values), lengths, groups)
+                column = groups.tp.rank() * values.shape[1] if point == LOGITS else 0
+                self._add(point, module.name, of_lane[held], values, column)
+
+    def add_tower(
+        self, recording: LayoutRecording, module: Module, batches: list[range], hidden_size: int
+    ) -> None:
+        """Add what a tower computed of each point. batches: microbatches of each call."""
+        groups = module.groups
+        for point, calls in recording.states.items():
+            is_split = point != PIXELS and module.sequence_parts > 1
+            for batch, values in zip(batches, calls, strict=True):
+                whole = self._items(batch, module.name, groups.dp.rank(), rows=point == _ROWS)
+                count = len(values)
+                start = groups.tp.rank() * count if is_split else 0
+                # Blank rows, which come last, are padding.
+                index = np.append(whole, np.full(start + count, _PADDING))[start:][:count]
+                if point != _ROWS:
+                    self._add(point, module.name, index, values)
+                    continue
+                for number, level in enumerate(values.split(hidden_size, dim=1)):
+                    self._add(level_point(number), module.name, index, level)
+
+    def _add(
+        self, point: str, module: str, index: np.ndarray, values: Tensor, column: int = 0
+    ) -> None:
+        """Add the values that are not padding."""
+        real = index != _PADDING
+        where = f"{module}, rank {dist.get_rank()}"
+        part = Part(where, index[real], column, values.numpy()[real])
+        self.points.setdefault(point, []).append(part)
+
+    def _tokens(self, microbatch: int, lane: int, length: int) -> np.ndarray:
         """Return (T,) rows of the tokens of a lane, which has ``length`` of them."""
         samples = self._plan.microbatches[microbatch].samples
         rows = np.full(length, _PADDING)
@@ -122,7 +159,9 @@ class _WholeRows:
             rows[start : start + count] = np.arange(first, first + count)
         return rows
 
-    def items(self, microbatches: Sequence[int], encoder: str, lane: int, rows: bool) -> np.ndarray:
+    def _items(
+        self, microbatches: Sequence[int], encoder: str, lane: int, rows: bool
+    ) -> np.ndarray:
         """Return (N,) rows, or (P,) patches, of the items that a lane encodes in one call."""
         starts = self._row_start if rows else self._patch_start
         indices = [np.zeros(0, np.int64)]
@@ -130,19 +169,6 @@ class _WholeRows:
             items = planned.samples.item[planned.encoders[encoder].of_lane(lane)].tolist()
             indices += [np.arange(int(starts[item]), int(starts[item + 1])) for item in items]
         return np.concatenate(indices)
-
-
-def _language_parts(
-    chunk: LayoutRecording, module: Module, rows: _WholeRows, rank: int
-) -> Iterator[tuple[str, Part]]:
-    """Yield what a chunk of the language model computed of each point."""
-    groups, where = module.groups, f"{module.name}, rank {rank}"
-    for point, calls in chunk.states.items():
-        for number, (lengths, values) in enumerate(zip(chunk.lengths, calls, strict=True)):
-            of_lane = rows.tokens(number, groups.dp.rank(), sum(lengths))
-            held = _held_tokens(len(values), lengths, groups)
-            columns = groups.tp.rank() * values.shape[1] if point == LOGITS else 0
-            yield _part(point, where, of_lane[held], values, columns)
 
 
 def _held_tokens(
@@ -159,39 +185,6 @@ def _held_tokens(
     if count < len(held):
         held = held.reshape(groups.tp.size(), count)[groups.tp.rank()]
     return held
-
-
-def _tower_parts(
-    recording: LayoutRecording,
-    module: Module,
-    rows: _WholeRows,
-    batches: list[range],
-    hidden_size: int,
-    rank: int,
-) -> Iterator[tuple[str, Part]]:
-    """Yield what a tower computed of each point. batches: microbatches of each call."""
-    groups, where = module.groups, f"{module.name}, rank {rank}"
-    for point, calls in recording.states.items():
-        is_split = point != PIXELS and module.sequence_parts > 1
-        for batch, values in zip(batches, calls, strict=True):
-            whole = rows.items(batch, module.name, groups.dp.rank(), rows=point == _ROWS)
-            count = len(values)
-            start = groups.tp.rank() * count if is_split else 0
-            # Blank rows, which come last, are padding.
-            index = np.append(whole, np.full(start + count, _PADDING))[start:][:count]
-            if point != _ROWS:
-                yield _part(point, where, index, values)
-                continue
-            for number, level in enumerate(values.split(hidden_size, dim=1)):
-                yield _part(level_point(number), where, index, level)
-
-
-def _part(
-    point: str, where: str, index: np.ndarray, values: Tensor, column: int = 0
-) -> tuple[str, Part]:
-    """Return a point and its values that are not padding."""
-    real = index != _PADDING
-    return point, Part(where, index[real], column, values.numpy()[real])
 
 
 # ----------------------------------------------------------------------------- hooks

@@ -231,6 +231,13 @@ def main(
     processors = item_processors(portable_recipe(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]
     generator = Generator(path, average)
+    for media, text in generator.chat.media_text.items():
+        for token in (text.written, text.placeholder):
+            if token in prompt:
+                raise InputError(
+                    f"--prompt: {token!r} stands for an item of media {media!r} and is no text; "
+                    "leave it out, a placeholder is added for each item that is given"
+                )
     content: list[dict[str, Any]] = [{"type": item.media, **item.keys} for item in items]
     content.append({"type": "text", "text": prompt})
     request = Request([{"role": "user", "content": content}], files)

@@ -72,7 +72,7 @@ def test_an_error_leaves_no_span_open() -> None:
     assert measured.open == []
 
 
-def test_measuredare_ranges_of_a_trace_while_one_is_made() -> None:
+def test_spans_are_ranges_of_a_trace_while_one_is_made() -> None:
     measured = Spans()
     with torch.profiler.profile(acc_events=True) as profile:
         with measured.span("vision", "encode"):

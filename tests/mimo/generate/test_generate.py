@@ -339,7 +339,7 @@ def _generate_from_bad_input(rank: int, folder: Path) -> None:
     Image.new("L", (28, 28)).save(good)
     Image.new("L", (2010, 10)).save(long)
     for images, prompt, message in (
-        ([good], "what is <|image_pad|> ?", "^the prompt cannot be answered: .* but 1 items"),
+        ([good], "what is <|image_pad|> ?", "^--prompt: '<|image_pad|>' stands for an item"),
         ([good, long], "what is this ?", r"^--image .*long\.png: .* aspect ratio of 201"),
         ([good] * 3, "what is this ?", "^the prompt cannot be answered: .*at most two images"),
     ):
