@@ -42,21 +42,19 @@ def one_rank_layout(recipe: Recipe) -> Layout:
     )
 
 
-# Settings with which any machine answers prompts of any length.
-_PORTABLE = {"fp8": "none", "ema_decay": None}
-
-
 def one_rank_recipe(recipe: Recipe, freeze: bool = True) -> Recipe:
     """Return the recipe with one-rank grids and no recomputation, in the precision of its weights.
 
     freeze: build neither optimizers nor gradients.
     """
+    # With these any machine answers prompts of any length.
+    settings = {"fp8": "none", "ema_decay": None}
     parts: dict[str, object] = {"grid": Grid(), "recompute": "none"}
     if freeze:
         parts["freeze"] = True
     return recipe.model_copy(
         update={
-            "train": recipe.train.model_copy(update=_PORTABLE),
+            "train": recipe.train.model_copy(update=settings),
             "language": recipe.language.model_copy(update=parts),
             "encoders": {
                 name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()
