@@ -7,6 +7,7 @@ run's, up to rounding. Layers have the names of the checkpoint format, in either
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology
 from mimo.report.tables import Table, show, write_json
 from mimo.runtime.run_files import METRICS, json_lines
-from mimo.train.anomalies import samples_of
+from mimo.train.anomalies import BATCHES, samples_of
 from mimo.train.batches import STEP
 from mimo.train.loop import Trainer
 from mimo.train.metrics import StepResult, StepTimes
@@ -96,7 +97,8 @@ def replay(run: Path, step: int) -> Replay:
     assert watched.plan is not None
     lines = (line for line in json_lines(run / METRICS) if "loss" in line)
     logged = next((line for line in lines if line["step"] == step), None)
-    _check_same(run, step, watched.plan, logged)
+    samples = list(samples_of(watched.plan, dataset))
+    _check_same(run, step, watched.plan, samples, logged)
     return Replay(
         step=step,
         weights=None if weights is None else str(weights),
@@ -104,7 +106,7 @@ def replay(run: Path, step: int) -> Replay:
         loss=result.mean_loss,
         grad_norm=result.grad_norm,
         logged=logged,
-        samples=list(samples_of(watched.plan, dataset)),
+        samples=samples,
         activations={name: statistics.result() for name, statistics in watched.activations.items()},
         gradients={name: statistics.result() for name, statistics in watched.gradients.items()},
     )
@@ -170,14 +172,30 @@ def _step(
         )
 
 
-def _check_same(run: Path, step: int, plan: StepPlan, logged: Mapping[str, Any] | None) -> None:
-    """Raise InputError if the step had other samples by its line in the metrics."""
+def _check_same(
+    run: Path,
+    step: int,
+    plan: StepPlan,
+    samples: list[dict[str, Any]],
+    logged: Mapping[str, Any] | None,
+) -> None:
+    """Raise InputError if the step had other samples by its metrics or its kept batch."""
     counts = {"tokens": plan.num_tokens, "loss_tokens": plan.num_loss_tokens}
-    if logged is not None and counts != (before := {name: logged[name] for name in counts}):
+    differs = [
+        f"{name} {value}, not {logged[name]}"
+        for name, value in counts.items()
+        if logged is not None and logged[name] != value
+    ]
+    kept = run / BATCHES / f"step_{step}.json"
+    if kept.exists():
+        batch = json.loads(kept.read_text(encoding="utf-8"))
+        keys = ({sample["key"] for sample in group} for group in (samples, batch["samples"]))
+        differs += [f"sample {key}" for key in sorted(set.symmetric_difference(*keys))[:3]]
+    if differs:
         raise InputError(
-            f"--step {step}: the samples are not those of the run any more ({counts}, logged "
-            f"{before}); sources, batch size or packing have changed since, or a sample became "
-            f"unreadable: restore them as in {run / 'recipe.yaml'}"
+            f"--step {step}: the samples are not those of the run any more ({', '.join(differs)}); "
+            f"sources, batch size or packing have changed since, or a sample became unreadable: "
+            f"restore them as in {run / 'recipe.yaml'}"
         )
 
 

@@ -108,11 +108,15 @@ def test_a_replay_is_written_and_samples_that_have_changed_are_refused(
     assert kept["samples"]
     assert kept["gradients"]["language.decoder.final_layernorm.weight"]["non_finite"] == 0
 
+    (run / "batches").mkdir()
+    batch = {"samples": [*kept["samples"][1:], {"key": "another"}]}
+    (run / "batches" / "step_1.json").write_text(json.dumps(batch))
     for checkpoint in (run / "checkpoints").glob("step_*"):
         path = checkpoint / "recipe.yaml"
         path.write_text(path.read_text().replace("seed: 1", "seed: 2"))
         write_manifest(checkpoint)
     (messages,) = run_ranks(replay_steps, 1, run, [1, 2])
+    assert "sample another" in messages[0]
     assert all("samples are not those of the run any more" in message for message in messages)
     assert load_recipe(run / "recipe.yaml").train.seed == 1
 
