@@ -53,29 +53,18 @@ class Shard:
     """A rectangle of a parameter that a rank holds.
 
     name: in the whole model, such as `language.decoder.layers.3.mlp.linear_fc1.weight`.
+    where: such as `language, rank 5 (stage 1 · lane 0 · cp 0 · tp 1)`.
     shape: of the whole parameter. row, column: of the first element.
     gradients, weights: of each step, gradients before clipping; a frozen parameter has none.
     """
 
     name: str
-    module: str
-    rank: int
-    stage: int
-    lane: int
-    cp: int
-    tp: int
+    where: str
     shape: tuple[int, ...]
     row: int = 0
     column: int = 0
     gradients: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)
-
-    @property
-    def where(self) -> str:
-        """For example `language, rank 5 (stage 1 · lane 0 · tp 1)`."""
-        cp = f" · cp {self.cp}" if self.cp else ""
-        place = f"stage {self.stage} · lane {self.lane}{cp} · tp {self.tp}"
-        return f"{self.module}, rank {self.rank} ({place})"
 
     def part(self, values: np.ndarray) -> Part:
         """Return a gradient or weight as a part of the whole tensor. Raises IncomparableError."""

@@ -89,9 +89,11 @@ class WatchedSteps(StepObserver):
         self._shards: dict[tuple[str, int, int], Shard] = {}
         for name, module in modules.items():
             groups = module.groups
-            place = (rank, groups.pp.rank(), groups.dp.rank(), groups.cp.rank(), groups.tp.rank())
+            axes = {"stage": groups.pp, "lane": groups.dp, "cp": groups.cp, "tp": groups.tp}
+            place = " · ".join(f"{axis} {group.rank()}" for axis, group in axes.items())
+            where = f"{name}, rank {rank} ({place})"
             for piece in module.pieces("load", with_optimizer=False):
-                shard = Shard(piece.key, name, *place, piece.shape, piece.row, piece.column)
+                shard = Shard(piece.key, where, piece.shape, piece.row, piece.column)
                 self._shards[piece.key, piece.row, piece.column] = shard
 
     @property

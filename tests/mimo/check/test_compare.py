@@ -34,13 +34,12 @@ def shard(
     gradient: np.ndarray | None,
     weight: np.ndarray,
     shape: tuple[int, ...] | None = None,
+    where: str = "rank 0",
     **place: int,
 ) -> Shard:
-    where = {"rank": 0, "stage": 0, "lane": 0, "cp": 0, "tp": 0} | place
     gradients = [] if gradient is None else [matrix(gradient)]
     shape = weight.shape if shape is None else shape
-    of = name.partition(".")[0]
-    return Shard(name, of, shape=shape, gradients=gradients, weights=[matrix(weight)], **where)
+    return Shard(name, where, shape, gradients=gradients, weights=[matrix(weight)], **place)
 
 
 def matrix(tensor: np.ndarray) -> np.ndarray:
@@ -79,14 +78,14 @@ def test_equal_tensors_and_numbers_have_no_difference() -> None:
 def test_gradients_come_before_weights_and_parameters_in_the_order_of_the_model() -> None:
     expected = reference(vision__a=(VALUES, VALUES), language__b=(VALUES, VALUES))
     shards = [
-        shard("language.b", VALUES * 3, VALUES, rank=2, stage=1),
+        shard("language.b", VALUES * 3, VALUES, where="rank 2"),
         shard("vision.a", VALUES, VALUES + 1),
     ]
     difference = first(expected, *shards)
     assert (difference.what, difference.name) == ("gradient", "language.b")
     assert (difference.index, difference.got, difference.expected) == ((1,), -6.0, -2.0)
     assert difference.error == 2.0
-    assert difference.where == "language, rank 2 (stage 1 · lane 0 · tp 0)"
+    assert difference.where == "rank 2"
     comparison = run(expected, *shards)
     assert comparison.largest is not None
     assert comparison.worst("weights") == 0.5
@@ -114,22 +113,21 @@ def test_every_part_and_replica_is_compared() -> None:
     whole = np.arange(8.0, dtype=np.float32)
     rows = {0: 0, 4: 0, 2: 1, 6: 1}
     parts = [(row, tp, whole[row : row + 2]) for row, tp in rows.items()]
-    shards = [shard("a", part, part, (8,), rank=tp, tp=tp, row=row) for row, tp, part in parts]
+    shards = [shard("a", part, part, (8,), f"rank {tp}", row=row) for row, tp, part in parts]
     for rank_shard, (_, _, part) in zip(shards, parts, strict=True):
         np.testing.assert_array_equal(slice_of(whole, rank_shard)[:, 0], part)
     expected = reference(a=(whole, whole))
     assert run(expected, *shards).first is None
-    replica = shard("a", whole[6:] + 7, whole[6:], (8,), rank=5, tp=1, lane=1, row=6)
+    replica = shard("a", whole[6:] + 7, whole[6:], (8,), "rank 5", row=6)
     difference = first(expected, *shards, replica)
     assert difference.index == (6,)
-    assert difference.where == "a, rank 5 (stage 0 · lane 1 · tp 1)"
+    assert difference.where == "rank 5"
 
 
 def test_columns_of_a_matrix_are_compared_with_those_columns() -> None:
     whole = np.arange(12.0).reshape(3, 4)
     halves = [
-        shard("a", whole[:, c : c + 2], whole[:, c : c + 2], (3, 4), tp=c // 2, column=c)
-        for c in (0, 2)
+        shard("a", whole[:, c : c + 2], whole[:, c : c + 2], (3, 4), column=c) for c in (0, 2)
     ]
     expected = reference(a=(whole, whole))
     assert run(expected, *halves).first is None
@@ -188,7 +186,7 @@ def test_the_floor_of_a_weight_is_the_update_that_noise_causes() -> None:
 def test_whole_tensors_are_put_together_from_the_parts_of_all_ranks() -> None:
     whole = np.arange(24.0).reshape(2, 12)
     shards = [
-        shard("a", whole[:, c : c + 4], whole[:, c : c + 4] + 1, (2, 12), tp=c // 4, column=c)
+        shard("a", whole[:, c : c + 4], whole[:, c : c + 4] + 1, (2, 12), column=c)
         for c in (8, 0, 4)
     ]
     steps = [RankSteps([dict(STEP)], [held]) for held in [*shards, shard("b", None, VALUES)]]
