@@ -26,7 +26,6 @@ from mimo.report.experiment_results import (
 from mimo.report.experiment_runs import (
     Interrupted,
     Outcome,
-    Record,
     Run,
     check_layouts,
     run_here,
@@ -34,7 +33,7 @@ from mimo.report.experiment_runs import (
 )
 from mimo.report.page import Part, Section, lines, render, shares, spreads
 from mimo.report.run import differences
-from mimo.report.runs import TIMES, Curve, read_runs
+from mimo.report.runs import Curve, read_runs, times_by_module
 from mimo.report.tables import Table, number, percent, show, write
 from mimo.runtime.run_lock import run_lock
 
@@ -202,7 +201,7 @@ def write_page(
 
 
 def _losses(results: Sequence[Result], reference: str, precision: str) -> Section:
-    curves = {result.name: _curve(result.first.records) for result in results if result.first}
+    curves = {result.name: result.first.curves["loss"] for result in results if result.first}
     pictures = [lines("Loss per token", "", curves)] if curves else []
     if reference in curves:
         expected = curves[reference].values
@@ -219,21 +218,13 @@ def _losses(results: Sequence[Result], reference: str, precision: str) -> Sectio
     return Section("Losses", pictures)
 
 
-def _curve(records: Sequence[Record]) -> Curve:
-    losses = [np.nan if record["loss"] is None else record["loss"] for record in records]
-    return Curve(np.array([record["step"] + 1 for record in records]), np.array(losses))
-
-
 def _times(results: Sequence[Result]) -> Section:
     rows, seconds = [], dict[str, dict[str, float]]()
     idle, memory = dict[str, list[float]](), dict[str, list[float]]()
     for result in results:
-        phases = dict[str, dict[str, float]]()
-        for name, value in result.figures.items():
-            if (match := TIMES.fullmatch(name)) and not match["max"]:
-                phases.setdefault(match["module"], {})[match["phase"]] = value
-        for module, parts in sorted(phases.items()):
+        for module, names in sorted(times_by_module(result.figures).items()):
             place = f"{result.name}: {module}"
+            parts = {phase: result.figures[name] for phase, name in names.items()}
             seconds[place] = {phase.replace("_", " "): value for phase, value in parts.items()}
             idle[place] = result.values(f"idle_fraction_{module}")
             memory[place] = result.values(f"memory_gib_{module}")

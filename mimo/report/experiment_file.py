@@ -19,7 +19,6 @@ from mimo.config.schema import descriptions
 from mimo.config.source import Location, read_yaml
 from mimo.errors import RecipeError, shown, suggestion
 
-_MAX_RUNS = 1000  # of all layouts together
 _SAME = ("train.steps", "train.run_dir", "train.precision")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}"
 
@@ -36,10 +35,6 @@ def _layout_keys(layouts: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], .
     return layouts
 
 
-Overrides = Annotated[dict[str, Any], Field(max_length=100)]
-"""Keys of the recipe with dots, such as `language.grid.tp`, and their values."""
-
-
 class ExperimentFile(Section):
     """The keys of an experiment's file."""
 
@@ -47,19 +42,19 @@ class ExperimentFile(Section):
     """Name of the experiment and of its folder in the recipe's `train.run_dir`."""
     recipe: bounds.PathText
     """The recipe, from the folder of this file or from the working folder."""
-    set: Overrides = {}
-    """Overrides of the recipe in all layouts."""
+    set: dict[str, Any] = {}
+    """Overrides of the recipe in all layouts: keys with dots, and their values."""
     layouts: Annotated[
         tuple[dict[str, Any], ...],
-        Field(strict=False, min_length=1, max_length=_MAX_RUNS),
+        Field(strict=False, min_length=1),
         AfterValidator(_layout_keys),
     ] = ()
     """A list of layouts, each with a `name` and overrides."""
-    vary: Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], Field(max_length=16)] = {}
+    vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     """Keys of the recipe with the values of each; the layouts are all combinations."""
     reference: str | None = None
     """The layout whose losses all others have to follow; null for the first."""
-    repeats: Annotated[int, Field(ge=1, le=100)] = 1
+    repeats: Annotated[int, Field(ge=1)] = 1
     """Runs of each layout, in alternation."""
     steps: bounds.Steps
     """Steps of each run, in place of the recipe's."""
@@ -121,9 +116,6 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     if reference not in named:
         message = f"no layout is called {shown(reference)}; {suggestion(reference, named)}"
         raise error("reference", message)
-    if len(named) * file.repeats > _MAX_RUNS:
-        message = f"{len(named)} layouts · {file.repeats} are more than {_MAX_RUNS} runs"
-        raise error("repeats", message)
     common = {"train.save_every": None, **file.set, "train.steps": file.steps}
     shared = (*_texts(common), *overrides)
     layouts = {name: (*shared, *_texts(keys)) for name, keys in named.items()}
@@ -142,24 +134,17 @@ def _named_layouts(file: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]]
         yield str(layout["name"]), {key: value for key, value in layout.items() if key != "name"}
     if not file.vary:
         return
-    axes = [[(key, value, _label(key, value)) for value in file.vary[key]] for key in file.vary]
-    # A label that several keys have, such as tp2 of two modules, gets the name of its module.
-    counts = Counter(label for axis in axes for label in {label for _, _, label in axis})
-    seen = set[str]()
+    axes = [[(key, value) for value in values] for key, values in file.vary.items()]
+    names = set[str]()
     for chosen in itertools.product(*axes):
-        labels = []
-        for axis, (key, _, label) in zip(axes, chosen, strict=True):
-            module = key.removeprefix("encoders.").partition(".")[0]
-            is_shared = any(counts[other] > 1 for _, _, other in axis)
-            labels.append(f"{module}-{label}" if is_shared else label)
-        name = "-".join(labels)
-        if name in seen or not re.fullmatch(_NAME, name):
+        name = "-".join(_label(key, value) for key, value in chosen)
+        if name in names or not re.fullmatch(_NAME, name):
             raise ValueError(
                 f"the name {shown(name)}, which follows from the values, is too long or that of "
                 f"two layouts; list the layouts with names of their own under `layouts`"
             )
-        seen.add(name)
-        yield name, {key: value for key, value, _ in chosen}
+        names.add(name)
+        yield name, dict(chosen)
 
 
 def _label(key: str, value: Any) -> str:

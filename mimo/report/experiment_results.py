@@ -20,10 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
+
+import numpy as np
 
 from mimo.report.experiment_file import Experiment
-from mimo.report.experiment_runs import Outcome, Record
+from mimo.report.experiment_runs import Outcome, num_steps
+from mimo.report.runs import Curve
 
 TOKENS = "tokens_per_second"
 STRICT_STEPS = 10
@@ -59,39 +62,43 @@ def bound(step: int, precision: str) -> float | None:
     return allowed if allowed <= _LIMIT else None
 
 
-def difference(ours: float | None, theirs: float | None) -> float:
+def difference(ours: float, theirs: float) -> float:
     """Return the difference relative to the reference, ``theirs``; 0 if neither is finite."""
-    if ours is None or theirs is None:  # not finite, in JSON
-        return 0.0 if ours is theirs else math.inf
+    if math.isnan(ours) or math.isnan(theirs):  # not finite, as metrics write it
+        return 0.0 if math.isnan(ours) and math.isnan(theirs) else math.inf
     return abs(ours - theirs) / abs(theirs) if ours != theirs and theirs else abs(ours - theirs)
 
 
-def follow(records: Sequence[Record], reference: Sequence[Record], precision: str) -> Followed:
-    """Compare all steps of a run with the reference's."""
+def follow(curves: Mapping[str, Curve], reference: Mapping[str, Curve], precision: str) -> Followed:
+    """Compare all steps of a run with the reference's, which has as many."""
+
+    def differs_at(step: int, name: str) -> float:
+        ours = curves[name].values[step] if name in curves else math.nan
+        return difference(ours, reference[name].values[step])
+
     largest, at, problem = 0.0, 0, ""
-    for record, other in zip(records, reference, strict=True):
-        step, name = record["step"], "loss"
+    norms = [name for name in reference if name.startswith("grad_norm")]
+    for step in range(num_steps(reference)):
+        name = "loss"
         if (allowed := bound(step, precision)) is None:
             allowed, name = _MEAN_LIMIT, f"the mean loss of {_WINDOW} steps"
-            off = difference(_mean(records, step), _mean(reference, step))
+            off = difference(_mean(curves["loss"], step), _mean(reference["loss"], step))
         else:
-            off = difference(record["loss"], other["loss"])
+            off = differs_at(step, name)
             if off > largest:
                 largest, at = off, step
         if step < STRICT_STEPS:
-            norms = [norm for norm in other if norm.startswith("grad_norm")]
-            norm_off = {norm: difference(record.get(norm), other[norm]) for norm in norms}
-            off, name = max((off, name), *((value, norm) for norm, value in norm_off.items()))
+            off, name = max((off, name), *((differs_at(step, norm), norm) for norm in norms))
         if not problem and off > allowed:
             problem = f"{name} of step {step + 1} is off by {off:.1e}, beyond {allowed:.1e}"
     return Followed(largest, at, problem)
 
 
-def _mean(records: Sequence[Record], step: int) -> float | None:
+def _mean(losses: Curve, step: int) -> float:
     """Return the mean of the finite losses of the last steps up to this one."""
-    losses = [record["loss"] for record in records[max(0, step + 1 - _WINDOW) : step + 1]]
-    finite = [loss for loss in losses if loss is not None]
-    return fmean(finite) if finite else None
+    last = losses.values[max(0, step + 1 - _WINDOW) : step + 1]
+    finite = last[np.isfinite(last)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 # ----------------------------------------------------------------------- of each layout
@@ -145,11 +152,11 @@ class Result:
 def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: str) -> list[Result]:
     """Return the results of each layout, in the order of the file."""
     of_layout = {name: [o for o in outcomes if o.run.layout == name] for name in experiment.layouts}
-    done = {name: [o.records for o in runs if o.is_done] for name, runs in of_layout.items()}
+    done = {name: [o.curves for o in runs if o.is_done] for name, runs in of_layout.items()}
     reference, results = done[experiment.reference][:1], []
     for name, runs in done.items():
         compared = [
-            follow(records, expected, precision) for expected in reference for records in runs
+            follow(curves, expected, precision) for expected in reference for curves in runs
         ]
         worst = max(
             compared,
@@ -165,26 +172,22 @@ def warmup_steps(steps: int) -> int:
     return min(_MOST_WARMUP, steps // 5)
 
 
-def _steady(records: Sequence[Record]) -> dict[str, float]:
+def _steady(curves: Mapping[str, Curve]) -> dict[str, float]:
     """Return medians of metrics without the first steps, the last loss and the peak of memory.
 
     Metrics without later values have the median of all steps.
     """
-    values: dict[str, list[tuple[int, float]]] = {}
-    for record in records:
-        for name, value in record.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                values.setdefault(name, []).append((record["step"], value))
-    figures = {}
-    for name, pairs in values.items():
-        late = [value for step, value in pairs if step >= warmup_steps(len(records))]
-        figures[name] = median(late or [value for _, value in pairs])
+    first, figures = warmup_steps(num_steps(curves)), dict[str, float]()
+    for name, curve in curves.items():
+        late = curve.values[(curve.steps > first) & np.isfinite(curve.values)]
+        values = late if len(late) else curve.finite
+        if not len(values):
+            continue
         # Without a device, memory is a rank's current use, so the peak is the maximum of all steps.
-        if name.startswith("memory_"):
-            figures[name] = max(value for _, value in pairs)
-    if (last := records[-1]["loss"]) is not None:
-        figures["loss"] = last
-    figures.pop("step")
+        is_peak = name.startswith("memory_")
+        figures[name] = float(curve.finite.max() if is_peak else np.median(values))
+    if math.isfinite(last := curves["loss"].values[-1]):
+        figures["loss"] = float(last)
     return figures
 
 

@@ -7,31 +7,26 @@ tell whether it is done, so an interrupted experiment continues.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.errors import EXIT_CONTINUE, InputError, RecipeError, StartError
+from mimo.report.runs import Curve, read_curves
 from mimo.report.status import one_line, read_view
-from mimo.runtime.progress import progress_of
-from mimo.runtime.run_files import LAUNCH, METRICS, json_lines
+from mimo.runtime.run_files import LAUNCH, METRICS
 from mimo.runtime.signals import Signalled, signal_handlers
 from mimo.slurm.script import Job, prepare
 from mimo.slurm.submit import submit as submit_one
 from mimo.slurm.submit import submit_array
 from mimo.train.run_folder import moved_aside
 
-Record = dict[str, Any]
-"""A line of metrics.jsonl."""
 _POLL_SECONDS = 0.5
-_LAST_BYTES = 1 << 16  # of metrics; far more than a line has
 _MAX_ERROR = 300  # characters of its first line
 
 
@@ -93,30 +88,33 @@ class Run:
         path = self.recipe_file
         return path.exists() and path.read_text(encoding="utf-8") == recipe.to_yaml()
 
-    def records(self) -> list[Record]:
-        """Return the training steps in its metrics; the last record of a repeated step counts."""
-        lines = json_lines(self.run_dir / METRICS)
-        records = {line["step"]: line for line in lines if "loss" in line}
-        return [records[step] for step in sorted(records)]
+    def curves(self) -> dict[str, Curve]:
+        """Return its metrics by name."""
+        return read_curves(self.run_dir / METRICS)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state of a run.
+    """The state of a run, and its metrics.
 
     error: the first line of what failed, or "". job: SLURM's line about the job that still has to
     train it, or "".
     """
 
     run: Run
-    records: list[Record]
+    curves: Mapping[str, Curve]
     error: str = ""
     job: str = ""
 
     @property
     def is_done(self) -> bool:
-        """True if the records are complete."""
+        """True if all steps are done."""
         return not self.error and not self.job
+
+
+def num_steps(curves: Mapping[str, Curve]) -> int:
+    """Return the number of training steps in a run's metrics."""
+    return len(curves["loss"].steps) if "loss" in curves else 0
 
 
 def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
@@ -131,7 +129,7 @@ def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
             continue
         try:
             recipe = run.recipe()
-            if not run.started_with(recipe) or len(run.records()) != recipe.train.steps:
+            if not run.started_with(recipe) or num_steps(run.curves()) != recipe.train.steps:
                 to_do.add(name)
                 check(run)
         except StartError:
@@ -155,8 +153,8 @@ def make_ready(run: Run) -> Outcome | None:
     except InputError as error:
         return _failed(run, error)
     if run.started_with(recipe):
-        records = run.records()
-        return Outcome(run, records) if len(records) == recipe.train.steps else None
+        curves = run.curves()
+        return Outcome(run, curves) if num_steps(curves) == recipe.train.steps else None
     if run.run_dir.exists():
         aside = moved_aside(run.run_dir)
         print(f"{run.name}: its recipe has changed; the run with the old one is now {aside}")
@@ -166,21 +164,22 @@ def make_ready(run: Run) -> Outcome | None:
 
 
 def _failed(run: Run, error: InputError) -> Outcome:
-    return Outcome(run, [], str(error).partition("\n")[0])
+    return Outcome(run, {}, str(error).partition("\n")[0])
 
 
 def outcome_of(run: Run, code: int, steps: int) -> Outcome:
     """Return the outcome of a run that ended with an exit code. steps: the planned ones."""
-    records = run.records()
+    curves = run.curves()
     if code in (0, EXIT_CONTINUE):
-        early = f"it ended with exit code {code} after {len(records)} of {steps} steps"
-        return Outcome(run, records, early if len(records) != steps else "")
+        done = num_steps(curves)
+        early = f"it ended with exit code {code} after {done} of {steps} steps"
+        return Outcome(run, curves, early if done != steps else "")
     text = run.errors.read_text(encoding="utf-8", errors="replace") if run.errors.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     # Wrong input has one line per problem. A failed rank's traceback ends with the cause.
     causes = [line for line in lines if line.startswith("rank ")]
     line = (lines[:1] if code == 2 else causes[-1:] or lines[-1:]) or [f"exit code {code}"]
-    return Outcome(run, records, one_line(line[0], _MAX_ERROR))
+    return Outcome(run, curves, one_line(line[0], _MAX_ERROR))
 
 
 class Interrupted(Exception):
@@ -193,19 +192,16 @@ def run_here(runs: Sequence[Run], steps: int) -> Iterator[Outcome]:
     steps: of each run. Raises Interrupted when a run was asked to stop.
     """
     for number, run in enumerate(runs, start=1):
-        title, took = f"run {number} of {len(runs)}, {run.name}", "before"
+        title = f"run {number} of {len(runs)}, {run.name}"
         outcome = collect(run)
         if outcome is None:
-            began = time.monotonic()
-            with progress_of(title) as progress:
-                code = _train(run, lambda done: progress(done, steps))
-            outcome = outcome_of(run, code, steps)
-            took = f"{time.monotonic() - began:.0f} s"
-        print(f"{title}: {outcome.error or outcome.job or f'done ({took})'}", flush=True)
+            print(f"{title}: training, see {run.log}", flush=True)
+            outcome = outcome_of(run, _train(run), steps)
+        print(f"{title}: {outcome.error or outcome.job or 'done'}", flush=True)
         yield outcome
 
 
-def _train(run: Run, progress: Callable[[int], None]) -> int:
+def _train(run: Run) -> int:
     """Run `mimo train`, which continues from its checkpoint if it has one; return the exit code.
 
     Signals to this process are passed on. Raises Interrupted.
@@ -225,7 +221,6 @@ def _train(run: Run, progress: Callable[[int], None]) -> int:
             with signal_handlers() as requests:
                 while child.poll() is None and not requests:
                     time.sleep(_POLL_SECONDS)
-                    progress(_steps(run.run_dir / METRICS))
                 is_interrupted = bool(requests)
                 if is_interrupted:
                     child.terminate()  # it finishes its step and saves
@@ -237,16 +232,6 @@ def _train(run: Run, progress: Callable[[int], None]) -> int:
     if is_interrupted:
         raise Interrupted(f"{run.name} was interrupted; the same command goes on from there")
     return child.returncode
-
-
-def _steps(metrics: Path) -> int:
-    """Return the steps done, read from the end of the file."""
-    if not metrics.exists():
-        return 0
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - _LAST_BYTES))
-        steps = re.findall(rb'"step": (\d+), "loss"', file.read())
-    return int(steps[-1]) + 1 if steps else 0
 
 
 def submit(runs: Sequence[Run], cluster: Path | None) -> list[Outcome]:
@@ -297,10 +282,10 @@ def waits_for(run: Run) -> str:
 def collect(run: Run) -> Outcome | None:
     """Return the outcome of a run, submitted or not; None if it must be trained here."""
     if job := waits_for(run):
-        return Outcome(run, [], job=job)
+        return Outcome(run, {}, job=job)
     outcome = make_ready(run)
     if outcome is None and run.was_submitted:
         see = f"see `mimo status {run.run_dir}`"
         message = f"its job ended before the run did; {see}, and --submit it"
-        return Outcome(run, run.records(), message)
+        return Outcome(run, run.curves(), message)
     return outcome

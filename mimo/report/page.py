@@ -28,6 +28,7 @@ from mimo.report.runs import Curve
 from mimo.report.tables import Table
 
 _PICTURE_WIDTH = 9.2  # inches, at 72 points each
+_BINS = 500  # of a longer curve
 _LOG_RATIO = 50.0  # values without a unit get a logarithmic axis beyond this range
 _STYLE: Any = {  # its keys are of a type of matplotlib's
     "svg.fonttype": "none",  # text stays text
@@ -158,7 +159,7 @@ def lines(title: str, unit: str, curves: Mapping[str, Curve]) -> Picture:
     figure, axes = _figure(2.4)
     values = np.concatenate([curve.finite for curve in curves.values()] or [np.zeros(0)])
     data = []
-    for name, curve in curves.items():
+    for name, curve in ((name, _thinned(curve)) for name, curve in curves.items()):
         markers = {"marker": "o", "markersize": 3} if len(curve.steps) <= 30 else {}
         (line,) = axes.plot(curve.steps, curve.values, linewidth=1, label=f" {name}", **markers)
         points = [float(f"{y:.6g}") if np.isfinite(y) else None for y in curve.values]
@@ -183,6 +184,17 @@ def lines(title: str, unit: str, curves: Mapping[str, Curve]) -> Picture:
     other, shown = drawn[0], drawn[-1]
     script = json.dumps({"plots": [shown[1], other[1]], "curves": data}) if data else ""
     return Picture(title, shown[0], figure, other[0] if has_log else "", is_log, script)
+
+
+def _thinned(curve: Curve) -> Curve:
+    """Return the points to draw: of neighbours the first, and the highest or one without value."""
+    if len(curve.steps) <= _BINS:
+        return curve
+    width = len(curve.steps) // _BINS
+    starts = range(0, len(curve.steps), width)
+    highest = [start + int(curve.values[start : start + width].argmax()) for start in starts]
+    kept = np.unique([*starts, *highest, len(curve.steps) - 1])
+    return Curve(curve.steps[kept], curve.values[kept])
 
 
 @mpl.rc_context(_STYLE)

@@ -12,7 +12,16 @@ from typing import Any
 
 from mimo.errors import InputError
 from mimo.report.page import Part, Picture, Section, data_url, lines, render, shares
-from mimo.report.runs import TIMES, Curve, RunData, begun_runs, jobs_of, last_output, read_runs
+from mimo.report.runs import (
+    TIMES,
+    Curve,
+    RunData,
+    begun_runs,
+    jobs_of,
+    last_output,
+    read_runs,
+    times_by_module,
+)
 from mimo.report.tables import Table, number, percent, show, write
 from mimo.runtime.run_files import LAUNCH
 
@@ -82,12 +91,8 @@ def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
 
 def _times(run: RunData) -> Section:
     """Draw the seconds of a step by module and part: bars, curves by module, and a table."""
-    modules = dict[str, dict[str, str]]()
-    for match in filter(None, map(TIMES.fullmatch, sorted(run.curves))):
-        if not match["max"]:
-            modules.setdefault(match["module"], {})[match["phase"]] = match[0]
     bars, rows, over_time = dict[str, dict[str, float]](), list[Sequence[str]](), list[Picture]()
-    for module, phases in modules.items():
+    for module, phases in times_by_module(sorted(run.curves)).items():
         medians = {phase: run.median(name) or 0.0 for phase, name in phases.items()}
         bars[module] = medians
         for phase, seconds in sorted(medians.items(), key=lambda pair: -pair[1]):

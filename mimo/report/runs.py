@@ -8,10 +8,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,6 @@ from mimo.runtime.run_files import LAUNCH, METRICS, incidents, json_lines, start
 
 TIMES = re.compile(r"seconds_(?P<module>.+?)_(?P<phase>[a-z]+(_wait)?)(?P<max>_max)?")
 """Metrics of where time goes: the mean over a module's ranks, or the largest."""
-_BINS = 500  # of a longer file of metrics
-_TAIL = 20  # last lines, which are all kept
-_LOSS = b'"loss": '
 _ALIVE_SECONDS = 120.0  # far longer than the time between two heartbeats of a rank
 
 
@@ -108,7 +104,7 @@ class RunData:
         return value
 
     def median(self, name: str) -> float | None:
-        """Return the median of a metric over all steps that were kept, or None."""
+        """Return the median of a metric over all steps, or None."""
         values = self.curves[name].finite if name in self.curves else ()
         return float(np.median(values)) if len(values) else None
 
@@ -164,23 +160,29 @@ def _read_run(folder: Path, title: str, newest_bytes: int | None) -> RunData:
 
 
 def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]:
-    """Read all metrics of a file, thinned; damaged lines are skipped.
+    """Read all metrics of a file; null is NaN, and damaged lines are skipped.
 
     newest_bytes: bytes that are read, from the end; None for all.
     """
-    points = dict[str, dict[int, float]]()
-    for line in _thinned_lines(path, newest_bytes) if path.exists() else ():
-        try:
-            record = json.loads(line)
-            # Training counts the steps before an update, validation those after it.
-            step = int(record.pop("step")) + ("loss" in record)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
-        for name, value in _flat(record):
-            points.setdefault(name, {})[step] = value
+    points = dict[str, tuple[list[int], list[float]]]()
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        if newest_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
+        for line in file:
+            try:
+                record = json.loads(line)
+                # Training counts the steps before an update, validation those after it.
+                step = int(record.pop("step")) + ("loss" in record)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                continue
+            for name, value in _flat(record):
+                steps, values = points.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
     return {
-        name: Curve(np.array(sorted(values)), np.array([values[n] for n in sorted(values)], float))
-        for name, values in points.items()
+        name: Curve(np.array(steps), np.array(values)) for name, (steps, values) in points.items()
     }
 
 
@@ -188,36 +190,19 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, dict):
             yield from _flat({f"{name}_{key}": entry for key, entry in value.items()})
+        elif value is None:
+            yield name, math.nan
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, value
+            yield name, float(value)
 
 
-def _thinned_lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
-    """Yield the first line of each bin of neighbours and that with the highest loss; then the end.
-
-    Steps, steps with timings, and validations have separate bins.
-    """
-
-    def lines(kind: tuple[bool, bool]) -> Iterator[bytes]:
-        with path.open("rb") as file:
-            if newest_bytes is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
-            yield from (line for line in file if (_LOSS in line, b'"seconds_' in line) == kind)
-
-    for kind in ((True, True), (True, False), (False, True), (False, False)):
-        width = max(1, sum(1 for _ in lines(kind)) // _BINS)
-        for neighbours in batched(lines(kind), width):
-            yield from dict.fromkeys((neighbours[0], max(neighbours, key=_loss)))
-        yield from deque(lines(kind), _TAIL)
-
-
-def _loss(line: bytes) -> float:
-    """Return the loss of a line without parsing all of it; infinite if it is not a number."""
-    try:
-        loss = float(line.partition(_LOSS)[2].partition(b",")[0])
-    except ValueError:
-        return math.inf
-    return math.inf if math.isnan(loss) else loss
+def times_by_module(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the metrics of the mean times of a step, by module and part of the step."""
+    modules = dict[str, dict[str, str]]()
+    for match in filter(None, map(TIMES.fullmatch, names)):
+        if not match["max"]:
+            modules.setdefault(match["module"], {})[match["phase"]] = match[0]
+    return modules
 
 
 BY_HAND = "by hand"

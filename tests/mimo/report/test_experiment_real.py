@@ -12,11 +12,12 @@ import pytest
 
 from mimo.errors import EXIT_CONTINUE
 from mimo.report.experiment_results import follow
-from mimo.report.experiment_runs import Run
+from mimo.report.experiment_runs import Run, num_steps
+from mimo.report.runs import read_curves
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.disturbed import disturbing
-from tests.mimo.runs import ADAM, command, metrics, mimo, run
+from tests.mimo.runs import ADAM, command, mimo, run
 
 FILE = """
 name: real
@@ -43,12 +44,12 @@ def test_layouts_follow_each_other_and_one_that_was_interrupted_goes_on(tmp_path
     folder = tmp_path / "runs" / "real"
     first = Run(folder, "split", 1)
     job = subprocess.Popen(command("experiment", file), stdout=subprocess.PIPE)
-    while len(first.records()) < 5 and job.poll() is None:
+    while num_steps(first.curves()) < 5 and job.poll() is None:
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)
     assert job.returncode == EXIT_CONTINUE
-    assert 5 <= len(first.records()) < 30
+    assert 5 <= num_steps(first.curves()) < 30
 
     done = mimo("experiment", file, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +89,9 @@ def test_doubled_gradients_of_an_encoder_do_not_follow(
         run(run_ranks, recipe, *ADAM, f"name={name}", grid, "train.micro_batch_size=2")
     train = disturbing(monkeypatch, f"{__name__}:double_the_encoder", None)
     assert train(recipe, [*ADAM, "name=doubled", "train.micro_batch_size=2"]) == 0
-    names = ("reference", "again", "doubled")
-    reference, again, doubled = (metrics(recipe, name) for name in names)
+    reference, again, doubled = (
+        read_curves(tmp_path / "runs" / name / "metrics.jsonl")
+        for name in ("reference", "again", "doubled")
+    )
     assert follow(again, reference, "fp32").problem == ""
     assert "grad_norm" in follow(doubled, reference, "fp32").problem

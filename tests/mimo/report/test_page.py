@@ -29,6 +29,16 @@ def test_the_script_gets_the_places_of_the_axes_and_all_values() -> None:
         assert plot["first"] < 1 < 3 < plot["last"]
 
 
+def test_a_long_curve_is_thinned_and_keeps_its_spikes_its_gaps_and_its_end() -> None:
+    values = np.ones(20_000)
+    values[[777, 12_345]], values[15_000] = 50.0, np.nan
+    (drawn,) = json.loads(lines("Loss", "", {"a": curve(*values)}).curves)["curves"]
+    assert len(drawn["steps"]) < 2000
+    assert np.diff(drawn["steps"]).max() <= 40
+    shown = dict(zip(drawn["steps"], drawn["values"], strict=True))
+    assert [shown[step] for step in (1, 778, 12_346, 15_001, 20_000)] == [1, 50, 50, None, 1]
+
+
 @pytest.mark.parametrize(
     ("values", "unit", "has_both", "is_log"),
     [
