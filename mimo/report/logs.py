@@ -20,7 +20,6 @@ from mimo.errors import InputError
 from mimo.report.runs import job_folders
 from mimo.report.status import one_line, output_of, read_view
 from mimo.runtime.processes import looks_like_a_consequence
-from mimo.runtime.run_files import INCIDENTS
 
 _MERGED_BYTES = 16 * 2**20  # of all files together, because all lines are sorted by time
 _LEAST_BYTES = 2**14  # of a file
@@ -40,20 +39,16 @@ _SLURM_ERROR = re.compile(r"^(slurmstepd|srun|sbatch)[\w.-]*: (error|fatal): ")
 
 
 class _File:
-    """A file that may still grow, read by whole lines."""
+    """A file that may still grow, read by whole lines, from its end if it is longer."""
 
-    def __init__(self, path: Path, rank: int | None) -> None:
+    def __init__(self, path: Path, rank: int | None, num_bytes: int | None = None) -> None:
         self.path, self.rank = path, rank
         self.label = f"rank {rank}" if rank is not None else path.stem.replace("_", " ")
         self._at = 0
-
-    def from_its_end(self, num_bytes: int) -> _File:
-        """Skip to the last bytes; return the file itself."""
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if size > num_bytes:
+        size = path.stat().st_size if path.exists() else 0
+        if num_bytes is not None and size > num_bytes:
             self._at = size - num_bytes
             next(self.lines(), None)  # an incomplete line
-        return self
 
     def lines(self, with_rest: bool = True) -> Iterator[str]:
         """Yield the lines since the last call. with_rest: also an unfinished last line."""
@@ -62,8 +57,8 @@ class _File:
                 if file.seek(0, 2) < self._at:  # another file
                     self._at = 0
                 file.seek(self._at)
-                while line := file.readline(_LINE_BYTES):
-                    if not (with_rest or line.endswith(b"\n") or len(line) == _LINE_BYTES):
+                for line in file:
+                    if not (with_rest or line.endswith(b"\n")):
                         return
                     self._at += len(line)
                     yield line.decode(errors="replace").rstrip("\n")
@@ -71,19 +66,16 @@ class _File:
             return
 
 
-def _files(folder: Path, rank: int | None) -> list[_File]:
-    """Return the files of all ranks and jobs of a run, or of one rank."""
+def _paths(folder: Path, rank: int | None) -> Iterator[tuple[Path, int | None]]:
+    """Yield the files of all ranks and jobs of a run, or of one rank; None is a job's."""
     folders = dict.fromkeys([folder, *phase_folders(folder).values(), *job_folders(folder)])
-    files = []
     for path in sorted(path for where in folders for path in where.glob("*rank_*.*")):
         name = _RANK.fullmatch(path.name)
         if name and rank in (None, int(name[1])):
-            files.append(_File(path, int(name[1])))
+            yield path, int(name[1])
     if rank is None:
-        outputs = [path for where in folders for path in sorted(where.glob("job_*.out"))]
-        incidents = [path for where in folders if (path := where / INCIDENTS).exists()]
-        files += [_File(path, None) for path in (*outputs, *incidents)]
-    return files
+        for path in (path for where in folders for path in sorted(where.glob("job_*.out"))):
+            yield path, None
 
 
 def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:
@@ -108,15 +100,12 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
 
     follow: continue until the run ends. Raises InputError if there is no output.
     """
-    view = read_view(folder)
-    files = {file.path: file for file in _files(folder, rank)}
-    if not files and not (follow and view.goes_on):
+    view, paths = read_view(folder), dict(_paths(folder, rank))
+    if not paths and not (follow and view.goes_on):
         whose = "no output" if rank is None else f"no output of rank {rank}"
         raise InputError(f"{folder}: {whose} is here; see `mimo status {folder}`")
-    if rank is None:
-        share = max(_LEAST_BYTES, _MERGED_BYTES // max(1, len(files)))
-        for file in files.values():
-            file.from_its_end(share)
+    share = max(_LEAST_BYTES, _MERGED_BYTES // max(1, len(paths))) if rank is None else None
+    files = {path: _File(path, of_rank, share) for path, of_rank in paths.items()}
     looked = time.monotonic()
     while True:
         goes_on = follow and view.goes_on
@@ -130,7 +119,7 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
         if time.monotonic() > looked + _LOOK_SECONDS:
             # One more read follows after the end.
             view, looked = read_view(folder), time.monotonic()
-        files = {file.path: file for file in _files(folder, rank)} | files
+        files = {path: _File(path, of) for path, of in _paths(folder, rank)} | files
 
 
 # -------------------------------------------------------------------------- the first error
@@ -192,17 +181,18 @@ def first_error(folder: Path) -> int:
 def _errors(folder: Path) -> list[_Error]:
     """Return the error of each failed rank, from its error file or else from its output."""
     errors = dict[int, _Error]()
-    for file in _files(folder, None):
-        if file.rank is None or (file.rank in errors and file.path.name.startswith("log_")):
+    kinds = ("error_", "rank_", "log_")  # the first one that has an error counts
+    paths = [
+        pair for kind in kinds for pair in _paths(folder, None) if pair[0].name.startswith(kind)
+    ]
+    for path, rank in paths:
+        if rank is None or rank in errors:
             continue
-        lines = list(file.from_its_end(_ERROR_BYTES).lines())
-        if not file.path.name.startswith("error_"):
+        lines = list(_File(path, rank, _ERROR_BYTES).lines())
+        if not path.name.startswith("error_"):
             lines = _error_in(lines)
-        elif lines:
-            errors.pop(file.rank, None)
         if lines := [line for line in lines if line.strip()]:
-            seconds = file.path.stat().st_mtime
-            errors.setdefault(file.rank, _Error(file.rank, seconds, file.path, lines))
+            errors[rank] = _Error(rank, path.stat().st_mtime, path, lines)
     return list(errors.values())
 
 
@@ -218,10 +208,10 @@ def _error_in(lines: Sequence[str]) -> list[str]:
 
 def _slurm_errors(folder: Path) -> list[str]:
     """Return SLURM's errors in the last start of the newest job."""
-    files = [file for file in _files(folder, None) if file.path.name.startswith("job_")]
-    newest = max(files, key=lambda file: file.path.stat().st_mtime, default=None)
+    outputs = [path for path, rank in _paths(folder, None) if rank is None]
+    newest = max(outputs, key=lambda path: path.stat().st_mtime, default=None)
     errors = list[str]()
-    for line in newest.from_its_end(_ERROR_BYTES).lines() if newest else ():
+    for line in _File(newest, None, _ERROR_BYTES).lines() if newest else ():
         if _START.match(line):
             errors.clear()
         if _SLURM_ERROR.match(line) and len(errors) < _SHOWN_LINES:

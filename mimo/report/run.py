@@ -40,7 +40,7 @@ _FAMILIES = (
     ("Throughput", "Share of the peak (MFU)", "", r"mfu"),
     ("Throughput", "A step", "seconds", r"(step|data_wait|host)_seconds"),
     ("Throughput", "Blocked by checkpointing", "seconds", r"save_seconds"),
-    ("Where the time goes", "Idle share of ranks", "", r"(encoder_)?idle_fraction(_.+)?"),
+    ("Where the time goes", "Idle share of ranks", "", r"idle_fraction(_.+)?"),
     ("Where the time goes", "Waits at bridges", "seconds", r"bridge_wait_seconds_.+"),
     ("Where the time goes", "Sent over bridges in a step", "bytes", r"bridge_(least_)?bytes_.+"),
     ("Balance", "Encoder imbalance (max/mean)", "", r"encoder_imbalance"),

@@ -7,20 +7,18 @@ read.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from mimo.checkpoint.folder import newest_checkpoint
 from mimo.errors import InputError
 from mimo.report.runs import RunData, begun_runs, jobs_of, last_output
 from mimo.report.tables import number, percent
-from mimo.runtime.run_files import BAD_SAMPLES
+from mimo.runtime.run_files import BAD_SAMPLES, LAUNCH
 from mimo.runtime.run_lock import holder
 
 _NEWEST_BYTES = 4 * 2**20  # of metrics: some thousand steps
@@ -74,60 +72,50 @@ class View:
 def read_view(folder: Path) -> View:
     """Read a run's folder, and ask SLURM if it is installed. Raises InputError without a run."""
     runs = begun_runs(folder, _NEWEST_BYTES)
-    jobs, is_queued = _jobs(jobs_of(folder)[-_SHOWN_JOBS:])
+    jobs, is_queued = _jobs(folder)
     return View(folder, runs, jobs, holder(folder), is_queued)
 
 
-def _jobs(submitted: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool | None]:
+def _jobs(folder: Path) -> tuple[list[str], bool | None]:
     """Return a line for each job, and whether SLURM still has one of them, if that is known."""
-    ids = [str(entry.get("job_id")) for entry in submitted]
-    rows = _queue(ids) if ids else []
-    lines = []
-    for job, entry in zip(ids, submitted, strict=True):
-        name = f"{job} ({entry.get('kind')})"
-        if isinstance(rows, str):
-            lines.append(f"{name}: submitted {entry.get('time')}; {rows}")
-            continue
-        tasks = [row for row in rows if re.split(r"[_+]", row[0])[0] == re.split(r"[_+]", job)[0]]
+    submitted = jobs_of(folder)[-_SHOWN_JOBS:]
+    if not submitted:
+        return [], False
+    try:
+        rows = _queue((folder / LAUNCH).stat().st_uid)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = str(getattr(error, "stderr", None) or error).strip().partition("\n")[0]
+        unknown = f"SLURM does not answer: {reason}"
+        entries = [(e.get("job_id"), e.get("kind"), e.get("time")) for e in submitted]
+        return [f"{job} ({kind}): submitted {when}; {unknown}" for job, kind, when in entries], None
+    lines, states = list[str](), list[str]()
+    for entry in submitted:
+        job, kind = str(entry.get("job_id")), entry.get("kind")
+        tasks = [row for row in rows if _base_number(row[0]) == _base_number(job)]
         for number_of, state, so_far, left, where in tasks:
             more = f" for {so_far}, {left} left" if state == "RUNNING" else ""
-            lines.append(f"{number_of} ({entry.get('kind')}): {state}{more}, {where}")
+            lines.append(f"{number_of} ({kind}): {state}{more}, {where}")
+            states.append(state)
         if not tasks:
-            lines.append(f"{name}: no longer in the queue")
-    if isinstance(rows, str):
-        return lines, None
-    return lines, any(row[1] not in _ENDED for row in rows)
+            lines.append(f"{job} ({kind}): no longer in the queue")
+    return lines, any(state not in _ENDED for state in states)
 
 
-def _queue(ids: Sequence[str]) -> list[list[str]] | str:
-    """Return number, state, time, time left, and nodes or reason of each job that SLURM knows.
+def _base_number(job: str) -> str:
+    """Return the number of an array or heterogeneous job, given that of an element or part."""
+    return re.split(r"[_+]", job)[0]
 
-    Return a sentence instead where SLURM does not answer.
+
+def _queue(user: int) -> list[list[str]]:
+    """Return number, state, time, time left, and nodes or reason of each job of a user.
+
+    Not by the jobs' numbers: squeue fails for a job that SLURM has forgotten. Raises OSError or
+    SubprocessError where SLURM does not answer.
     """
-    if shutil.which("squeue") is None:
-        return "no SLURM here to ask"
-    ask = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}"]
-    ask.append("--format=%i|%T|%M|%L|%R")
-    try:
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"SLURM did not answer within {_SQUEUE_SECONDS:g} s"
-    except OSError as error:
-        return f"squeue cannot be run: {error.strerror}"
-    if answer.returncode != 0:
-        # SLURM forgets jobs some minutes after their end. Asking for one is then an error; with
-        # some versions, also asking for several of which it forgot one.
-        if "Invalid job id" not in answer.stderr:
-            return f"SLURM does not answer: {(answer.stderr.splitlines() or ['no reason'])[0]}"
-        if len(ids) == 1:
-            return []
-        all_rows = list[list[str]]()
-        for number in ids:
-            rows = _queue([number])
-            if isinstance(rows, str):
-                return rows
-            all_rows += rows
-        return all_rows
+    ask = ["squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i|%T|%M|%L|%R"]
+    answer = subprocess.run(
+        ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=True
+    )
     rows = (line.strip().split("|", 4) for line in answer.stdout.splitlines())
     return [row for row in rows if len(row) == 5]
 
@@ -162,8 +150,10 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
     if seconds is not None and planned and run.steps_done < planned:
         left = timedelta(seconds=round((planned - run.steps_done) * seconds))
         yield "left", f"{left} at {number(seconds)} s a step, without checkpoints"
-    if idle := [f"{name} {percent(share)}" for name, share in _named(run, "idle_fraction_")]:
-        yield "idle", ", ".join(idle)
+    idle = [name for name in run.curves if name.startswith("idle_fraction_")]
+    if idle:
+        shares = (f"{name.split('_', 2)[2]} {percent(run.last(name, _RECENT))}" for name in idle)
+        yield "idle", ", ".join(shares)
     yield "checkpoint", _checkpoint(view.folder)
     yield "restarts", str(sum(incident.get("kind") == "restart" for incident in run.incidents))
     if skipped := run.last("skipped_samples"):
@@ -190,13 +180,6 @@ def _state(run: RunData) -> str:
     ranks = run.starts[-1].get("ranks") if run.starts else None
     alive = f", {len(run.alive)} of {ranks or len(run.states)} ranks answer" if run.states else ""
     return f"{run.state}{alive}{f'; {failure}' if failure else ''}"
-
-
-def _named(run: RunData, prefix: str) -> list[tuple[str, float]]:
-    """Return the last values of metrics with this prefix, by the rest of their names."""
-    names = [name for name in run.curves if name.startswith(prefix)]
-    values = [(name.removeprefix(prefix), run.last(name, _RECENT)) for name in names]
-    return [(name, value) for name, value in values if value is not None]
 
 
 def _checkpoint(folder: Path) -> str:

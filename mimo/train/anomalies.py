@@ -7,7 +7,6 @@ step whose loss or gradient norm is not finite, or whose loss spikes, are kept i
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter, deque
@@ -36,10 +35,8 @@ _SHOWN_SAMPLES = 16  # in an incident
 # The median of distances from the median of a normal distribution, in standard deviations.
 _MAD = 0.6745
 _LEAST_SPREAD = 1e-3  # of the median: below it losses are equal
-_MAX_LINES_PER_INDEX = 10_000
 _LONGEST_REASON = 2000  # characters
 _LONGEST_ON_CONSOLE = 200
-_ALL_REPORTED = 10  # skipped samples of a run; later only each doubling is reported
 
 
 # ------------------------------------------------------------------- unreadable samples
@@ -68,24 +65,21 @@ class BadSamples:
         self._run_dir, self._path, self._say = run_dir, run_dir / BAD_SAMPLES, say
         # Entries of indexes have no step.
         self._read = [e for e in json_lines(self._path) if e.get("step", math.inf) < first_step]
-        self._count = self._count_reported = len(self._read)
+        self._count = len(self._read)
 
     def list_of_indexes(self, splits: Mapping[str, Dataset | None]) -> None:
-        """List the samples that indexes leave out: the first ten thousand of each, and a count."""
+        """List the samples that indexes leave out."""
         entries: list[dict[str, Any]] = []
         for split, dataset in splits.items():
             for source, index in enumerate(dataset.indexes if dataset else ()):
-                shown = itertools.islice(index.skipped_samples(), _MAX_LINES_PER_INDEX)
                 where = {"found": "index", "split": split, "source": source}
-                entries += [where | asdict(bad) for bad in shown]
-                if (more := index.num_skipped - _MAX_LINES_PER_INDEX) > 0:
-                    entries.append(where | {"more": more})
+                entries += [where | asdict(bad) for bad in index.skipped_samples()]
         self._path.write_text("".join(map(_line, (*entries, *self._read))), encoding="utf-8")
 
     def append(self, step: int, numbers: Iterable[int]) -> None:
         """Append samples that some rank could not read, by their numbers in the step.
 
-        The console and an incident report the first ten of a run, then each doubling.
+        The console and an incident report the first of a run, then each doubling.
         """
         store = _get_default_store()
         entries = [json.loads(store.get(_STORE_KEY.format(number, step))) for number in numbers]
@@ -94,9 +88,8 @@ class BadSamples:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(_line({"found": "reading"} | entry) for entry in entries)
         before, self._count = self._count, self._count + len(entries)
-        if before >= _ALL_REPORTED and self._count < 2 * self._count_reported:
+        if before.bit_length() == self._count.bit_length():
             return
-        self._count_reported = self._count
         last = SkippedSample(**{k: v for k, v in entries[-1].items() if k not in ("step", "rank")})
         text = (
             f"{len(entries)} skipped in this step, {self._count} in all; the last: "

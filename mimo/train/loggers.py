@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -22,9 +21,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mimo.checkpoint.manifest import naming
 from mimo.config.schema import Recipe
@@ -161,28 +157,12 @@ class MetricsWriter:
         self.lacks_validation = _drop_lines_from(self._path, first_step)
         self._file = self._path.open("a", buffering=1)
         self._logged = (first_step, time.monotonic())
-        self.console = Console(file=sys.stdout, soft_wrap=True)
         self._loggers = Loggers(recipe, run_dir, first_step, self.say)
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task(
-            "training", total=recipe.train.steps, completed=first_step, loss="-", rate="-"
-        )
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
         for file in (self._loggers, self._file):
             with suppress(OSError):  # a full disk ends the run by another write
                 file.close()
@@ -198,12 +178,6 @@ class MetricsWriter:
                 f"step {done}/{total} loss {metrics['loss']:g} grad_norm "
                 f"{metrics['grad_norm']:g}: not finite, so no module was updated"
             )
-        self._bar.update(
-            self._task,
-            completed=done,
-            loss=f"{metrics['loss']:.4f}",
-            rate=f"{metrics['tokens_per_second']:,.0f}",
-        )
         if logged:
             epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
             shares = (metrics["mfu"], metrics.get("idle_fraction"))
@@ -224,8 +198,8 @@ class MetricsWriter:
         self.say(f"validation after step {metrics['step']}: {text}")
 
     def say(self, line: str) -> None:
-        """Print one line above the bar."""
-        self.console.print(line, highlight=False, markup=False)
+        """Print one line."""
+        print(line, flush=True)
 
     def _time_left(self, done: int) -> timedelta:
         """Estimate the remaining time from the pace since the last line."""

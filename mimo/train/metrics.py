@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mimo.config.schema import Train
-from mimo.device import has_gpu, peak_flops, peak_memory
+from mimo.device import peak_flops, peak_memory
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.spans import RANK, SPANS
@@ -28,7 +28,6 @@ class StepResult:
 
     flops: by module, over all ranks; counted on the rank that reports. loss: summed over the global
     batch. grad_norm: before clipping. rates: learning rate of each module that trains.
-    idle_seconds: summed over the ranks of disjoint encoders, which wait for gradients.
     step_seconds: from asking for the batch until the update is queued.
     data_wait_seconds: waiting for batches, or for samples to be read: the mean over the ranks of
     the module where it is largest.
@@ -45,7 +44,6 @@ class StepResult:
     loss: float
     grad_norm: float
     rates: Mapping[str, float]
-    idle_seconds: float
     step_seconds: float
     data_wait_seconds: float
     host_seconds: float
@@ -75,9 +73,6 @@ def step_metrics(
     if the device's peak is unknown.
     """
     plan, seconds, peak = done.plan, done.step_seconds, peak_flops()
-    # These send rows and then wait; on a GPU waiting does not block the host.
-    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
-    waiting = 0 if has_gpu() else sum(grid.dp * grid.tp for grid in disjoint)
     return {
         "loss": done.mean_loss,
         "grad_norm": done.grad_norm,
@@ -90,7 +85,6 @@ def step_metrics(
         "tokens_per_second": plan.num_tokens / seconds,
         "mfu": sum(done.flops.values()) / (seconds * peak * layout.world_size) if peak else None,
         **{f"flops_{name}": count for name, count in done.flops.items()},
-        "encoder_idle_fraction": done.idle_seconds / (waiting * seconds) if waiting else None,
         "encoder_imbalance": plan.encoder_imbalance,
         "skipped_samples": skipped_samples,
         "skipped_steps": skipped_steps,

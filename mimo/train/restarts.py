@@ -26,7 +26,6 @@ from mimo.runtime.heartbeat import RANKS, read_states
 from mimo.runtime.processes import RankError
 from mimo.runtime.run_files import METRICS, incidents, record
 
-_MAX_FAILURES_AT_STEP = 3  # without a new checkpoint between them; more are not by chance
 _STARTED_BY = ".begun_by"
 _LAST_BYTES = 1 << 16  # of metrics.jsonl; far more than a line has
 
@@ -163,14 +162,6 @@ def record_restart(
         raise NotRestarted(f"{of_job[-1]['text']}: not started again", code)
     newest = newest_checkpoint(run_dir)
     checkpoint = newest and newest.name
-    last = of_job[1 - _MAX_FAILURES_AT_STEP :]
-    places = [(incident["step"], incident.get("checkpoint")) for incident in last]
-    if places == [(failure.step, checkpoint)] * (_MAX_FAILURES_AT_STEP - 1):
-        text = (
-            f"{failure}: {_MAX_FAILURES_AT_STEP} failures there without a new checkpoint, so "
-            "restarting would not help"
-        )
-        raise NotRestarted(text, 1)
     source = checkpoint or "the beginning"
     text = f"restart {len(of_job) + 1} of {max_restarts}, from {source}: {failure}"
     print(text, flush=True)

@@ -52,14 +52,13 @@ class StepObserver(Protocol):
 class StepSums:
     """The content of a step's one collective: the terms of this rank, then their sums.
 
-    loss: summed over tokens. idle_seconds: of ranks of disjoint encoders. squared_norms: of the
-    gradients; squared_changes: of the weights in the update before; both by module that trains.
+    loss: summed over tokens. squared_norms: of the gradients; squared_changes: of the weights in
+    the update before; both by module that trains.
     data_wait_seconds: terms of the mean over each module's ranks. times: (ranks x columns,) fp64,
     the table of `StepTimes`; empty in steps that are not logged.
     """
 
     loss: float | Tensor
-    idle_seconds: float
     squared_norms: Mapping[str, float | Tensor]
     squared_changes: Mapping[str, float | Tensor]
     data_wait_seconds: Mapping[str, float]
@@ -120,8 +119,6 @@ def train_step(
 
     # ---- the one sum over all ranks: loss, norms, the last update's change, times
     observer.at(step, "norm and loss")
-    # Before `take_waited_seconds` below sets the clocks to 0.
-    idle_seconds = sum(sender.end.clock.seconds for sender in model.senders.values())
     train, rates = recipe.train, learning_rates(recipe, step)
     norms: dict[str, Tensor] = {}
     for name, module in model.modules.items():
@@ -134,7 +131,6 @@ def train_step(
     waited, logged = batches.take_waited_seconds(), is_logged(train, step)
     terms = StepSums(
         loss=rank_loss,
-        idle_seconds=idle_seconds,
         squared_norms={name: norms.get(name, 0.0) for name in rates},
         squared_changes={name: changes.get(name, 0.0) for name in rates},
         data_wait_seconds=times.mean_terms(waited),
@@ -169,7 +165,6 @@ def train_step(
         loss=loss,
         grad_norm=norm,
         rates=rates,
-        idle_seconds=sums.idle_seconds,
         step_seconds=seconds,
         data_wait_seconds=max(sums.data_wait_seconds.values()),
         host_seconds=seconds - waited,

@@ -109,7 +109,7 @@ def test_utilisation_is_a_share_of_the_peak_of_all_ranks_of_the_job(
     layout = build_layout(recipe)
     assert layout.world_size == 3
     flops = {"language": 90.0, "vision": 30.0}
-    done = (plan, flops, 1.0, 1.0, {"language": 0.1}, 0.0, 2.0, 0.0, 0.0)
+    done = (plan, flops, 1.0, 1.0, {"language": 0.1}, 2.0, 0.0, 0.0)
     result = StepResult(*done, is_skipped=False, grad_norms={}, update_norms={})
     monkeypatch.setattr(figures, "peak_flops", lambda: 100.0)
     line = step_metrics(result, layout, 0, 0)
