@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from mimo.config.training import Data
 from mimo.device import barrier
 from mimo.model.dataset import Dataset
 from mimo.model.step_plan import StepPlan
-from mimo.runtime.run_files import BAD_SAMPLES, METRICS, json_lines, record
+from mimo.runtime.run_files import BAD_SAMPLES, json_lines, record
 from mimo.train.metrics import StepResult
 from mimo.train.restarts import job_name
 
@@ -56,13 +56,11 @@ class BadSamples:
     """The list of bad samples in the run folder; used by the one rank that reports.
 
     A resumed run continues it: the samples that indexes leave out are listed anew, and lines of the
-    steps that are repeated are dropped. say: takes a line for the console.
+    steps that are repeated are dropped.
     """
 
-    def __init__(
-        self, run_dir: Path, first_step: int, say: Callable[[str], object] = print
-    ) -> None:
-        self._run_dir, self._path, self._say = run_dir, run_dir / BAD_SAMPLES, say
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        self._run_dir, self._path = run_dir, run_dir / BAD_SAMPLES
         # Entries of indexes have no step.
         self._read = [e for e in json_lines(self._path) if e.get("step", math.inf) < first_step]
         self._count = len(self._read)
@@ -95,7 +93,7 @@ class BadSamples:
             f"{len(entries)} skipped in this step, {self._count} in all; the last: "
             f"{' '.join(str(last).split())[:_LONGEST_ON_CONSOLE]}; all are in {BAD_SAMPLES}"
         )
-        self._say(f"skipped samples: step {step + 1}: {text}")
+        print(f"skipped samples: step {step + 1}: {text}", flush=True)
         record(self._run_dir, "skipped samples", text, step, num_samples=self._count)
 
 
@@ -160,11 +158,9 @@ class AnomalyDetector:
     """Checks the outcome of every step on every rank; the reporting rank also writes."""
 
     def __init__(self, train: Train, run_dir: Path, dataset: Dataset, reports: bool) -> None:
-        """Start from the losses in the metrics in ``run_dir``, if there are any."""
         self._train, self._run_dir, self._dataset = train, run_dir, dataset
         self._reports, self._skipped_in_a_row = reports, list[int]()
-        losses = _losses(run_dir / METRICS) if reports and train.loss_spike_zscore else ()
-        self._spikes = LossSpikes(train.loss_spike_window, losses)
+        self._spikes = LossSpikes(train.loss_spike_window)
 
     def check(self, step: int, done: StepResult) -> None:
         """Check one step; every rank calls it after each.
@@ -221,13 +217,3 @@ def samples_of(plan: StepPlan, dataset: Dataset) -> Iterator[dict[str, Any]]:
             index = dataset.indexes[source]
             where = {"source": source, "sample": sample, "shard": str(index.shard_of(sample))}
             yield where | {"key": index.key(sample), "microbatch": number, "lane": lane}
-
-
-def _losses(metrics: Path) -> Iterator[float]:
-    """Yield the logged losses of training, without those of skipped steps."""
-    if metrics.exists():
-        with metrics.open(encoding="utf-8") as file:
-            for line in file:
-                entry = json.loads(line)
-                if entry.get("loss") is not None and entry.get("grad_norm") is not None:
-                    yield entry["loss"]

@@ -109,19 +109,19 @@ def _begin(
     """
     run_dir = job.phased.run_dir
     # Each machine counts its restarts; a machine that replaces another counts from zero.
-    restart = max(map(int, ranks.all_gather(str(environment.restart))))
+    is_restart = any(map(int, ranks.all_gather(str(environment.restart))))
     _index_together(job, ranks, environment.world_size)
 
     def take_lock() -> list[Path]:
-        continues = has_earlier_attempt(run_dir, restart)
-        lock.enter_context(run_lock(run_dir, _LOCK_SECONDS if continues or is_requeued() else 0.0))
+        lock.enter_context(run_lock(run_dir, _LOCK_SECONDS if is_restart or is_requeued() else 0.0))
+        continues = is_restart and has_earlier_attempt(run_dir)
         return (job.after_failure() if continues else job).candidates()
 
     choice = _choose_together(ranks.from_rank_0(take_lock), ranks, environment)
 
     def begin() -> list[Run]:
         nonlocal start
-        if has_earlier_attempt(run_dir, restart):
+        if is_restart and has_earlier_attempt(run_dir):
             start = time.monotonic() - (time.time() - start_time(run_dir))
             return job.restart(environment.max_restarts, choice=choice)
         if runs := job.begin(choice):

@@ -88,13 +88,10 @@ def _mlflow(recipe: Recipe, run_dir: Path, ids: dict[str, str]) -> Logger:
 class Loggers:
     """The loggers of `train.loggers`; one process has them.
 
-    One that fails is dropped with a warning, which ``say`` takes, and training continues.
+    One that fails is dropped with a warning, and training continues.
     """
 
-    def __init__(
-        self, recipe: Recipe, run_dir: Path, first_step: int, say: Callable[[str], None]
-    ) -> None:
-        self._say = say
+    def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
         self._open: dict[str, Logger] = {}
         path = run_dir / _RUN_IDS
         ids: dict[str, str] = {}
@@ -131,7 +128,7 @@ class Loggers:
             yield
         except Exception as error:  # of a package that we do not know, or of its service
             self._open.pop(name, None)
-            self._say(f"warning: logger {name} is left out from now on: {error}")
+            print(f"warning: logger {name} is left out from now on: {error}", flush=True)
 
 
 def check_loggers(recipe: Recipe) -> None:
@@ -157,7 +154,7 @@ class MetricsWriter:
         self.lacks_validation = _drop_lines_from(self._path, first_step)
         self._file = self._path.open("a", buffering=1)
         self._logged = (first_step, time.monotonic())
-        self._loggers = Loggers(recipe, run_dir, first_step, self.say)
+        self._loggers = Loggers(recipe, run_dir, first_step)
 
     def __enter__(self) -> Self:
         return self
@@ -174,20 +171,22 @@ class MetricsWriter:
         logged = is_logged(self._train, step)
         self._write(metrics, "train", logged)
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            self.say(
+            print(
                 f"step {done}/{total} loss {metrics['loss']:g} grad_norm "
-                f"{metrics['grad_norm']:g}: not finite, so no module was updated"
+                f"{metrics['grad_norm']:g}: not finite, so no module was updated",
+                flush=True,
             )
         if logged:
             epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
             shares = (metrics["mfu"], metrics.get("idle_fraction"))
             mfu, idle = ("-" if share is None else f"{share:.3f}" for share in shares)
-            self.say(
+            print(
                 f"step {done}/{total} loss {metrics['loss']:.4f} "
                 f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
                 f"tokens/s {metrics['tokens_per_second']:.0f} "
                 f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))} "  # of all sources
-                f"mfu {mfu} idle {idle} eta {self._time_left(done)}"
+                f"mfu {mfu} idle {idle} eta {self._time_left(done)}",
+                flush=True,
             )
 
     def validation(self, metrics: Mapping[str, Any]) -> None:
@@ -195,11 +194,7 @@ class MetricsWriter:
         self._write(metrics, "validation", True)
         losses = {name.removeprefix("validation_"): metrics[name] for name in metrics}
         text = " ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name != "step")
-        self.say(f"validation after step {metrics['step']}: {text}")
-
-    def say(self, line: str) -> None:
-        """Print one line."""
-        print(line, flush=True)
+        print(f"validation after step {metrics['step']}: {text}", flush=True)
 
     def _time_left(self, done: int) -> timedelta:
         """Estimate the remaining time from the pace since the last line."""

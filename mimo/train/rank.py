@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import override
 
@@ -33,7 +32,7 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
-from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
+from mimo.errors import EXIT_CONTINUE, kind_of
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.model.memory import format_memory
 from mimo.model.modules import MimoModel
@@ -43,7 +42,7 @@ from mimo.parallel.groups import Topology, build_topology
 from mimo.runtime.hang_monitor import COLLECTIVE_FACTOR, HangMonitor
 from mimo.runtime.heartbeat import Work
 from mimo.runtime.ranks import RankEnv, rank_environment
-from mimo.runtime.run_files import BAD_SAMPLES, record, write_environment
+from mimo.runtime.run_files import record, write_environment
 from mimo.runtime.run_lock import keep_lock
 from mimo.runtime.signals import EarlyStop
 from mimo.spans import SPANS
@@ -224,17 +223,11 @@ def _train(
             facts = summary_of(recipe, topology.layout, vocabulary, trainer.progress, splits)
             write_environment(run_dir, topology.layout.world_size, first_step, device_name(), facts)
             writer = stack.enter_context(MetricsWriter(recipe, run_dir, first_step))
-            bad_samples = BadSamples(run_dir, first_step, writer.say)
+            bad_samples = BadSamples(run_dir, first_step)
             bad_samples.list_of_indexes(splits)
-            if count := sum(index.num_skipped for index in dataset.indexes):
-                skipped = f"{count} samples of the index are unusable and left out"
-                writer.say(f"{skipped} (all are in {BAD_SAMPLES}):")
-                samples = chain.from_iterable(i.skipped_samples() for i in dataset.indexes)
-                for sample in islice(samples, 10):
-                    writer.say(f"  {sample.shard}: {sample.key}: {sample.reason}")
             summary = (f"summary {name}: {text}" for name, text in facts.items())
             for line in (*notes, *summary, *precision_warnings(recipe, initial)):
-                writer.say(line)
+                print(line, flush=True)
                 logger.info(line)
         lacks = float(writer is not None and writer.lacks_validation)
         owes_validation = validation is not None and sum_over_world(lacks) > 0
@@ -251,7 +244,7 @@ def _train(
         if writer is not None:
             reasons = " and ".join(early_stop.reasons)
             text = f"ended by {reasons}, with a checkpoint after step {done}"
-            writer.say(f"{text}; continue with --resume")
+            print(f"{text}; continue with --resume", flush=True)
             record(run_dir, "signal", text, done - 1, reasons=early_stop.reasons, job=job_name())
         return EXIT_CONTINUE
 
@@ -259,9 +252,9 @@ def _train(
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
     """Open a split: rank 0 looks at the shards, the others open the indexes that it names.
 
-    Raises InputError, on all ranks, if one cannot open them; StartError if a file system fails.
+    Raises InputError if that fails; StartError if a file system fails.
     """
-    indexes, problem, file_system_fails = tuple[Index, ...](), "", False
+    indexes = tuple[Index, ...]()
 
     def find() -> bytes:
         nonlocal indexes
@@ -272,15 +265,9 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
     try:
         indexes = indexes or pickle.loads(pickled)
     except (OSError, ValueError) as error:
-        problem = f"data.{split}: {error}; run `mimo data index` on each machine of the job"
-        file_system_fails = file_system_failed(error)
-    num_failed, num_sick = sum_over_world([float(bool(problem)), float(file_system_fails)])
-    if num_failed:
-        kind = StartError if num_failed == num_sick else InputError
-        raise kind(problem or f"data.{split}: {num_failed:g} ranks cannot open its index")
-    if not indexes:
-        return None
-    return dataset_of(recipe, split, indexes, trainer.chat, trainer.processors)
+        message = f"data.{split}: {error}; run `mimo data index` on each machine of the job"
+        raise kind_of(error)(message) from error
+    return dataset_of(recipe, split, indexes, trainer.chat, trainer.processors) if indexes else None
 
 
 @contextmanager

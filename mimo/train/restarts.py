@@ -73,32 +73,25 @@ def note_start(run_dir: Path, start: float) -> None:
 
     start: on the monotonic clock, which later attempts on other machines do not share.
     """
-    at = time.time() - (time.monotonic() - start)
-    agent = _name_of(os.getppid())
-    (run_dir / _STARTED_BY).write_text(f"{job_name()}\n{agent}\n{at}")
+    (run_dir / _STARTED_BY).write_text(f"{job_name()}\n{time.time() - (time.monotonic() - start)}")
 
 
 def start_time(run_dir: Path) -> float:
     """Return when the job that is restarted first started, in seconds since 1970; 0 if unknown."""
+    return _started_by(run_dir)[1]
+
+
+def has_earlier_attempt(run_dir: Path) -> bool:
+    """Return whether this job, whose ranks torchrun restarts, has started in the folder before."""
+    return _started_by(run_dir)[0] == job_name()
+
+
+def _started_by(run_dir: Path) -> tuple[str, float]:
     try:
-        return float((run_dir / _STARTED_BY).read_text().split("\n")[2])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
-def has_earlier_attempt(run_dir: Path, restart: int) -> bool:
-    """Whether an earlier attempt of this job of torchrun has started in the folder.
-
-    restart: how often the ranks were restarted. It may be 0 on a machine that replaces another, and
-    several jobs may have one name, so the agent's process counts too.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return False
-    try:
-        name, agent, _ = (run_dir / _STARTED_BY).read_text().split("\n")
-    except (FileNotFoundError, ValueError):
-        return False
-    return agent == _name_of(os.getppid()) or (restart > 0 and name == job_name())
+        name, seconds = (run_dir / _STARTED_BY).read_text().split("\n")
+        return name, float(seconds)
+    except (OSError, ValueError):
+        return "", 0.0
 
 
 def is_requeued() -> bool:

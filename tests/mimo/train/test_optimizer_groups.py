@@ -11,16 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mimo.check.compare import RankSteps, Shard
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.resume import FromScratch, Resume, Start
 from mimo.model.recipe_checks import check_recipe
-from mimo.parallel.build import build_layout
 from tests.cases import quick
 from tests.conftest import RunRanks
-from tests.mimo.runs import metrics, open_trainer
+from tests.mimo.runs import open_trainer
 
 PEAKS = {"language": 0.004, "vision": 0.0005}
 WARMUP = {"language": 3, "vision": 2}
@@ -37,61 +34,12 @@ SETTINGS = [
 ]
 
 
-# ------------------------------------------------------------- rates, also after a resume
-
-
-def held_rates(rank: int, path: Path, overrides: list[str], start: Start) -> list[list[float]]:
-    """A run of one rank: the rate of every parameter group at every update of its optimizer."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    from mimo.train.rank import train_in_world
-
-    updates = list[list[float]]()
-
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if updates and len(updates[-1]) == 1:  # an update that is measured goes group by group
-            updates[-1] += rates
-        else:
-            updates.append(rates)
-
-    recipe = load_recipe(path, overrides)
-    recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    register_optimizer_step_pre_hook(note)
-    train_in_world(recipe, build_layout(recipe), recipe.run_dir, start)
-    return updates
-
-
 def expected_rate(step: int, module: str) -> float:
     """Up in a line to the peak, then down along half a cosine to a quarter of it."""
     peak, warmup = PEAKS[module], WARMUP[module]
     cosine = math.cos(math.pi * (step - warmup) / (STEPS - warmup))
     falls = MINIMUM + (1 - MINIMUM) * (1 + cosine) / 2
     return peak * ((step + 1) / warmup if step < warmup else falls)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state", ["whole", "shared out"])
-def test_every_group_follows_the_schedule_also_across_a_resume(
-    run_ranks: RunRanks, recipe: Path, state: str
-) -> None:
-    shared = f"train.distributed_optimizer={str(state == 'shared out').lower()}"
-    overrides = [*SETTINGS, shared, "train.save_every=1", f"train.keep_checkpoints={STEPS}"]
-    checkpoints = recipe.parent / "runs" / "tiny" / "checkpoints"
-    # From the start, from within the warm-up, and from within the descent.
-    for first in (0, 2, 6):
-        start = Resume(checkpoints / f"step_{first}") if first else FromScratch()
-        name = f"name={'resumed' if first else 'tiny'}"
-        by_rank = run_ranks(held_rates, 2, recipe, [*overrides, name], start)
-        for module, updates in zip(("vision", "language"), by_rank, strict=True):
-            assert len(updates) == STEPS - first
-            for step, rates in enumerate(updates, first):
-                expected = expected_rate(step, module)
-                assert len(rates) == 2, "matrices and vectors"
-                assert rates == pytest.approx([expected] * 2, rel=1e-12), (module, first, step)
-    for step, logged in enumerate(metrics(recipe)):
-        for module in PEAKS:
-            assert logged[f"lr_{module}"] == pytest.approx(expected_rate(step, module), rel=1e-12)
 
 
 # ------------------------------------------------------------- weights after every step

@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data.index.samples import Index
 from mimo.checkpoint.folder import Progress, read_progress
-from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.errors import InputError
-from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.runtime.processes import RanksFailed
-from mimo.train.main import Request
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -40,39 +35,18 @@ def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
         assert [m[key] for m in got] == [m[key] for m in expected], key
 
 
-def load_index_of(recipe: Path) -> Index:
-    """What is known of the tiny samples."""
-    loaded = load_recipe(recipe)
-    dataset = open_dataset(loaded, "sources", open_tokenizer(loaded), item_processors(loaded))
-    assert dataset is not None
-    return dataset.indexes[0]
-
-
-def test_a_damaged_checkpoint_is_refused_before_a_rank_starts(recipe: Path) -> None:
-    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_1"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "progress.json").write_text('{"step": 1, "samples": 1}')
-    (checkpoint / "tensors.json").write_text("{")
-    with pytest.raises(InputError, match="damaged"):
-        Request(recipe, resume_from=checkpoint).check(None).begin()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpoint_of_one_layout_resumes_in_another(
-    run_ranks: RunRanks, recipe: Path, precision: str
-) -> None:
-    settings = [*ADAM, "train.steps=4", "train.save_every=2", f"train.precision={precision}"]
+def test_a_bf16_run_resumes_in_another_layout(run_ranks: RunRanks, recipe: Path) -> None:
+    settings = [*ADAM, "train.steps=4", "train.save_every=2", "train.precision=bf16"]
     run(run_ranks, recipe, *LAYOUT, *settings)
     whole = metrics(recipe)
     checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
     other = ["language.grid.tp=2", "language.grid.sp=true", "encoders.vision.grid.dp=2"]
     run(run_ranks, recipe, *other, *settings, "name=other", resume_from=checkpoint)
-    # Layouts add in another order: the last bits differ, in bf16 (8 bits of mantissa) the first.
-    loss, norm = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, 1e-1)}[precision]
+    # Layouts add in another order: of 8 bits of mantissa the first ones differ.
     for got, expected in zip(metrics(recipe, "other"), whole[2:], strict=True):
-        assert got["loss"] == pytest.approx(expected["loss"], rel=loss)
-        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
+        assert got["loss"] == pytest.approx(expected["loss"], rel=2e-2)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-1)
 
 
 @pytest.mark.slow
@@ -97,56 +71,6 @@ def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
     expected = Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
     assert replace(done, mixtures=()) == expected
     assert [mixture.first for mixture in done.mixtures] == [0]
-
-
-@pytest.mark.slow
-def test_a_run_by_tokens_continues_to_the_last_bit_and_with_another_budget_loses_no_sample(
-    run_ranks: RunRanks, recipe: Path
-) -> None:
-    corrupt(recipe)  # sample 0 of 12
-    by_tokens = ["data.tokens_per_microbatch=128", "data.packing_window=12"]
-    batch = ["language.grid.dp=2", "train.global_batch_size=4", "train.micro_batch_size=1"]
-    settings = [*ADAM, *by_tokens, *batch, "train.steps=4", "train.save_every=2"]
-    runs = recipe.parent / "runs"
-    run(run_ranks, recipe, *settings, "name=whole")
-    shutil.copytree(runs / "whole", runs / "part")
-    checkpoint = runs / "part" / "checkpoints" / "step_2"
-    run(run_ranks, recipe, *settings, "name=part", resume_from=checkpoint)
-    expected, got = metrics(recipe, "whole"), metrics(recipe, "part")
-    for key in ("step", "loss", "grad_norm", "tokens", "skipped_samples"):
-        assert [m[key] for m in got] == [m[key] for m in expected], key
-    assert [m["skipped_samples"] for m in got] == [1] * 4
-
-    before = read_progress(checkpoint)
-    assert before.passed_over, "the test needs a sample that waits for a later step"
-    end = before.samples + len(before.passed_over)
-    # On one lane, by samples: first those that were passed over.
-    changed = [*ADAM, "train.global_batch_size=8", "train.micro_batch_size=2", "train.steps=3"]
-    run(run_ranks, recipe, *changed, "name=part", resume_from=checkpoint)
-    done = read_progress(runs / "part" / "checkpoints" / "step_3")
-    assert done == replace(before, step=3, samples=before.samples + 8, passed_over=())
-    lengths = load_index_of(recipe).column("token_length")
-    used = [*before.passed_over, *range(end, end + 8 - len(before.passed_over))]
-    assert metrics(recipe, "part")[-1]["tokens"] == sum(lengths[n % 12] for n in used)
-
-
-def test_a_source_that_is_added_on_resuming_joins_and_the_other_goes_on(
-    run_ranks: RunRanks, recipe: Path
-) -> None:
-    tiny.write_samples(recipe.parent, (1, 0, 2, 0, 1), name="other")
-    settings = [*ADAM, "encoders.vision.placement=colocated", "train.global_batch_size=8"]
-    run(run_ranks, recipe, *settings, "data.shuffle_block=null", "train.steps=2")
-    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_2"
-    more = ["data.shuffle_block=null", "train.steps=4", shards(recipe, "train", "other")]
-    run(run_ranks, recipe, *settings, *more, resume_from=checkpoint)
-    epochs = [line["epochs"] for line in metrics(recipe)]
-    assert epochs[:2] == [{"0": 8 / 12}, {"0": 16 / 12}]
-    for step, by_source in enumerate(epochs[2:], 1):
-        assert by_source["0"] * 12 + by_source["1"] * 5 == pytest.approx(16 + 8 * step)
-        assert by_source["0"] * 12 - 16 == pytest.approx(by_source["1"] * 5, abs=8)
-        assert by_source["1"] > 0
-    done = read_progress(checkpoint.parent / "step_4")
-    assert [mixture.first for mixture in done.mixtures] == [0, 16]
 
 
 @pytest.mark.parametrize("module", quick(["language", "encoders.vision"], "language"))
