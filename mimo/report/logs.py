@@ -7,13 +7,12 @@ are in the folder of the run or the phase. A file may grow, be replaced or appea
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from mimo.checkpoint.folder import phase_folders
 from mimo.errors import InputError
@@ -21,15 +20,13 @@ from mimo.report.runs import job_folders
 from mimo.report.status import one_line, output_of, read_view
 from mimo.runtime.processes import looks_like_a_consequence
 
-_MERGED_BYTES = 16 * 2**20  # of all files together, because all lines are sorted by time
-_LEAST_BYTES = 2**14  # of a file
-_LINE_BYTES = 2**16
+_END_BYTES = 2**14  # of each file, where several are shown
+_LINE_LENGTH = 2**16
 _POLL_SECONDS = 0.5
 _LOOK_SECONDS = 5.0  # between two checks that the run goes on
 _ERROR_BYTES = 2**20  # of a rank's output that are searched for its error
 _SHOWN_LINES = 60  # of an error
 _RANK = re.compile(r"(?:log_|error_)?rank_(\d+)\.(?:txt|log)")
-_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?(?:[+-]\d{4}|Z)?")
 _ERROR = re.compile(
     r"^(Traceback \(most recent call last\)|Fatal Python error|terminate called|Segmentation fault)"
 )
@@ -41,10 +38,8 @@ _SLURM_ERROR = re.compile(r"^(slurmstepd|srun|sbatch)[\w.-]*: (error|fatal): ")
 class _File:
     """A file that may still grow, read by whole lines, from its end if it is longer."""
 
-    def __init__(self, path: Path, rank: int | None, num_bytes: int | None = None) -> None:
-        self.path, self.rank = path, rank
-        self.label = f"rank {rank}" if rank is not None else path.stem.replace("_", " ")
-        self._at = 0
+    def __init__(self, path: Path, num_bytes: int | None = None) -> None:
+        self.path, self._at = path, 0
         size = path.stat().st_size if path.exists() else 0
         if num_bytes is not None and size > num_bytes:
             self._at = size - num_bytes
@@ -66,60 +61,43 @@ class _File:
             return
 
 
-def _paths(folder: Path, rank: int | None) -> Iterator[tuple[Path, int | None]]:
-    """Yield the files of all ranks and jobs of a run, or of one rank; None is a job's."""
+def _paths(folder: Path) -> Iterator[tuple[Path, int | None]]:
+    """Yield the files of all ranks and jobs of a run, with the rank; None is a job's."""
     folders = dict.fromkeys([folder, *phase_folders(folder).values(), *job_folders(folder)])
-    for path in sorted(path for where in folders for path in where.glob("*rank_*.*")):
-        name = _RANK.fullmatch(path.name)
-        if name and rank in (None, int(name[1])):
-            yield path, int(name[1])
-    if rank is None:
-        for path in (path for where in folders for path in sorted(where.glob("job_*.out"))):
-            yield path, None
-
-
-def _stamped(file: _File, with_rest: bool) -> Iterator[tuple[float, str, str]]:
-    """Yield time, label and text of new lines; lines without a time get the previous one."""
-    seconds = 0.0
-    for text in file.lines(with_rest):
-        seconds = max(seconds, _seconds_in(text[:80])) or file.path.stat().st_mtime
-        yield seconds, file.label, text
-
-
-def _seconds_in(text: str) -> float:
-    """Return the first time in a text, or 0."""
-    try:
-        match = _TIME.search(text)
-        return datetime.fromisoformat(match[0].replace(",", ".")).timestamp() if match else 0.0
-    except ValueError:
-        return 0.0
+    for where in folders:
+        for path in sorted([*where.glob("job_*.out"), *where.glob("*rank_*.*")]):
+            if path.suffix == ".out":
+                yield path, None
+            elif name := _RANK.fullmatch(path.name):
+                yield path, int(name[1])
 
 
 def logs(folder: Path, rank: int | None, follow: bool) -> int:
-    """Print the output of one rank, or the newest output of all ranks by time, for `mimo logs`.
+    """Print the output of one rank, or the ends of all outputs, for `mimo logs`.
 
     follow: continue until the run ends. Raises InputError if there is no output.
     """
-    view, paths = read_view(folder), dict(_paths(folder, rank))
-    if not paths and not (follow and view.goes_on):
-        whose = "no output" if rank is None else f"no output of rank {rank}"
-        raise InputError(f"{folder}: {whose} is here; see `mimo status {folder}`")
-    share = max(_LEAST_BYTES, _MERGED_BYTES // max(1, len(paths))) if rank is None else None
-    files = {path: _File(path, of_rank, share) for path, of_rank in paths.items()}
-    looked = time.monotonic()
+    view, looked, files = read_view(folder), time.monotonic(), dict[Path, _File]()
     while True:
         goes_on = follow and view.goes_on
-        lines = [line for file in files.values() for line in _stamped(file, not goes_on)]
-        for _, label, text in sorted(lines, key=itemgetter(0)) if rank is None else lines:
-            print(f"[{label}] " * (rank is None) + one_line(text, _LINE_BYTES))
-        sys.stdout.flush()
+        for path, of_rank in _paths(folder):
+            if rank not in (None, of_rank):
+                continue
+            file = files.setdefault(path, _File(path, _END_BYTES if rank is None else None))
+            label = path.stem.replace("_", " ") if of_rank is None else f"rank {of_rank}"
+            for line in file.lines(with_rest=not goes_on):
+                text = one_line(line, _LINE_LENGTH)
+                print(f"[{label}] {text}" if rank is None else text, flush=True)
         if not goes_on:
-            return 0
+            break
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > looked + _LOOK_SECONDS:
             # One more read follows after the end.
             view, looked = read_view(folder), time.monotonic()
-        files = {path: _File(path, of) for path, of in _paths(folder, rank)} | files
+    if not files:
+        whose = "no output" if rank is None else f"no output of rank {rank}"
+        raise InputError(f"{folder}: {whose} is here; see `mimo status {folder}`")
+    return 0
 
 
 # -------------------------------------------------------------------------- the first error
@@ -144,26 +122,31 @@ class _Error:
         return f"rank {self.rank} ({when}, {self.path})"
 
 
+def _seconds(record: dict[str, Any]) -> float:
+    """Return the time of an incident or a start, in seconds since 1970; 0 if it has none."""
+    time_text = record.get("time")
+    return datetime.fromisoformat(time_text).timestamp() if time_text else 0.0
+
+
 def first_error(folder: Path) -> int:
     """Print the errors of the last start that failed, the cause first."""
     view = read_view(folder)
     incidents = [incident for run in view.runs for incident in run.incidents]
     crashes = [i for i in incidents if i.get("kind") in ("crash", "hang")]
-    times = (str(start.get("time")) for run in view.runs for start in run.starts)
-    started = max(map(_seconds_in, times), default=0.0)
+    started = max((_seconds(start) for run in view.runs for start in run.starts), default=0.0)
     errors = _errors(folder)
     late = [error for error in errors if error.seconds >= started]
-    new = [crash for crash in crashes if _seconds_in(str(crash.get("time"))) >= started]
+    new = [crash for crash in crashes if _seconds(crash) >= started]
     if (errors or crashes) and not (late or new):
         print("Of an earlier start; the run has gone on since:")
     errors, crashes = (late, new[:1]) if late or new else (errors, crashes[-1:])
     named = {rank for crash in crashes for rank in (crash.get("rank"), *crash.get("ranks", ()))}
     errors.sort(key=lambda error: (error.follows, error.rank not in named, error.seconds))
     for crash in crashes:
-        print(one_line(f"{crash.get('time')} {crash['kind']}: {crash.get('text')}", _LINE_BYTES))
+        print(one_line(f"{crash.get('time')} {crash['kind']}: {crash.get('text')}", _LINE_LENGTH))
     causes = [] if crashes and errors and errors[0].follows else errors[:1]
     for error in causes:
-        lines = (one_line(line, _LINE_BYTES) for line in error.text[-_SHOWN_LINES:])
+        lines = (one_line(line, _LINE_LENGTH) for line in error.text[-_SHOWN_LINES:])
         print(f"{error}:", *lines, sep="\n")
     if others := errors[len(causes) :]:
         print("later, or because of it:")
@@ -174,7 +157,7 @@ def first_error(folder: Path) -> int:
     if not (errors or crashes or slurm):
         print("no rank has failed, as far as the run folder tells")
         for name, line in output_of(view):
-            print(f"{name}: {one_line(line, _LINE_BYTES)}")
+            print(f"{name}: {one_line(line, _LINE_LENGTH)}")
     return 0
 
 
@@ -182,13 +165,11 @@ def _errors(folder: Path) -> list[_Error]:
     """Return the error of each failed rank, from its error file or else from its output."""
     errors = dict[int, _Error]()
     kinds = ("error_", "rank_", "log_")  # the first one that has an error counts
-    paths = [
-        pair for kind in kinds for pair in _paths(folder, None) if pair[0].name.startswith(kind)
-    ]
-    for path, rank in paths:
+    found = [pair for kind in kinds for pair in _paths(folder) if pair[0].name.startswith(kind)]
+    for path, rank in found:
         if rank is None or rank in errors:
             continue
-        lines = list(_File(path, rank, _ERROR_BYTES).lines())
+        lines = list(_File(path, _ERROR_BYTES).lines())
         if not path.name.startswith("error_"):
             lines = _error_in(lines)
         if lines := [line for line in lines if line.strip()]:
@@ -208,10 +189,10 @@ def _error_in(lines: Sequence[str]) -> list[str]:
 
 def _slurm_errors(folder: Path) -> list[str]:
     """Return SLURM's errors in the last start of the newest job."""
-    outputs = [path for path, rank in _paths(folder, None) if rank is None]
+    outputs = [path for path, rank in _paths(folder) if rank is None]
     newest = max(outputs, key=lambda path: path.stat().st_mtime, default=None)
     errors = list[str]()
-    for line in _File(newest, None, _ERROR_BYTES).lines() if newest else ():
+    for line in _File(newest, _ERROR_BYTES).lines() if newest else ():
         if _START.match(line):
             errors.clear()
         if _SLURM_ERROR.match(line) and len(errors) < _SHOWN_LINES:

@@ -291,8 +291,6 @@ def compared_sections(runs: Sequence[RunData]) -> list[Section]:
                 pictures.append(lines(name, unit, curves))
     different = differences(runs)
     note = "" if different.rows else "The recipes are the same but for their names."
-    if not different.rows and all(map(_shards, runs)):
-        note += " So are the shards of their data."
     return [
         Section("Results", tables=[figures(runs)]),
         Section("Differences", tables=[different], note=note),

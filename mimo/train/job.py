@@ -19,7 +19,6 @@ from mimo.runtime.ranks import RankEnv
 from mimo.train.loggers import check_loggers
 from mimo.train.restarts import find_failure, record_restart, start_time
 from mimo.train.run_folder import (
-    check_run_dir,
     check_start,
     is_at_end,
     make_run_dirs,
@@ -56,8 +55,6 @@ class Request:
             print(note)
         check_room(phased, layouts, environment)
         phased.each(check_loggers)
-        if environment is None or environment.rank == 0:
-            check_run_dir(phased)
         if environment is None:
             warm_up(PRELOAD)  # ranks and indexing processes need the same
             phased.each(check_data)

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -36,19 +35,6 @@ _Difference = tuple[Location, Any, Any]
 
 
 # ------------------------------------------------------------------------- the folder
-
-
-def check_run_dir(phased: PhasedRecipe) -> None:
-    """Raise RecipeError unless the run's folder can be made; one process calls it."""
-    parent = phased.run_dir.parent
-    try:
-        existing = next(folder for folder in (parent, *parent.parents) if folder.exists())
-        with TemporaryDirectory(dir=existing, prefix=".mimo-"):
-            pass
-    except OSError as error:
-        message = f"no folder can be made in {parent} ({error.strerror}); name another"
-        recipe = phased.phases[0].recipe
-        raise RecipeError(recipe.problem(("train", "run_dir"), message)) from error
 
 
 def make_run_dir(recipe: Recipe, resumes: bool) -> Path:

@@ -12,7 +12,7 @@ from mimo.checkpoint.hf.shrink import build
 from mimo.config.schema import Recipe
 from mimo.device import Memory
 from mimo.engines.fsdp.halves import language_parameters
-from mimo.errors import RecipeError
+from mimo.errors import InputError, RecipeError
 from mimo.families.registry import language_settings
 from mimo.model import recipe_checks
 from mimo.model.memory import (
@@ -264,5 +264,5 @@ def test_a_microbatch_has_at_most_as_many_samples_as_the_data(path: Path) -> Non
 def test_a_run_dir_that_cannot_be_made_is_refused(tmp_path: Path, run_dir: str) -> None:
     (tmp_path / "a_file").write_text("")
     path = tiny.write_recipe(tmp_path)
-    with pytest.raises(RecipeError, match=r"train.run_dir: no folder can be made in "):
+    with pytest.raises(InputError, match=r"cannot write there: .*give another train.run_dir"):
         job.main(path, [f"train.run_dir={tmp_path / run_dir}"])

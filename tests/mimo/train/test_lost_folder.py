@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,14 +39,10 @@ def disturb(fault: str, attempt: int, run_dir: Path, start: Start) -> None:
 
 FAULTS: dict[str, Callable[[Path], object]] = {
     "gone": lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")),
-    "replaced": lambda run_dir: shutil.copytree(
-        run_dir.rename(run_dir.with_name("elsewhere")), run_dir
-    ),
     "no room for metrics": lambda run_dir: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
 }
 SAID = {
     "gone": r"rank 1 failed: .*No such file or directory: '{run}/metrics\.jsonl'",
-    "replaced": r"rank 1 failed: .*the run folder was replaced: '{run}/metrics\.jsonl'",
     "no room for metrics": r"rank 1 failed: .*File too large: '{run}/metrics\.jsonl'",
 }
 
