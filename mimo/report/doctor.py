@@ -174,7 +174,6 @@ def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
     return {
         "steps": len(steps),
         "samples_per_step": num_samples / len(steps),
-        "loss_tokens_per_step": float(np.mean([step.num_loss_tokens for step in steps])),
         "tokens_per_microbatch": histogram(tokens.ravel().astype(np.int64)),
         "full": float(tokens.sum() / sum(m.lane_tokens.sum() for m in microbatches)),
         "of_budget": None if budget is None else float(tokens.mean() / budget),
@@ -182,7 +181,6 @@ def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
             name: {"mean": float(np.mean(ratios)), "worst": max(ratios)}
             for name, ratios in uneven.items()
         },
-        "encoder_imbalance": float(np.mean([step.encoder_imbalance for step in steps])),
     }
 
 
@@ -321,7 +319,6 @@ def _part(title: str, figures: dict[str, Any], samples: list[dict[str, Any]]) ->
         "tokens per microbatch of a lane": f"{plan['tokens_per_microbatch']['mean']:,.0f}",
         "of a microbatch is real tokens": percent(plan["full"]),
         "samples per step": f"{plan['samples_per_step']:,.0f}",
-        "encoder imbalance": f"{plan['encoder_imbalance']:.2f}",
         "bad samples": number(bad["in_index"] + bad["unreadable"]),
     }
     if plan["of_budget"] is not None:

@@ -32,8 +32,7 @@ from mimo.report.experiment_runs import (
     submit,
 )
 from mimo.report.page import Part, Section, lines, render, shares, spreads
-from mimo.report.run import differences
-from mimo.report.runs import Curve, read_runs, times_by_module
+from mimo.report.runs import Curve, times_by_module
 from mimo.report.tables import Table, number, percent, show, write
 from mimo.runtime.run_lock import run_lock
 
@@ -176,14 +175,11 @@ def write_page(
         f"medians without the first {warmup_steps(steps)} steps."
     )
     tables = [results_table(results, experiment.reference), problems_table(results)]
-    first_runs = [result.first.run.run_dir for result in results if result.first]
-    read = [run for folder_of_run in first_runs for run in read_runs(folder_of_run)]
     sections = [
         Section("Results", speeds, tables, note),
         _losses(results, experiment.reference, precision),
         _times(results),
         _bridges(results),
-        Section("Differences of the recipes", tables=[differences(read)]),
     ]
     sections = [section for section in sections if section.has_content]
     for section in sections:

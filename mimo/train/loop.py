@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -89,13 +89,13 @@ class Trainer:
                 decoding=decoding,
                 flops=flops,
             ) as batches,
-            Profiler(train, rank, self.run_dir) as profiler,
+            profiler_of(train, rank, self.run_dir) as profile_step,
         ):
             if validation and owes_validation and _is_due(train.validate_every, steps.start):
                 observer.at(steps.start - 1, "validation")
                 yield {"step": steps.start, **self.validate(validation, decoding)}
             for step in steps:
-                profiler.start_step(step)
+                profile_step(step)
                 self._count_skipped(step, batches.upcoming, dataset, bad_samples)
                 # The sum in `train_step` tells all ranks; the next save raises the reason.
                 self.early_stop.local_reasons = (SAVE_FAILED,) if self.saver.has_failed else ()
@@ -187,45 +187,37 @@ def _is_due(every: int | None, done: int) -> bool:
 # ----------------------------------------------------- a trace of some steps: `train.profile`
 
 
-class Profiler:
-    """Traces the steps of `train.profile` on this rank, if it is one of those ranks.
+@contextmanager
+def profiler_of(train: Train, rank: int, run_dir: Path) -> Iterator[Callable[[int], None]]:
+    """Trace the steps of `train.profile` on this rank; call the result before each step.
 
-    The spans of mimo.spans are its named ranges. Other ranks and steps cost nothing.
+    The spans of mimo.spans are the trace's named ranges. Other ranks and steps cost nothing.
     """
+    if train.profile is None or rank not in train.profile.ranks:
+        yield lambda _: None
+        return
+    first, last = train.profile.steps
+    path = run_dir / "profile" / f"rank_{rank}_steps_{first}_to_{last}.json"
+    trace = torch.profiler.profile(activities=traced_activities(), acc_events=True)
 
-    def __init__(self, train: Train, rank: int, run_dir: Path) -> None:
-        self._steps, self._path = range(0), run_dir
-        self._running: torch.profiler.profile | None = None
-        if train.profile is not None and rank in train.profile.ranks:
-            first, last = train.profile.steps
-            self._steps = range(first, last + 1)
-            self._path = run_dir / "profile" / f"rank_{rank}_steps_{first}_to_{last}.json"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def start_step(self, step: int) -> None:
-        """Begin or end the trace if ``step`` is the first one in or after it."""
-        if self._running is None and step in self._steps:
-            activities = traced_activities()
-            self._running = torch.profiler.profile(activities=activities, acc_events=True)
-            self._running.start()
+    def start_step(step: int) -> None:
+        if not SPANS.named and first <= step <= last:
+            trace.start()
             SPANS.named = True
-        elif step not in self._steps:
-            self._stop()
+        elif step > last:
+            stop()
 
-    def _stop(self) -> None:
-        """Write the trace, if one is running."""
-        if self._running is None:
-            return
-        running, self._running = self._running, None
-        SPANS.named = False
-        running.stop()
-        self._path.parent.mkdir(exist_ok=True)
-        running.export_chrome_trace(str(self._path))
+    def stop() -> None:
+        if SPANS.named:
+            SPANS.named = False
+            trace.stop()
+            path.parent.mkdir(exist_ok=True)
+            trace.export_chrome_trace(str(path))
+
+    try:
+        yield start_step
+    finally:
+        stop()
 
 
 # ------------------------------------------------------------------- garbage collection

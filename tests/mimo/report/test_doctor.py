@@ -104,9 +104,7 @@ def test_figures_of_steps_are_those_of_their_samples(recipe: Path) -> None:
     assert plan["tokens_per_microbatch"]["most"] == max(real)
     assert plan["imbalance"]["language"]["mean"] == pytest.approx(np.mean(imbalances))
     assert plan["imbalance"]["language"]["worst"] == pytest.approx(max(imbalances))
-    # One encoder, which encodes a microbatch at a time.
-    assert plan["imbalance"]["vision"]["mean"] == pytest.approx(plan["encoder_imbalance"])
-    assert plan["encoder_imbalance"] > 1
+    assert plan["imbalance"]["vision"]["mean"] > 1
     by_tokens = ["data.tokens_per_microbatch=128", "train.micro_batch_size=1"]
     plan = examine(load_recipe(recipe, [*by_tokens, "language.grid.cp=2"]), None)[0]["packing"]
     assert plan["of_budget"] == pytest.approx(plan["tokens_per_microbatch"]["mean"] / 128)

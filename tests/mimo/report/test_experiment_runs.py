@@ -241,7 +241,7 @@ def test_csv_and_page_have_medians_without_the_first_steps(file: Path, started: 
     assert float(two["largest_loss_difference"]) == pytest.approx(1e-7 / 1.1, rel=0.01)
     folder = folder_of(file)
     page = (folder / "index.html").read_text()
-    for text in ("2.5", "follows", "two: vision forward", "lower bound", "language.grid.tp"):
+    for text in ("2.5", "follows", "two: vision forward", "lower bound"):
         assert text in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
     assert page.count("<script") == 1, "the page's own"

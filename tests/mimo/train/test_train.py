@@ -301,13 +301,11 @@ BAD_INPUT = {
     "language.model.hidden_sizes=3": ["language.model.hidden_sizes", "hidden_size"],
     "language.grid.tp=3": ["language.grid", "num_attention_heads"],
     "language.family=qwen4": ["language.family", "qwen3"],
-    "encoders.vision.family=siglop": ["encoders.vision.family", "qwen_vl"],
     "data.sequence_length=8": ["data.sources.0.path", "8"],
     "encoders.other={family: qwen_vl}": [
         "encoders.other.media: got 'image', which encoders.vision.media is already",
         "encoders.other.placeholder: got '<|image_pad|>', which encoders.vision.pl",
     ],
-    "encoders.vision.media=text": ["encoders.vision.media", "language model's own"],
     "encoders.vision.media=video": ["data.sources.0.path", "sample0000: image", "take video"],
     "encoders.vision.placeholder='<|no|>'": ["data.tokenizer", "'<|no|>' for the image"],
 }
