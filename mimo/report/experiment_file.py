@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mimo.config import bounds
 from mimo.config.modules import Section
@@ -23,18 +22,6 @@ _SAME = ("train.steps", "train.run_dir", "train.precision")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}"
 
 
-def _layout_keys(layouts: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    names = Counter(str(layout.get("name", "")) for layout in layouts)
-    for name, count in names.items():
-        if not re.fullmatch(_NAME, name):
-            raise ValueError(
-                f"each layout needs a `name` of letters, digits, '_' and '-'; one has {name!r}"
-            )
-        if count > 1:
-            raise ValueError(f"each layout needs a name of its own; several are called {name}")
-    return layouts
-
-
 class ExperimentFile(Section):
     """The keys of an experiment's file."""
 
@@ -44,11 +31,7 @@ class ExperimentFile(Section):
     """The recipe, from the folder of this file or from the working folder."""
     set: dict[str, Any] = {}
     """Overrides of the recipe in all layouts: keys with dots, and their values."""
-    layouts: Annotated[
-        tuple[dict[str, Any], ...],
-        Field(strict=False, min_length=1),
-        AfterValidator(_layout_keys),
-    ] = ()
+    layouts: Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)] = ()
     """A list of layouts, each with a `name` and overrides."""
     vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     """Keys of the recipe with the values of each; the layouts are all combinations."""
@@ -104,14 +87,21 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     recipe = next((place for place in places if place.is_file()), None)
     if recipe is None:
         raise error("recipe", f"no recipe is at {' nor '.join(dict.fromkeys(map(str, places)))}")
-    try:
-        named = dict(_named_layouts(file))
-    except ValueError as invalid:
-        raise error("vary", str(invalid)) from invalid
-    for name, keys in named.items():
+    where = "vary" if file.vary else "layouts"
+    named = dict[str, dict[str, Any]]()
+    for name, keys in _layouts(file):
+        if name in named or not re.fullmatch(_NAME, name):
+            fix = "; its values make that name, so list the layouts under `layouts`" * bool(
+                file.vary
+            )
+            raise error(
+                where,
+                f"each layout needs a `name` of its own, of up to 80 letters, digits, '_' and '-'; "
+                f"got {shown(name)}{fix}",
+            )
         if same := [key for key in _SAME if key in keys]:
-            message = f"{name} sets {same[0]}, which is the same in all layouts"
-            raise error("vary" if file.vary else "layouts", message)
+            raise error(where, f"{name} sets {same[0]}, which is the same in all layouts")
+        named[name] = keys
     reference = file.reference or next(iter(named))
     if reference not in named:
         message = f"no layout is called {shown(reference)}; {suggestion(reference, named)}"
@@ -128,23 +118,13 @@ def _texts(overrides: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}={json.dumps(value)}"
 
 
-def _named_layouts(file: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield layouts by name. Raises ValueError where values make no valid name."""
+def _layouts(file: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield layouts: name and overrides."""
     for layout in file.layouts:
-        yield str(layout["name"]), {key: value for key, value in layout.items() if key != "name"}
-    if not file.vary:
-        return
+        yield str(layout.get("name", "")), {k: v for k, v in layout.items() if k != "name"}
     axes = [[(key, value) for value in values] for key, values in file.vary.items()]
-    names = set[str]()
-    for chosen in itertools.product(*axes):
-        name = "-".join(_label(key, value) for key, value in chosen)
-        if name in names or not re.fullmatch(_NAME, name):
-            raise ValueError(
-                f"the name {shown(name)}, which follows from the values, is too long or that of "
-                f"two layouts; list the layouts with names of their own under `layouts`"
-            )
-        names.add(name)
-        yield name, dict(chosen)
+    for chosen in itertools.product(*axes) if axes else ():
+        yield "-".join(_label(key, value) for key, value in chosen), dict(chosen)
 
 
 def _label(key: str, value: Any) -> str:
