@@ -91,9 +91,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     named = dict[str, dict[str, Any]]()
     for name, keys in _layouts(file):
         if name in named or not re.fullmatch(_NAME, name):
-            fix = "; its values make that name, so list the layouts under `layouts`" * bool(
-                file.vary
-            )
+            fix = "; its values make that name: use `layouts`" if file.vary else ""
             raise error(
                 where,
                 f"each layout needs a `name` of its own, of up to 80 letters, digits, '_' and '-'; "
