@@ -105,14 +105,12 @@ def histogram(values: np.ndarray) -> dict[str, Any] | None:
     if values.dtype.kind == "i":
         edges = np.unique(np.append(edges.round(), high + 1))
     edges[0], edges[-1] = low, max(edges[-1], high)  # whatever rounding did
-    return {
-        "least": low,
-        "median": float(np.median(values)),
-        "percentile_99": float(np.percentile(values, 99)),
-        "most": high,
+    counts, edges = np.histogram(values, edges)
+    spread = np.percentile(values, (0, 50, 99, 100)).tolist()
+    return dict(zip(("least", "median", "percentile_99", "most"), spread, strict=True)) | {
         "mean": float(values.mean()),
         "edges": edges.tolist(),
-        "counts": np.histogram(values, edges)[0].tolist(),
+        "counts": counts.tolist(),
     }
 
 
@@ -123,14 +121,13 @@ def modality_mix(columns: SampleColumns, names: Sequence[str]) -> list[dict[str,
     mix = []
     for kind in np.unique(held).tolist():
         selected, bits = held == kind, enumerate(names)
-        mix.append(
-            {
-                "holds": " + ".join(name for bit, name in bits if kind >> bit & 1) or "text alone",
-                "samples": float(selected.mean()),
-                "tokens": float(columns.tokens[selected].sum() / columns.tokens.sum()),
-                "rows": float(columns.rows[selected].sum() / max(columns.rows.sum(), 1)),
-            }
-        )
+        row: dict[str, Any] = {
+            "holds": " + ".join(name for bit, name in bits if kind >> bit & 1) or "text alone",
+            "samples": float(selected.mean()),
+            "tokens": float(columns.tokens[selected].sum() / columns.tokens.sum()),
+            "rows": float(columns.rows[selected].sum() / max(columns.rows.sum(), 1)),
+        }
+        mix.append(row)
     return sorted(mix, key=lambda row: -row["samples"])
 
 

@@ -151,7 +151,7 @@ def make_ready(run: Run) -> Outcome | None:
     try:
         recipe = run.recipe()
     except InputError as error:
-        return _failed(run, error)
+        return Outcome(run, {}, str(error).partition("\n")[0])
     if run.started_with(recipe):
         curves = run.curves()
         return Outcome(run, curves) if num_steps(curves) == recipe.train.steps else None
@@ -161,10 +161,6 @@ def make_ready(run: Run) -> Outcome | None:
     run.recipe_file.parent.mkdir(parents=True, exist_ok=True)
     run.recipe_file.write_text(recipe.to_yaml(), encoding="utf-8")
     return None
-
-
-def _failed(run: Run, error: InputError) -> Outcome:
-    return Outcome(run, {}, str(error).partition("\n")[0])
 
 
 def outcome_of(run: Run, code: int, steps: int) -> Outcome:
@@ -211,11 +207,7 @@ def _train(run: Run) -> int:
     with run.log.open("w") as log, run.errors.open("w") as errors:
         # In a new session: Ctrl-C would reach it twice, and the second signal ends it at once.
         child = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            command, stdout=log, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
             with signal_handlers() as requests:
@@ -250,19 +242,16 @@ def submit(runs: Sequence[Run], cluster: Path | None) -> list[Outcome]:
         if (known := make_ready(run)) is not None:
             refused += [known] if known.error else []
             continue
-        try:
-            job = prepare(run.recipe_file, [], cluster)
-            # SLURM may refuse some nodes, and has no arrays of heterogeneous jobs.
-            alone = run.name if len(job.placement.components) > 1 else ""
-            groups.setdefault((alone, *job.directives()), {})[run] = job
-        except InputError as error:
-            refused.append(_failed(run, error))
+        job = prepare(run.recipe_file, [], cluster)
+        # SLURM has no arrays of heterogeneous jobs.
+        alone = run.name if len(job.placement.components) > 1 else ""
+        groups.setdefault((alone, *job.directives()), {})[run] = job
     for (alone, *_), jobs in groups.items():
         prepared = [*jobs.values()]
         try:
             numbers = [submit_one(prepared[0])] if alone else submit_array(prepared)
         except InputError as error:
-            refused += [_failed(run, error) for run in jobs]
+            refused += [Outcome(run, {}, str(error).partition("\n")[0]) for run in jobs]
             continue
         for run, number in zip(jobs, numbers, strict=True):
             print(f"{run.name}: job {number}")

@@ -165,17 +165,14 @@ def _incidents(run: RunData) -> Section:
 
 
 def _environment(run: RunData) -> Section:
-    """List the starts of the run, and the environment of the last one."""
-    columns = ("time", "step", "host", "ranks", "device", "slurm_job")
-    starts = [_cells(start, columns) for start in run.starts[-_MAX_ROWS:]]
+    """List the environment of the last start."""
     last = dict(run.starts[-1]) if run.starts else {}
-    packages = last.pop("packages", {})
     last.pop("summary", None)  # it is the page's header
-    facts = {**last, **packages}
-    rows = [(name, str(value)) for name, value in facts.items() if name not in columns]
-    note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
-    tables = [Table(columns, starts, words=True), Table(("", "at the last start"), rows, True)]
-    return Section("Environment", tables=tables, note=note)
+    packages = last.pop("packages", {})
+    facts = {**last, **packages}.items()
+    rows = [(name, str(value)) for name, value in facts if value is not None]
+    note = f"the last of {len(run.starts)} starts" if len(run.starts) > 1 else ""
+    return Section("Environment", tables=[Table(("", ""), rows, words=True)], note=note)
 
 
 def _jobs(folder: Path) -> Section:

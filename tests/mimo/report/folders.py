@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from mimo.runtime.heartbeat import RankState
 
@@ -56,3 +59,13 @@ def write_state(folder: Path, rank: int, **state: Any) -> None:
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(RankState(rank, **state)))
     (folder / "ranks" / f"rank_{rank}.json").write_text(text)
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, lines: str) -> Path:
+    """Install a command that runs ``lines`` of the shell; return its file."""
+    program = folder / "bin" / name
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{lines}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from mimo.errors import EXIT_CONTINUE, RecipeError
 from mimo.report import experiment_runs as runs
 from mimo.report.experiment import main
 from mimo.report.experiment_runs import Run
+from tests.mimo.report.folders import install
 from tests.mimo.report.test_experiment_runs import FILE, trains
 from tests.mimo.tiny import write_recipe
 
@@ -18,14 +18,8 @@ from tests.mimo.tiny import write_recipe
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An experiment of two layouts; sbatch keeps what it got, squeue says what `queue` has."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    programs = {"sbatch": f'echo "$2" >> {tmp_path}/submitted; echo 12'}
-    programs["squeue"] = f"cat {tmp_path}/queue"
-    for name, line in programs.items():
-        (commands / name).write_text(f"#!/bin/sh\n{line}\n")
-        (commands / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    install(tmp_path, monkeypatch, "sbatch", f'echo "$2" >> {tmp_path}/submitted; echo 12')
+    install(tmp_path, monkeypatch, "squeue", f"cat {tmp_path}/queue")
     monkeypatch.setattr("mimo.report.experiment.write_page", lambda *_: None)
 
     def nothing_runs_here(run: Run, *_: object) -> int:

@@ -15,7 +15,7 @@ import pytest
 from mimo.errors import InputError
 from mimo.report.status import facts_of, read_view, status
 from mimo.runtime.run_files import record
-from tests.mimo.report.folders import RECIPE, make_run, write_state
+from tests.mimo.report.folders import RECIPE, install, make_run, write_state
 
 SECONDS = {
     "step_seconds": 0.5,
@@ -29,14 +29,10 @@ def facts(folder: Path) -> dict[str, str]:
     return dict(facts_of(read_view(folder)))
 
 
-def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: str, command: str = "") -> None:
-    """Install a squeue that prints ``rows``, or runs ``command``."""
-    (folder / "bin").mkdir()
-    program = folder / "bin" / "squeue"
+def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: str) -> None:
+    """Install a squeue that prints ``rows``."""
     answer = "\n".join(rows)
-    program.write_text(f"#!/bin/sh\n{command}\ncat <<'END'\n{answer}\nEND\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    install(folder, monkeypatch, "squeue", f"cat <<'END'\n{answer}\nEND")
 
 
 def submitted(run: Path, *jobs: str) -> None:
@@ -185,7 +181,7 @@ def test_where_slurm_does_not_say_a_run_may_be_queued_unless_it_has_ended(
 ) -> None:
     if command != LOST:
         monkeypatch.setattr("mimo.report.status._SQUEUE_SECONDS", 0.5)
-    squeue(tmp_path, monkeypatch, command=command)
+    install(tmp_path, monkeypatch, "squeue", command)
     submitted(tmp_path / "run", "7")
     view = read_view(tmp_path / "run")
     assert view.jobs[0].startswith("7 (train): submitted now; SLURM does not answer: ")
