@@ -26,7 +26,7 @@ from mimo.runtime.signals import SAVE_FAILED, EarlyStop
 from mimo.spans import SPANS
 from mimo.train.anomalies import AnomalyDetector, BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches, PreparedBatch
-from mimo.train.metrics import StepTimes, step_metrics
+from mimo.train.metrics import StepTimes
 from mimo.train.step import StepObserver, run_modules, train_step
 
 
@@ -110,8 +110,12 @@ class Trainer:
                 )
                 done = step + 1
                 self.progress = self.progress.after_step(step, batches.used, result.is_skipped)
-                skipped = self.progress.skipped_samples, self.progress.skipped_steps
-                metrics = {"step": step, **step_metrics(result, layout, *skipped)}
+                metrics = {
+                    "step": step,
+                    **result.metrics,
+                    "skipped_samples": self.progress.skipped_samples,
+                    "skipped_steps": self.progress.skipped_steps,
+                }
                 if reports:
                     metrics["epochs"] = dict(enumerate(dataset.order.epochs(batches.used.end)))
                 anomalies.check(step, result)

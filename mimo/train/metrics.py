@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,73 +26,22 @@ _Column = tuple[str, str]
 class StepResult:
     """The outcome of one training step, over the whole world.
 
-    flops: by module, over all ranks; counted on the rank that reports. loss: summed over the global
-    batch. grad_norm: before clipping. rates: learning rate of each module that trains.
-    step_seconds: from asking for the batch until the update is queued.
-    data_wait_seconds: waiting for batches, or for samples to be read: the mean over the ranks of
-    the module where it is largest.
-    host_seconds: the rest of this rank's step, without its waits for data, for transfers of bridges
-    and for the sum over all ranks. On a device: the time to launch its work; on a CPU: the work.
-    is_skipped: loss or gradient norm is not finite, so no module was updated. grad_norms: of each
-    module that trains. update_norms: how much the update before this step changed the weights of
-    each, as a norm; None where it was not measured.
-    times: figures of `StepTimes`, in logged steps.
+    mean_loss: per token. grad_norm: before clipping, over all modules; grad_norms: of
+    each that trains. is_skipped: loss or gradient norm is not finite, so no module was updated.
+    metrics: see docs/runs.md; null where a figure is unknown or was not measured.
     """
 
     plan: StepPlan
-    flops: Mapping[str, float]
-    loss: float
+    mean_loss: float
     grad_norm: float
-    rates: Mapping[str, float]
-    step_seconds: float
-    data_wait_seconds: float
-    host_seconds: float
-    is_skipped: bool
     grad_norms: Mapping[str, float]
-    update_norms: Mapping[str, float | None]
-    times: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def mean_loss(self) -> float:
-        """The loss per token."""
-        return self.loss / max(self.plan.num_loss_tokens, 1)
+    is_skipped: bool
+    metrics: Mapping[str, float | None]
 
 
 def is_logged(train: Train, step: int) -> bool:
     """Return whether a step, counted from 0, gets a line on the console."""
     return (step + 1) % train.log_every == 0 or step + 1 == train.steps
-
-
-def step_metrics(
-    done: StepResult, layout: Layout, skipped_samples: int, skipped_steps: int
-) -> dict[str, float | None]:
-    """Return the line of a step in metrics.jsonl, without its number.
-
-    skipped_samples, skipped_steps: since the run began.
-    mfu is the share of the peak of all ranks of the job together, those of encoders included; None
-    if the device's peak is unknown.
-    """
-    plan, seconds, peak = done.plan, done.step_seconds, peak_flops()
-    return {
-        "loss": done.mean_loss,
-        "grad_norm": done.grad_norm,
-        **{f"grad_norm_{name}": norm for name, norm in done.grad_norms.items()},
-        **{f"update_norm_{name}": norm for name, norm in done.update_norms.items()},
-        "lr": max(done.rates.values()),
-        **{f"lr_{name}": rate for name, rate in done.rates.items()},
-        "tokens": plan.num_tokens,
-        "loss_tokens": plan.num_loss_tokens,
-        "tokens_per_second": plan.num_tokens / seconds,
-        "mfu": sum(done.flops.values()) / (seconds * peak * layout.world_size) if peak else None,
-        **{f"flops_{name}": count for name, count in done.flops.items()},
-        "encoder_imbalance": plan.encoder_imbalance,
-        "skipped_samples": skipped_samples,
-        "skipped_steps": skipped_steps,
-        "step_seconds": seconds,
-        "data_wait_seconds": done.data_wait_seconds,
-        "host_seconds": done.host_seconds,
-        **done.times,
-    }
 
 
 class StepTimes:
@@ -114,6 +63,14 @@ class StepTimes:
         names = [*spans, *edges, ("memory", "")]
         self._columns = {name: number for number, name in enumerate(names)}
         self._spans, self._ways = spans, ways
+
+    def utilization(self, flops: Mapping[str, float], seconds: float) -> float | None:
+        """Return the share of the peak of all ranks of the job, encoders' included (MFU).
+
+        flops: of a step, by module. None if the device's peak is unknown.
+        """
+        peak = peak_flops()
+        return sum(flops.values()) / (seconds * peak * self._layout.world_size) if peak else None
 
     def of_this_rank(self, bridge_bytes: Mapping[_Column, int]) -> np.ndarray:
         """Return a table (ranks x columns,) fp64 with this rank's row, since the last call.

@@ -159,20 +159,27 @@ def train_step(
     # ---- metrics
     seconds = time.perf_counter() - started
     has_changes = logged and step > batches.steps.start
-    return StepResult(
-        plan=plan,
-        flops=flops,
-        loss=loss,
-        grad_norm=norm,
-        rates=rates,
-        step_seconds=seconds,
-        data_wait_seconds=max(sums.data_wait_seconds.values()),
-        host_seconds=seconds - waited,
-        is_skipped=is_skipped,
-        grad_norms=grad_norms,
-        update_norms=_roots(sums.squared_changes) if has_changes else dict.fromkeys(rates),
-        times=times.figures(sums.times),
-    )
+    update_norms = _roots(sums.squared_changes) if has_changes else dict.fromkeys(rates)
+    mean_loss = loss / max(plan.num_loss_tokens, 1)
+    metrics = {
+        "loss": mean_loss,
+        "grad_norm": norm,
+        **_by_module("grad_norm", grad_norms),
+        **_by_module("update_norm", update_norms),
+        "lr": max(rates.values()),
+        **_by_module("lr", rates),
+        "tokens": plan.num_tokens,
+        "loss_tokens": plan.num_loss_tokens,
+        "tokens_per_second": plan.num_tokens / seconds,
+        "mfu": times.utilization(flops, seconds),
+        **_by_module("flops", flops),
+        "encoder_imbalance": plan.encoder_imbalance,
+        "step_seconds": seconds,
+        "data_wait_seconds": max(sums.data_wait_seconds.values()),
+        "host_seconds": seconds - waited,
+        **times.figures(sums.times),
+    }
+    return StepResult(plan, mean_loss, norm, grad_norms, is_skipped, metrics)
 
 
 def run_modules(
@@ -216,6 +223,10 @@ def run_modules(
     except Exception as error:
         add_note(error)
         raise
+
+
+def _by_module[T](name: str, values: Mapping[str, T]) -> dict[str, T]:
+    return {f"{name}_{module}": value for module, value in values.items()}
 
 
 def _roots(squares: Mapping[str, float | Tensor]) -> dict[str, float]:

@@ -265,7 +265,7 @@ def train_spiking(rank: int, recipe: Recipe) -> None:
 
     def spiking(**arguments: Any) -> Any:
         done = train_step(**arguments)
-        return replace(done, loss=done.loss * 50) if next(steps) == 5 else done
+        return replace(done, mean_loss=done.mean_loss * 50) if next(steps) == 5 else done
 
     loop.train_step = spiking
     train_in_world(recipe, check_recipe(recipe, None), recipe.run_dir, FromScratch())

@@ -20,7 +20,7 @@ from mimo.parallel.grids import GridSpec, Layout
 from mimo.spans import RANK
 from mimo.train import metrics as figures
 from mimo.train.loggers import MetricsWriter
-from mimo.train.metrics import StepResult, StepTimes, step_metrics
+from mimo.train.metrics import StepTimes
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import metrics, run
@@ -105,18 +105,13 @@ def test_utilisation_is_a_share_of_the_peak_of_all_ranks_of_the_job(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(directory / "tiny.yaml", ["language.grid={tp: 2, dp: 1}"])
-    plan, _, _ = planned(recipe)
     layout = build_layout(recipe)
     assert layout.world_size == 3
-    flops = {"language": 90.0, "vision": 30.0}
-    done = (plan, flops, 1.0, 1.0, {"language": 0.1}, 2.0, 0.0, 0.0)
-    result = StepResult(*done, is_skipped=False, grad_norms={}, update_norms={})
+    times, flops = StepTimes(layout, 0), {"language": 90.0, "vision": 30.0}
     monkeypatch.setattr(figures, "peak_flops", lambda: 100.0)
-    line = step_metrics(result, layout, 0, 0)
-    assert line["mfu"] == pytest.approx(120 / (2.0 * 3 * 100.0))
-    assert (line["flops_language"], line["flops_vision"]) == (90.0, 30.0)
+    assert times.utilization(flops, 2.0) == pytest.approx(120 / (2.0 * 3 * 100.0))
     monkeypatch.setattr(figures, "peak_flops", lambda: None)
-    assert step_metrics(result, layout, 0, 0)["mfu"] is None
+    assert times.utilization(flops, 2.0) is None
 
 
 # Vision on rank 0, the language model on ranks 1 and 2.
