@@ -7,7 +7,6 @@ Pictures are SVG in an address, where no script can run.
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -129,20 +128,19 @@ class Part:
 
 
 def render(title: str, parts: Sequence[Part]) -> str:
-    """Return the page as HTML. All texts are escaped; no script but the page's own can run."""
+    """Return the page as HTML, with all texts escaped."""
     environment = Environment(
         loader=PackageLoader("mimo.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    sections = [section for part in parts for section in part.sections]
-    script = ""
-    if any(picture.curves for section in sections for picture in section.pictures):
-        script = (files("mimo.report") / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    template = environment.get_template("page.html")
-    return template.render(title=title, parts=parts, script=Markup(script), digest=digest)
+    pictures = [p for part in parts for section in part.sections for p in section.pictures]
+    has_curves = any(picture.curves for picture in pictures)
+    script = (files("mimo.report") / "page.js").read_text(encoding="utf-8") if has_curves else ""
+    return environment.get_template("page.html").render(
+        title=title, parts=parts, script=Markup(script)
+    )
 
 
 # ------------------------------------------------------------------------------- pictures

@@ -19,7 +19,7 @@ _OF_RANKS = (*WAITS, "other")
 _OF_MODULES = ("backward", "gradients", "update", "bridge_wait", "pipeline_wait")
 _GIB = 2**30
 
-_Column = tuple[str, str]
+Column = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,20 @@ def is_logged(train: Train, step: int) -> bool:
 class StepTimes:
     """The times of one rank's spans; all ranks of the world make the same table.
 
-    columns: seconds of (module, part of the step), those of the edges of bridges, the bytes that go
-    over these, and the memory.
+    Its columns are seconds of (module, part of the step), those of the edges of bridges, the bytes
+    that go over these, and the memory; each is (ranks,) fp64.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout, self._rank = layout, rank
-        spans: list[_Column] = [(RANK, phase) for phase in _OF_RANKS]
+        spans: list[Column] = [(RANK, phase) for phase in _OF_RANKS]
         for module in layout.grids:
             phases = ("forward" if module == LANGUAGE else "encode", *_OF_MODULES)
             spans += [(module, phase) for phase in phases]
         ways = [f"{name}_{way}" for name in layout.encoders for way in ("forward", "backward")]
         of_edges = ("edge", "sent", "least")
-        edges: list[_Column] = [(column, way) for column in of_edges for way in ways]
-        names = [*spans, *edges, ("memory", "")]
-        self._columns = {name: number for number, name in enumerate(names)}
+        edges: list[Column] = [(column, way) for column in of_edges for way in ways]
+        self._columns = [*spans, *edges, ("memory", "")]
         self._spans, self._ways = spans, ways
 
     def utilization(self, flops: Mapping[str, float], seconds: float) -> float | None:
@@ -72,29 +71,28 @@ class StepTimes:
         peak = peak_flops()
         return sum(flops.values()) / (seconds * peak * self._layout.world_size) if peak else None
 
-    def of_this_rank(self, bridge_bytes: Mapping[_Column, int]) -> np.ndarray:
-        """Return a table (ranks x columns,) fp64 with this rank's row, since the last call.
+    def of_this_rank(self, bridge_bytes: Mapping[Column, int]) -> dict[Column, np.ndarray]:
+        """Return the table with this rank's figures since the last call, and 0 of the others.
 
         bridge_bytes: what `MimoModel.bridge_bytes` returns for this step.
         """
-        table = np.zeros((self._layout.world_size, len(self._columns)))
-        row = table[self._rank]
+        table = {column: np.zeros(self._layout.world_size) for column in self._columns}
         for (module, phase, edge), seconds in SPANS.take().items():
-            row[self._columns[module, phase]] += seconds
+            table[module, phase][self._rank] += seconds
             if edge:
-                row[self._columns["edge", edge]] += seconds
+                table["edge", edge][self._rank] += seconds
         for column, count in bridge_bytes.items():
-            row[self._columns[column]] = count
-        row[self._columns["memory", ""]] = peak_memory()
-        return table.ravel()
+            table[column][self._rank] = count
+        table["memory", ""][self._rank] = peak_memory()
+        return table
 
     def mean_terms(self, value: float) -> dict[str, float]:
         """Return, by module, this rank's term of the mean of ``value`` over the module's ranks."""
         grids = self._layout.grids.items()
         return {name: value / grid.size * (self._rank in grid.ranks) for name, grid in grids}
 
-    def figures(self, table: np.ndarray) -> dict[str, float]:
-        """Return the metrics in the table (ranks x columns,) of all ranks; none of an empty one.
+    def figures(self, table: Mapping[Column, np.ndarray]) -> dict[str, float]:
+        """Return the metrics in the table of all ranks; none of an empty one.
 
         `seconds_<module>_<part>` is the mean over the module's ranks, with `_max` the largest;
         waits for data and for other ranks count for every module of a rank. `idle_fraction` is the
@@ -103,10 +101,9 @@ class StepTimes:
         have sent in this step, `bridge_least_bytes_<edge>` what they would if each row, or its
         gradient, took its way once.
         """
-        if not table.size:
+        if not table:
             return {}
-        ranks = table.reshape(self._layout.world_size, -1)
-        seconds = {name: ranks[:, self._columns[name]] for name in self._spans}
+        seconds = {name: table[name] for name in self._spans}
         total = np.sum(list(seconds.values()), axis=0)
         idle = np.sum([part for (_, phase), part in seconds.items() if phase in WAITS], axis=0)
         figures = {"idle_fraction": float(idle.sum() / total.sum())} if total.any() else {}
@@ -123,11 +120,10 @@ class StepTimes:
             if total[members].any():
                 fraction = float(idle[members].sum() / total[members].sum())
                 figures[f"idle_fraction_{module}"] = fraction
-            memory = ranks[members, self._columns["memory", ""]]
+            memory = table["memory", ""][members]
             figures[f"memory_gib_{module}"] = float(memory.max()) / _GIB
         for way in self._ways:
-            waits = ranks[:, self._columns["edge", way]]
-            figures[f"bridge_wait_seconds_{way}"] = float(waits.max())
-            for column, name in (("sent", "bridge_bytes"), ("least", "bridge_least_bytes")):
-                figures[f"{name}_{way}"] = float(ranks[:, self._columns[column, way]].sum())
+            figures[f"bridge_wait_seconds_{way}"] = float(table["edge", way].max())
+            figures[f"bridge_bytes_{way}"] = float(table["sent", way].sum())
+            figures[f"bridge_least_bytes_{way}"] = float(table["least", way].sum())
         return figures

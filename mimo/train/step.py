@@ -20,7 +20,7 @@ from mimo.model.modules import MimoModel
 from mimo.model.step_plan import StepPlan
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
-from mimo.train.metrics import StepResult, StepTimes, is_logged
+from mimo.train.metrics import Column, StepResult, StepTimes, is_logged
 from mimo.train.schedule import learning_rates
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
@@ -54,15 +54,15 @@ class StepSums:
 
     loss: summed over tokens. squared_norms: of the gradients; squared_changes: of the weights in
     the update before; both by module that trains.
-    data_wait_seconds: terms of the mean over each module's ranks. times: (ranks x columns,) fp64,
-    the table of `StepTimes`; empty in steps that are not logged.
+    data_wait_seconds: terms of the mean over each module's ranks. times: the table of
+    `StepTimes`; empty in steps that are not logged.
     """
 
     loss: float | Tensor
     squared_norms: Mapping[str, float | Tensor]
     squared_changes: Mapping[str, float | Tensor]
     data_wait_seconds: Mapping[str, float]
-    times: np.ndarray
+    times: Mapping[Column, np.ndarray]
 
 
 register_dataclass(StepSums)
@@ -134,7 +134,7 @@ def train_step(
         squared_norms={name: norms.get(name, 0.0) for name in rates},
         squared_changes={name: changes.get(name, 0.0) for name in rates},
         data_wait_seconds=times.mean_terms(waited),
-        times=times.of_this_rank(model.bridge_bytes(plan)) if logged else np.zeros(0),
+        times=times.of_this_rank(model.bridge_bytes(plan)) if logged else {},
     )
     sum_started = time.perf_counter()
     with SPANS.span(RANK, "sync"):

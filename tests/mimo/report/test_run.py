@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -32,16 +30,6 @@ HOSTILE = "<script>alert(1)</script> $\\frac{ \" ' {{ 7007 * 7 }}"
 
 def sections(page: str) -> list[str]:
     return re.findall(r"<h3>(.*)</h3>", page)
-
-
-def assert_runs_its_own_script_alone(page: str) -> None:
-    """A browser runs a script of this digest, and no other that is in the page or names one."""
-    (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
-    assert page.count("<script") == 1
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    (policy,) = re.findall(r'http-equiv="Content-Security-Policy"\s+content="(.*?)"', page)
-    assert policy.startswith("default-src 'none'; ")
-    assert policy.endswith(f"; script-src 'sha256-{digest}'")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +83,7 @@ def test_the_page_of_a_real_run_is_complete_and_needs_no_network(trained: Path) 
     page = (folder / "report.html").read_text()
     assert sections(page) == SECTIONS
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
-    assert_runs_its_own_script_alone(page)
+    assert page.count("<script") == 1, "the page's own"
     assert re.findall("<dt>(.*?)</dt>", page) == [
         *("model vision", "model language", "layout", "data.sources.0"),
         *("step", "run", "precision"),
@@ -164,10 +152,9 @@ def test_hostile_texts_are_shown_escaped(tmp_path: Path) -> None:
     (folder / "held_out_half.json").write_text('{"split": "va')
     assert report(folder, tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()
-    assert_runs_its_own_script_alone(page)
+    assert page.count("<script") == 1, "the page's own"
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 9
-    without_curves = re.sub(r'(src="data:|data-curves=")[^"]*"', "", page)
-    assert "49049" not in re.sub(r"sha256-[^']*'", "", without_curves)
+    assert "49049" not in re.sub(r'(src="data:|data-curves=")[^"]*"', "", page)
     assert "data:image/png;base64" in page
     assert "0.500" in page
     assert sections(page)[0] == "Predictions"
