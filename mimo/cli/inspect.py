@@ -19,7 +19,7 @@ def logs(
     run: RunFolder,
     rank: Annotated[
         int | None,
-        typer.Option(min=0, help="Only this rank; default: all, by time."),
+        typer.Option(min=0, help="All of this rank; default: the end of each output."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Follow until the run ends.")] = False,
     first_error: Annotated[

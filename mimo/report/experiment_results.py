@@ -2,14 +2,10 @@
 
 Another layout adds the same numbers in another order. That changes the last bits of the first
 losses, and training lets such differences grow: in fp32 some tenfold every ten steps once the
-learning rate is high. An error changes the first updates by far more: a rate that is wrong by one
-percent shows in the second loss at 6e-5. So the first steps are compared strictly, and with them
-the gradient norm of every module, which shows a wrong gradient that the optimizer scales away. Then
-the bound grows as rounding may.
-
-After some hundred steps rounding alone has led to other weights, and the losses of single steps
-differ by up to 160 % in correct layouts. From there on means over many steps are compared, which
-only show whether a run learns about as well.
+learning rate is high. A learning rate that is wrong by one percent shows in the second loss at
+6e-5. So the first steps are compared strictly, and with them the gradient norm of every module,
+which shows a wrong gradient that the optimizer scales away. Then the bound grows as rounding may,
+until, after some hundred steps, only means over many steps say anything.
 """
 
 from __future__ import annotations

@@ -117,8 +117,7 @@ class RunData:
 def read_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
     """Read the run in a folder, or the runs of its phases, in order.
 
-    newest_bytes: bytes of the metrics that are read, from the end; None for all. Raises InputError
-    if there is no run.
+    newest_bytes: see `read_curves`. Raises InputError if there is no run.
     """
     folders = [*phase_folders(folder).values()] or [folder]
     if not any((f / "recipe.yaml").exists() or (f / METRICS).exists() for f in folders):

@@ -95,10 +95,7 @@ def _started_by(run_dir: Path) -> tuple[str, float]:
 
 
 def is_requeued() -> bool:
-    """Whether SLURM starts this job again, or after another job of a chain.
-
-    A node of the earlier start may be lost, and a file server keeps its locks for a while.
-    """
+    """Whether SLURM starts this job again, or after another job of a chain."""
     requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return requeued or "SLURM_JOB_DEPENDENCY" in os.environ
 

@@ -60,8 +60,7 @@ def make_run_dirs(phased: PhasedRecipe, runs: Sequence[Run], resumes: bool) -> N
     """Make the folders of all runs that a job has to do.
 
     resumes: whether the job was begun before. Then only the folders of runs that start over, or
-    from another run's checkpoint, move aside; a run that ended before its first checkpoint starts
-    again in its folder.
+    from another run's checkpoint, move aside, unless they have no checkpoint yet.
     """
     if phased.has_phases:
         if not resumes:

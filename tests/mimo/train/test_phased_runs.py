@@ -170,16 +170,6 @@ def test_adapters_that_are_new_in_a_phase_add_nothing_to_the_weights_before_it(
     assert all(bool(value.any()) == name.endswith("lora_a") for name, value in adapters.items())
 
 
-@pytest.mark.slow
-def test_a_job_equals_runs_that_are_chained_by_hand(run_ranks: RunRanks, whole: Path) -> None:
-    first, second = load_phases(whole, [*SETTINGS, "name=chained"]).phases
-    run_from(run_ranks, first.recipe, FromScratch())
-    run_from(run_ranks, second.recipe, FromWeights(find_checkpoint(first.recipe.run_dir)))
-    assert_same(whole, "whole", "chained")
-    run = whole.parent / "runs" / "whole"
-    assert find_checkpoint(run) == run / SECOND / "checkpoints" / "step_3"
-
-
 INTERRUPTED = {
     "inside the first": (FIRST, 1),
     "between the phases": (FIRST, 2),
