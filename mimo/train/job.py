@@ -17,7 +17,7 @@ from mimo.parallel.grids import Layout
 from mimo.runtime.processes import warm_up
 from mimo.runtime.ranks import RankEnv
 from mimo.train.loggers import check_loggers
-from mimo.train.restarts import find_failure, record_restart, start_time
+from mimo.train.restarts import record_restart, start_time
 from mimo.train.run_folder import (
     check_start,
     is_at_end,
@@ -121,6 +121,6 @@ class Job:
         job = self.after_failure()
         choice = choice or choose(job.candidates())
         run_dir = runs_to_do(self.phased, self.layouts, choice.checkpoint)[0].recipe.run_dir
-        failure = find_failure(run_dir, cause, rank)
-        record_restart(run_dir, failure, max_restarts, start_time(self.phased.run_dir))
+        started = start_time(self.phased.run_dir)
+        record_restart(run_dir, max_restarts, started, cause, rank)
         return job.begin(choice)

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -36,18 +35,6 @@ class NotRestarted(InputError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How the ranks of a run ended. rank, step: None where they are not known."""
-
-    cause: str
-    rank: int | None
-    step: int | None
-
-    def __str__(self) -> str:
-        return self.cause if self.step is None else f"{self.cause}, at step {self.step}"
 
 
 def job_name() -> str:
@@ -100,22 +87,12 @@ def is_requeued() -> bool:
     return requeued or "SLURM_JOB_DEPENDENCY" in os.environ
 
 
-def find_failure(run_dir: Path, cause: str = "", rank: int | None = None) -> Failure:
-    """Return how the ranks ended that last wrote to ``run_dir``.
-
-    cause, rank: if they are known; if not, they are read from the ranks' files.
-    """
-    # Ranks write where they are now and then, but metrics have each step that is done.
-    steps, failures = _steps_done(run_dir), dict[int, str]()
-    for number, state in read_states(run_dir, time.time()).items():
-        steps += [state.step] if state.activity != "setup" else []
-        failures |= {number: state.failure} if state.failure else {}
-    if not cause:
-        rank = min(failures, default=None)
-        cause = "a rank was killed or ended without a word"
-        if rank is not None:
-            cause = f"rank {rank} failed: {failures[rank]}"
-    return Failure(cause, rank, max(steps, default=None))
+def _find_failure(run_dir: Path) -> tuple[int | None, str]:
+    """Return a rank that failed, if it is known, and the cause, as the ranks' files say."""
+    for rank, state in sorted(read_states(run_dir, time.time()).items()):
+        if state.failure:
+            return rank, f"rank {rank} failed: {state.failure}"
+    return None, "a rank was killed or ended without a word"
 
 
 def _steps_done(run_dir: Path) -> list[int]:
@@ -130,12 +107,17 @@ def _steps_done(run_dir: Path) -> list[int]:
 
 
 def record_restart(
-    run_dir: Path, failure: Failure, max_restarts: int, started: float = 0.0
+    run_dir: Path,
+    max_restarts: int,
+    started: float = 0.0,
+    cause: str = "",
+    rank: int | None = None,
 ) -> None:
-    """Record that all ranks restart after a ``failure``, and print it in one line.
+    """Record that all ranks restart after a failure, and print it in one line.
 
     started: when the job started, in seconds since 1970; it may have the name of the job that it
-    continues, whose incidents do not count. Raises NotRestarted if a restart would not help.
+    continues, whose incidents do not count. cause, rank: read from the ranks' files if not known.
+    Raises NotRestarted if a restart would not help.
     """
     if not run_dir.is_dir():
         text = f"{run_dir} is gone: not started again; restore the folder or start another run"
@@ -152,11 +134,17 @@ def record_restart(
         raise NotRestarted(f"{of_job[-1]['text']}: not started again", code)
     newest = newest_checkpoint(run_dir)
     checkpoint = newest and newest.name
-    source = checkpoint or "the beginning"
-    text = f"restart {len(of_job) + 1} of {max_restarts}, from {source}: {failure}"
+    if not cause:
+        rank, cause = _find_failure(run_dir)
+    # Ranks write where they are now and then, but metrics have each step that is done.
+    states = read_states(run_dir, time.time()).values()
+    steps = [state.step for state in states if state.activity != "setup"] + _steps_done(run_dir)
+    step, source = max(steps, default=None), checkpoint or "the beginning"
+    text = f"restart {len(of_job) + 1} of {max_restarts}, from {source}: {cause}"
+    text += f", at step {step}" if steps else ""
     print(text, flush=True)
-    facts = {"rank": failure.rank, "cause": failure.cause, "checkpoint": checkpoint}
-    record(run_dir, "restart", text, failure.step, **facts, job=job_name())
+    facts = {"rank": rank, "cause": cause, "checkpoint": checkpoint}
+    record(run_dir, "restart", text, step, **facts, job=job_name())
 
 
 def record_signal(run_dir: Path, signal_name: str) -> None:

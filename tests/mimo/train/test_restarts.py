@@ -26,7 +26,6 @@ from mimo.runtime.ranks import RENDEZVOUS, run_on_cpu
 from mimo.runtime.run_files import INCIDENTS, incidents, record
 from mimo.train import main as job
 from mimo.train.restarts import (
-    Failure,
     NotRestarted,
     job_name,
     note_start,
@@ -126,17 +125,16 @@ def restarts_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_the_restarts_of_a_job_are_counted_and_end_where_its_folder_is_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failure = Failure("rank 1 failed", 1, 3)
     for _ in range(2):
-        record_restart(tmp_path, failure, 9)
+        record_restart(tmp_path, 9)
     file = tmp_path / INCIDENTS
     file.write_text(file.read_text().replace(socket.gethostname(), "elsewhere", 1))
-    record_restart(tmp_path, failure, 9)
+    record_restart(tmp_path, 9)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == [f"restart {n} of 9" for n in (1, 2, 2)]
     shutil.rmtree(tmp_path)
     with pytest.raises(NotRestarted, match="is gone"):
-        record_restart(tmp_path, failure, 9)
+        record_restart(tmp_path, 9)
 
 
 @pytest.mark.slow
@@ -156,14 +154,13 @@ def test_a_run_whose_numbers_stay_not_finite_is_not_started_again(
 def test_what_befell_a_job_before_it_was_requeued_under_its_name_does_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failure = Failure("rank 1 failed", 1, 3)
     for _ in range(2):
-        record_restart(tmp_path, failure, 9)
+        record_restart(tmp_path, 9)
     record(tmp_path, "signal", "ended by SIGTERM", 2, job=job_name())
     with pytest.raises(NotRestarted):
-        record_restart(tmp_path, failure, 9)
+        record_restart(tmp_path, 9)
     requeued = time.time() + 2
-    record_restart(tmp_path, failure, 9, requeued)
+    record_restart(tmp_path, 9, requeued)
     assert capsys.readouterr().out.splitlines()[-1].startswith("restart 1 of 9")
     note_start(tmp_path, time.monotonic())
     assert start_time(tmp_path) == pytest.approx(time.time(), abs=60)
