@@ -263,6 +263,7 @@ def test_a_microbatch_has_at_most_as_many_samples_as_the_data(path: Path) -> Non
 @pytest.mark.parametrize("run_dir", ["a_file", "a_file/below", "x" * 300, "/proc/none"])
 def test_a_run_dir_that_cannot_be_made_is_refused(tmp_path: Path, run_dir: str) -> None:
     (tmp_path / "a_file").write_text("")
+    tiny.write_samples(tmp_path)
     path = tiny.write_recipe(tmp_path)
     with pytest.raises(InputError, match=r"cannot write there: .*give another train.run_dir"):
         job.main(path, [f"train.run_dir={tmp_path / run_dir}"])
