@@ -222,19 +222,18 @@ _LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
 
 
 def _drop_lines_from(path: Path, first_step: int) -> bool:
-    """Keep the lines of earlier steps, without parsing what may be a million of them.
+    """Cut the file before that step, without parsing what may be a million lines.
 
-    Returns whether the last one is of the step before.
+    Returns whether the last line that is left is of the step before.
     """
     if not path.exists():
         return False
-    last: re.Match[bytes] | None = None
-    partial = path.with_name(f".{path.name}")
-    with path.open("rb") as lines, partial.open("wb") as kept:
-        for line in lines:
+    last, end = None, 0
+    with path.open("r+b") as file:
+        for line in file:
             match = _LINE.fullmatch(line)
-            if match and int(match[1]) < first_step + bool(match[2]):
-                kept.write(line)
-                last = match
-    os.replace(partial, path)
+            if not match or int(match[1]) >= first_step + bool(match[2]):
+                break
+            last, end = match, end + len(line)
+        file.truncate(end)
     return last is not None and not last[2] and int(last[1]) == first_step - 1
