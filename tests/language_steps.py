@@ -134,7 +134,6 @@ def losses_of(model: Any) -> tuple[Tensor, Tensor]:
     losses = model(
         input_ids=batch.ids,
         position_ids=batch.positions,
-        attention_mask=None,
         labels=batch.labels,
         packed_seq_params=segments,
     )
@@ -218,7 +217,6 @@ class Trainer:
         inputs = {
             "input_ids": share(batch.ids, lengths, cp),
             "position_ids": share_of_positions(batch.positions, lengths, cp),
-            "attention_mask": None,
             "packed_seq_params": packed,
         }
         counted = share(batch.loss_mask, lengths, cp).t().flatten().nonzero()[:, 0]

@@ -283,7 +283,6 @@ def run_language(
     inputs: dict[str, Any] = {
         "input_ids": ids[None],
         "position_ids": positions[:, None, :],
-        "attention_mask": None,
         "packed_seq_params": PackedSegments.from_lengths(lengths, ids.device),
     }
     results: dict[str, Any] = {}

@@ -6,7 +6,7 @@ shares of them, or master copies of 16-bit ones. No function here is a collectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 from mimo.device import has_gpu
 from mimo.engines.contract import EMA, MOMENTS, STEP
-
-_SLICE_BYTES = 1 << 26
-"""Bytes of weights that are copied at a time to measure their change."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +116,15 @@ def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 class MeasuredStep:
-    """Stand-in for an optimizer that updates slice by slice and measures the change of weights.
+    """Stand-in for an optimizer that updates one tensor at a time and measures the change.
 
     It compares copies, so rounding counts; the update is the same. counts: whether this rank counts
-    a tensor's change.
+    a tensor's change. squared_change: its squared norm, () fp64 on the device, without a wait.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, counts: Callable[[Tensor], bool]) -> None:
         self.optimizer, self.counts = optimizer, counts
-        self._squares: list[Tensor] = []
-
-    @property
-    def squared_change(self) -> Tensor | float:
-        """The squared norm of the counted change: () fp64 on the device, without a wait."""
-        return torch.stack(self._squares).sum() if self._squares else 0.0
+        self.squared_change: Tensor | float = 0.0
 
     @torch.no_grad()
     def step(self) -> None:
@@ -140,37 +132,20 @@ class MeasuredStep:
         groups = self.optimizer.param_groups
         try:
             for group in groups:
-                for part in _slices(group["params"]):
-                    self.optimizer.param_groups = [group | {"params": part}]
-                    counted = [param for param in part if self.counts(param) and param.numel()]
-                    before = [param.clone() for param in counted]
+                for param in group["params"]:
+                    self.optimizer.param_groups = [group | {"params": [param]}]
+                    before = param.clone()
                     self.optimizer.step()
-                    self._add_change(before, counted)
+                    if self.counts(param) and param.numel():
+                        self.squared_change += squared_norm([before.sub_(param)])
         finally:
             self.optimizer.param_groups = groups
-
-    def _add_change(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        if before:
-            cast("Any", torch)._foreach_sub_(before, after)
-            self._squares.append(squared_norm(before))
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the squared norm () fp64 of all tensors; each tensor's norm is in its own dtype."""
     norms: Sequence[Tensor] = cast("Any", torch)._foreach_norm(tensors)
     return torch.stack(list(norms)).double().square().sum()
-
-
-def _slices(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    part, size = list[Tensor](), 0
-    for param in params:
-        part.append(param)
-        size += param.numel() * param.element_size()
-        if size >= _SLICE_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -287,9 +287,8 @@ class EncoderFamily(Protocol):
           first pipeline stage, else None. ``values(patches)`` gives the latter.
         - items: as prepared, or their grids, (I, 3) int64, every item as (t, h, w) in patches.
         - on the last stage it returns `bridge.ItemRows`: values (N, (1 + L)·H), the embeddings and
-          every level side by side, and the computed number of rows of each item, which is compared
-          with the plan before anything is sent. On other stages it returns the hidden states for
-          the next stage, (P, 1, ...).
+          every level side by side, and each item's number of rows, which is compared with the plan
+          before anything is sent. On other stages it returns hidden states (P, 1, ...).
 
         Under sequence parallelism each rank gets all patches and returns its part of the rows,
         ceil(N / tp) of them, blank ones at the end. Without items it returns 0 rows of that width

@@ -139,12 +139,6 @@ _ROPE_READ = {
     "axial": {"rope_theta"},
     "linear": {"rope_theta", "factor", "partial_rotary_factor"},
 }
-_ROPE_KNOWN = {
-    *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "attention_factor"),
-    *("original_max_position_embeddings", "mrope_section", "mrope_interleaved", "truncate"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor"),
-    *("low_freq_factor", "high_freq_factor"),
-}
 
 
 def rope_settings(section: Config, where: str, *kinds: str) -> tuple[float, float]:
@@ -152,16 +146,13 @@ def rope_settings(section: Config, where: str, *kinds: str) -> tuple[float, floa
 
     Source: transformers `modeling_rope_utils`. section: the rotary settings under the key
     ``where``. kinds: the values of ``rope_type`` that the caller computes. Raises ValueError for
-    another kind, for a key that no kind has, and for partially rotated heads.
+    another kind, and for partially rotated heads.
     """
     kind = section["rope_type"]
     if kind not in kinds:
         names = " and ".join(map(repr, kinds))
         are = "is" if len(kinds) == 1 else "are"
         raise ValueError(f"{where}.rope_type is {kind!r}; only {names} {are} supported")
-    unknown = [f"{where}.{key} is unknown" for key in section if key not in _ROPE_KNOWN]
-    if unknown:
-        raise ValueError("; ".join(unknown))
     read = {key: value for key, value in section.items() if key in _ROPE_READ[kind]}
     if (part := read.get("partial_rotary_factor", 1.0)) != 1:
         raise ValueError(f"{where}.partial_rotary_factor is {part!r}; only 1 is supported")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,7 +24,6 @@ from mimo.checkpoint.hf.initial import HFCheckpoint, InitialWeights
 from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, local_device
 from mimo.engines.contract import Module
-from mimo.engines.megatron.attention import kernels_in
 from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import build_optimizer, prepare_engine, wrap_data_parallel
@@ -49,8 +47,6 @@ from mimo.parallel.grids import LANGUAGE, encode_group, overlap_of, posted_ahead
 from mimo.parallel.groups import Topology
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
-
-logger = logging.getLogger(__name__)
 
 
 def build_model(
@@ -159,7 +155,6 @@ def _megatron_module(
             # Before the optimizer copies them.
             load_weights(chunk, ctx.chunk, groups, initial.checkpoint, initial.weights[name])
         chunks.append(chunk)
-    logger.info("%s: core attention of its layers: %s", name, kernels_in(chunks))
     is_trainable = trainable_names(recipe, name)
     for number, chunk in enumerate(chunks):
         at = groups.pp.rank(), number if num_chunks > 1 else None

@@ -9,9 +9,9 @@ when packed), H hidden, n chosen tokens.
 
 from __future__ import annotations
 
-import copy as copying
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
@@ -136,8 +136,8 @@ def to_device(plan: Any, copy: Callable[[Tensor], Tensor]) -> Any:
     A tensor in several places stays one tensor.
     """
     tensors = {id(tensor): tensor for tensor in _tensors(plan)}
-    sent = dict(zip(tensors, send_together(list(tensors.values()), copy), strict=True))
-    return _with_tensors(plan, sent)
+    sent = send_together(list(tensors.values()), copy)
+    return deepcopy(plan, dict(zip(tensors, sent, strict=True)))
 
 
 def _tensors(plan: Any) -> Iterator[Tensor]:
@@ -151,21 +151,6 @@ def _tensors(plan: Any) -> Iterator[Tensor]:
     elif is_dataclass(plan):
         for item in fields(plan):
             yield from _tensors(getattr(plan, item.name))
-
-
-def _with_tensors(plan: Any, sent: dict[int, Tensor]) -> Any:
-    if isinstance(plan, Tensor):
-        return sent[id(plan)]
-    if isinstance(plan, tuple):
-        return tuple(_with_tensors(part, sent) for part in plan)
-    if isinstance(plan, dict):
-        return {key: _with_tensors(part, sent) for key, part in plan.items()}
-    if is_dataclass(plan) and not isinstance(plan, type):
-        copied = copying.copy(plan)
-        for item in fields(plan):
-            object.__setattr__(copied, item.name, _with_tensors(getattr(plan, item.name), sent))
-        return copied
-    return plan
 
 
 # ---------------------------------------------------------------------------- zigzag

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import mimo.device
 from data.modalities.processor import Part
-from encoders._tower import PackedItems, SequencePart, Tower, build_tower, gelu_stack
+from encoders._tower import PackedItems, Tower, build_tower, gelu_stack
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
 from mimo.families.registry import encoder_families
@@ -160,25 +160,6 @@ def test_no_items_give_no_rows_and_a_zero_gradient_to_every_parameter(
         assert got["rows_per_item"] == [()]
         assert got["rows"][0].shape == (0, OUTPUT_SIZE)
         assert all((gradient == 0).all() for gradient in got["gradients"].values())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "held", "rows_per_item"),
-    [
-        (1, 11, (3, 1, 5, 2)),
-        (1, 10, (3, 1, 5, 1)),  # what is missing is missing at the end
-        (1, 8, (3, 1, 4, 0)),
-        (1, 12, (3, 1, 5, 3)),
-        (2, 6, (3, 1, 5, 2)),  # with a blank row
-        (2, 5, (3, 1, 5, 1)),
-        (2, 7, (3, 1, 5, 4)),
-        (4, 3, (3, 1, 5, 2)),
-    ],
-)
-def test_items_have_the_rows_that_were_produced_in_turn(
-    ranks: int, held: int, rows_per_item: tuple[int, ...]
-) -> None:
-    assert SequencePart(ranks, 0).rows_per_item(list(ROWS), held) == rows_per_item
 
 
 WINDOWS = {"window_size": 28, "full_attention_layers": (1,), "num_layers": 2}

@@ -6,6 +6,7 @@ Random weights in every parameter. Letters: P patches, C numbers per patch, I im
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,6 @@ from tests.tower_reference import TowerReference
 OUTPUT_SIZE = 40
 MERGE = 2
 _SIZES: dict[str, Any] = {"hidden_size": 48, "ffn_hidden_size": 56, "num_attention_heads": 4}
-_LINEARS = ("linear_fc1", "linear_fc2")
 # Square, one row each way, wide, the smallest possible, two frames, and one size twice.
 _GRIDS = torch.tensor([[1, 6, 6], [1, 2, 10], [1, 14, 2], [1, 2, 2], [2, 4, 6], [1, 6, 6]])
 # Windows are cut at both edges, at one, an image is smaller than a window, or has several frames.
@@ -44,7 +44,7 @@ class Tower:
     """One family's tower and the images that it is called with.
 
     build: the model of transformers. forward: that model, patches (P, C), grids (I, 3) -> rows.
-    to_ours: its weights or gradients under our names and in our layout.
+    prefix: of its weights' names in the whole model.
     """
 
     family: str
@@ -53,8 +53,8 @@ class Tower:
     grids: Tensor
     build: Callable[[Tower], nn.Module]
     forward: Callable[[nn.Module, Tensor, Tensor], Tensor]
-    to_ours: Callable[[Tower, Weights], Weights]
     levels: int = 0
+    prefix: str = "model.visual."
     reference: Callable[[], TowerReference] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,8 +79,15 @@ class Tower:
             model,
             lambda patches: self.forward(model, patches, self.grids),
             self.draw_patches(),
-            lambda weights: self.to_ours(self, weights),
+            self.to_ours,
         )
+
+    def to_ours(self, hf: Weights, output_size: int = OUTPUT_SIZE) -> Weights:
+        """Its weights or gradients under our names, by the family's key map."""
+        family: Any = importlib.import_module(f"encoders.{self.family}")
+        settings = family.Settings(**self.settings)
+        named = {f"{self.prefix}{name}": tensor.detach() for name, tensor in hf.items()}
+        return {w.name: w.pack(named) for w in family.weights_in_hf(settings, output_size)}
 
 
 def randomize(model: nn.Module, seed: int) -> None:
@@ -91,10 +98,6 @@ def randomize(model: nn.Module, seed: int) -> None:
             owner = model.get_submodule(name.rpartition(".")[0])
             if type(owner).__name__ == "Gemma3RMSNorm":
                 param.sub_(1)
-
-
-def _contiguous(weights: Weights) -> Weights:
-    return {name: tensor.detach().contiguous() for name, tensor in weights.items()}
 
 
 # ----------------------------------------------------------------------------- Qwen2.5-VL
@@ -115,30 +118,6 @@ def qwen2_5_vl_vision_config(settings: dict[str, Any]) -> Qwen2_5_VLVisionConfig
     )
 
 
-def _qwen2_5_to_ours(tower: Tower, hf: Weights) -> Weights:
-    heads = tower.settings["num_attention_heads"]
-    ours = {
-        "patch_embed.weight": hf["patch_embed.proj.weight"].flatten(1),
-        "blocks.final_layernorm.weight": hf["merger.ln_q.weight"],
-    }
-    for n in range(tower.settings["num_layers"]):
-        theirs, block = f"blocks.{n}", f"blocks.layers.{n}"
-        ours[f"{block}.input_layernorm.weight"] = hf[f"{theirs}.norm1.weight"]
-        ours[f"{block}.pre_mlp_layernorm.weight"] = hf[f"{theirs}.norm2.weight"]
-        for kind in ("weight", "bias"):
-            qkv = hf[f"{theirs}.attn.qkv.{kind}"].chunk(3)
-            attention, mlp = f"{block}.self_attention", f"{block}.mlp"
-            ours[f"{attention}.linear_qkv.{kind}"] = lone_module.interleave_qkv(qkv, heads)
-            ours[f"{attention}.linear_proj.{kind}"] = hf[f"{theirs}.attn.proj.{kind}"]
-            gate_up = [hf[f"{theirs}.mlp.{which}_proj.{kind}"] for which in ("gate", "up")]
-            ours[f"{mlp}.linear_fc1.{kind}"] = torch.cat(gate_up)
-            ours[f"{mlp}.linear_fc2.{kind}"] = hf[f"{theirs}.mlp.down_proj.{kind}"]
-    for kind in ("weight", "bias"):
-        ours[f"merger.linear_fc1.{kind}"] = hf[f"merger.mlp.0.{kind}"]
-        ours[f"merger.linear_fc2.{kind}"] = hf[f"merger.mlp.2.{kind}"]
-    return _contiguous(ours)
-
-
 def _qwen2_5_vl(settings: dict[str, Any], grids: Tensor) -> Tower:
     return Tower(
         "qwen_vl",
@@ -149,7 +128,6 @@ def _qwen2_5_vl(settings: dict[str, Any], grids: Tensor) -> Tower:
             qwen2_5_vl_vision_config(tower.settings)
         ),
         lambda model, patches, grids: model(patches, grid_thw=grids).pooler_output,
-        _qwen2_5_to_ours,
     )
 
 
@@ -172,35 +150,6 @@ def qwen3_vl_vision_config(settings: dict[str, Any]) -> Qwen3VLVisionConfig:
 def _qwen3_rows(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
     output = model(patches, grid_thw=grids)
     return torch.cat([output.pooler_output, *output.deepstack_features], dim=-1)
-
-
-def _qwen3_to_ours(tower: Tower, hf: Weights) -> Weights:
-    heads = tower.settings["num_attention_heads"]
-    ours = {
-        "patch_embed.weight": hf["patch_embed.proj.weight"].flatten(1),
-        "patch_embed.bias": hf["patch_embed.proj.bias"],
-        "pos_embed.weight": hf["pos_embed.weight"],
-    }
-    for kind in ("weight", "bias"):
-        for n in range(tower.settings["num_layers"]):
-            theirs, block = f"blocks.{n}", f"blocks.layers.{n}"
-            ours[f"{block}.input_layernorm.{kind}"] = hf[f"{theirs}.norm1.{kind}"]
-            ours[f"{block}.pre_mlp_layernorm.{kind}"] = hf[f"{theirs}.norm2.{kind}"]
-            qkv = hf[f"{theirs}.attn.qkv.{kind}"].chunk(3)
-            attention = f"{block}.self_attention"
-            ours[f"{attention}.linear_qkv.{kind}"] = lone_module.interleave_qkv(qkv, heads)
-            ours[f"{attention}.linear_proj.{kind}"] = hf[f"{theirs}.attn.proj.{kind}"]
-            for linear in _LINEARS:
-                ours[f"{block}.mlp.{linear}.{kind}"] = hf[f"{theirs}.mlp.{linear}.{kind}"]
-        ours[f"blocks.final_layernorm.{kind}"] = hf[f"merger.norm.{kind}"]
-        for n in range(tower.levels):
-            theirs, merger = f"deepstack_merger_list.{n}", f"level_mergers.{n}"
-            ours[f"{merger}.norm.{kind}"] = hf[f"{theirs}.norm.{kind}"]
-            for linear in _LINEARS:
-                ours[f"{merger}.mlp.{linear}.{kind}"] = hf[f"{theirs}.{linear}.{kind}"]
-        for linear in _LINEARS:
-            ours[f"merger.{linear}.{kind}"] = hf[f"merger.{linear}.{kind}"]
-    return _contiguous(ours)
 
 
 # -------------------------------------------------------------------------------- Gemma-3
@@ -245,31 +194,6 @@ def gemma3_pixels(patches: Tensor) -> Tensor:
     return cut.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, edge, edge)
 
 
-def _gemma3_to_ours(tower: Tower, hf: Weights) -> Weights:
-    heads = tower.settings["num_attention_heads"]
-    siglip, projector = "vision_tower", "multi_modal_projector"
-    ours = {
-        "patch_embed.weight": hf[f"{siglip}.embeddings.patch_embedding.weight"].flatten(1),
-        "patch_embed.bias": hf[f"{siglip}.embeddings.patch_embedding.bias"],
-        "pos_embed.weight": hf[f"{siglip}.embeddings.position_embedding.weight"],
-        "projector.norm.weight": hf[f"{projector}.mm_soft_emb_norm.weight"],
-        "projector.linear.weight": hf[f"{projector}.mm_input_projection_weight"].T,
-    }
-    for kind in ("weight", "bias"):
-        ours[f"blocks.final_layernorm.{kind}"] = hf[f"{siglip}.post_layernorm.{kind}"]
-        for n in range(tower.settings["num_layers"]):
-            theirs, block = f"{siglip}.encoder.layers.{n}", f"blocks.layers.{n}"
-            ours[f"{block}.input_layernorm.{kind}"] = hf[f"{theirs}.layer_norm1.{kind}"]
-            ours[f"{block}.pre_mlp_layernorm.{kind}"] = hf[f"{theirs}.layer_norm2.{kind}"]
-            qkv = [hf[f"{theirs}.self_attn.{which}_proj.{kind}"] for which in "qkv"]
-            attention = f"{block}.self_attention"
-            ours[f"{attention}.linear_qkv.{kind}"] = lone_module.interleave_qkv(qkv, heads)
-            ours[f"{attention}.linear_proj.{kind}"] = hf[f"{theirs}.self_attn.out_proj.{kind}"]
-            ours[f"{block}.mlp.linear_fc1.{kind}"] = hf[f"{theirs}.mlp.fc1.{kind}"]
-            ours[f"{block}.mlp.linear_fc2.{kind}"] = hf[f"{theirs}.mlp.fc2.{kind}"]
-    return _contiguous(ours)
-
-
 QWEN2_5_VL = _qwen2_5_vl({"num_layers": 3}, _GRIDS)
 # Two layers of each kind, one of each in every half; windows of 2 × 2 rows.
 QWEN2_5_VL_WINDOWS = _qwen2_5_vl(
@@ -283,7 +207,6 @@ QWEN3_VL = Tower(
     _GRIDS,
     lambda tower: Qwen3VLVisionModel(qwen3_vl_vision_config(tower.settings)),
     _qwen3_rows,
-    _qwen3_to_ours,
     levels=3,
 )
 GEMMA3 = Tower(
@@ -293,7 +216,7 @@ GEMMA3 = Tower(
     torch.tensor([[1, 6, 6]] * 3),
     _SiglipWithProjector,
     lambda model, patches, grids: model(patches, grids),
-    _gemma3_to_ours,
+    prefix="model.",
 )
 TOWERS = {
     "qwen2.5-vl": QWEN2_5_VL,

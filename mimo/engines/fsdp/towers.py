@@ -9,7 +9,6 @@ of the language model.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -112,12 +111,8 @@ class Tower(Wrapper):
             # A copy: a change in place of a view would lose FSDP2's hook; torch warns about it.
             return self.make_rows(self._rows(blank, items)[:0].clone(), ())
         rows = self._rows(self.values(patches), items)
-        # Assign rows to items in order; the surplus goes to the last item.
-        ends = [min(end, len(rows)) for end in itertools.accumulate(items.sizes)]
-        ends[-1] = len(rows)
-        starts = [0, *ends[:-1]]
-        counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return self.make_rows(rows, counts)
+        assert len(rows) == sum(items.sizes), f"{len(rows)} embeddings, not {items.sizes}"
+        return self.make_rows(rows, items.sizes)
 
     # ---- what differs between towers
 

@@ -24,5 +24,5 @@ from mimo.engines.megatron.stack import (
     layers_here,
 )
 from mimo.engines.megatron.weights import initialize_parameters
-from mimo.ops.layers import LayerNorm, MRope, ZeroCenteredRMSNorm, contiguous_axes, interleaved_axes
+from mimo.ops.layers import LayerNorm, ZeroCenteredRMSNorm
 from mimo.ops.segments import PackedSegments, to_device

@@ -10,13 +10,12 @@ other.
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +32,8 @@ from mimo.ops.acceleration import (
 from mimo.ops.attention_plan import AttentionPlan, LayerForm, batch_plan
 from mimo.ops.layers import rotate
 from mimo.ops.segments import PackedSegments, gather_lane
+
+logger = logging.getLogger(__name__)
 
 
 class SelfAttention(MegatronSelfAttention):
@@ -69,8 +70,10 @@ def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
     """Return Transformer Engine's attention if it is best for all layers, else ours."""
     window = None if config.window_size is None else config.window_size[0] + 1
     case = _case(config, causal, window, whole_items=False)
-    if choose_kernel(case, config.params_dtype, this_machine()).kernel != TRANSFORMER_ENGINE:
+    choice = choose_kernel(case, config.params_dtype, this_machine())
+    if choice.kernel != TRANSFORMER_ENGINE:
         return CoreAttention
+    logger.info("core attention, %s: %s", case, choice)
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     return TEDotProductAttention
@@ -195,15 +198,3 @@ def forms_in(modules: Iterable[nn.Module]) -> frozenset[LayerForm]:
     """
     inside = (part for module in modules for part in module.modules())
     return frozenset(part.form for part in inside if isinstance(part, CoreAttention))
-
-
-def kernels_in(modules: Iterable[nn.Module]) -> str:
-    """Name the kernels of core attention in the layers inside, such as "24 x flash_attn_3"."""
-    kernels: Counter[str] = Counter()
-    for part in (part for module in modules for part in module.modules()):
-        if isinstance(part, Attention):
-            core: Any = part.core_attention
-            core = core.core if isinstance(core, WindowAttention) else core
-            is_ours = isinstance(core, CoreAttention)
-            kernels[core.form.kernel if is_ours else TRANSFORMER_ENGINE] += 1
-    return ", ".join(f"{count} x {kernel}" for kernel, count in sorted(kernels.items())) or "none"

@@ -39,7 +39,6 @@ class LanguageModel(GPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         loss_at: Tensor | None = None,
         logits_at: Tensor | None = None,
@@ -51,15 +50,8 @@ class LanguageModel(GPTModel):
 
         Without ``loss_at``, labels are (B, S) -> losses (B, S). Without labels it returns logits
         (B, S, V/tp) or, for one sequence at the positions ``logits_at`` (n,), (1, n, V/tp).
-        options: other arguments of `GPTModel.forward`.
-        Raises ValueError for a dense mask under context parallelism.
+        options: other arguments of `GPTModel.forward`, except a mask: segments are packed instead.
         """
-        if attention_mask is not None and self.cp_group.size() > 1:
-            raise ValueError(
-                f"a dense attention mask under context parallelism (language.grid.cp = "
-                f"{self.cp_group.size()}): ranks hold chunks of the sequence, which it does not "
-                f"describe; pack segments instead, or set cp to 1"
-            )
         if place is not None and self.pre_process:
             text = self.embedding(input_ids=input_ids, position_ids=position_ids)
             options["decoder_input"] = place(text)
@@ -68,7 +60,7 @@ class LanguageModel(GPTModel):
         if labels is not None or logits_at is not None:
             at = logits_at if labels is None else loss_at
             options["output_processor"] = partial(_output, labels, at)
-        return super().forward(input_ids, position_ids, attention_mask, **options)  # type: ignore[arg-type]
+        return super().forward(input_ids, position_ids, None, **options)  # type: ignore[arg-type]
 
 
 def build_gpt(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from mimo.config.bounds import Channels, RotaryBase
 from mimo.engines import megatron as engine
 from mimo.families.contracts import ItemRules, LanguageSettings
 from mimo.families.hf_config import Config, expect, refuse_dropout, rope_settings
 from mimo.families.keymap import Weight, grouped_qkv, plain, stacked
+from mimo.ops.layers import MRope
 
 PRE_NORMS = {
     "input_layernorm": "input_layernorm",
@@ -82,29 +84,34 @@ def build(
     return model
 
 
-def decoder_sizes(config: Config) -> dict[str, Any]:
-    """Return the settings of all decoders. Raises ValueError for dropout, also of the tower."""
+def named_sizes(config: Config) -> dict[str, Any]:
+    """Return settings of any language model. Raises ValueError for dropout, also of the tower."""
     refuse_dropout(config)
     text = config["text_config"]
     heads = text["num_attention_heads"]
     return {
         "num_layers": text["num_hidden_layers"],
         "hidden_size": text["hidden_size"],
-        "ffn_hidden_size": text["intermediate_size"],
+        "ffn_hidden_size": text.get("intermediate_size") or text.get("moe_intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": text["num_key_value_heads"],
+        "num_query_groups": text.get("num_key_value_heads") or heads,
         "head_size": text.get("head_dim") or text["hidden_size"] // heads,
         "vocab_size": text["vocab_size"],
-        "norm_eps": text["rms_norm_eps"],
-        "init_std": text["initializer_range"],
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
     }
+
+
+def decoder_sizes(config: Config) -> dict[str, Any]:
+    """Return the settings of all decoders. Raises ValueError for dropout."""
+    text = config["text_config"]
+    more = {"norm_eps": text["rms_norm_eps"], "init_std": text["initializer_range"]}
+    return named_sizes(config) | more
 
 
 def decoder_weights(
     settings: LanguageSettings, norms: Mapping[str, str], qkv_bias: bool = False
 ) -> list[Weight]:
-    """Return every parameter of a decoder. norms: of a layer, our name by theirs."""
+    """Implement `LanguageFamily.weights_in_hf`. norms: of a layer, our name by theirs."""
     size, vocab = settings.hidden_size, settings.vocab_size
     assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
     ffn, head = settings.ffn_hidden_size, settings.head_size
@@ -139,6 +146,12 @@ class MRopeSettings(DecoderSettings):
     """Keys of decoders whose rotary positions have the three axes of images (mRoPE)."""
 
     item_rules: ClassVar = ItemRules(positions="mrope", bidirectional=False)
+    axes_of: ClassVar[Callable[[Sequence[int]], Tensor]]
+    """Takes ``mrope_section``, returns the axis of each rotary channel."""
+    qkv_bias: ClassVar[bool] = False
+    """Whether queries, keys and values have biases."""
+    qk_norm: ClassVar[bool] = False
+    """Whether queries and keys have norms."""
 
     rotary_base: RotaryBase = 1_000_000.0
     """Base of rotary positions."""
@@ -155,6 +168,14 @@ class MRopeSettings(DecoderSettings):
             )
         return self
 
+    def stack_shape(self) -> engine.StackShape:
+        """Add biases or norms."""
+        return replace(super().stack_shape(), qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
+
+    def rotary(self) -> nn.Module:
+        """Return rotary positions of three axes."""
+        return MRope(type(self).axes_of(self.mrope_section), self.rotary_base)
+
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """Scale down; the shares of the three rotary axes stay."""
         sizes = self._scaled_sizes(tp)
@@ -164,18 +185,17 @@ class MRopeSettings(DecoderSettings):
         )
 
 
-def mrope_settings_from_hf(config: Config, section: list[int]) -> dict[str, Any]:
-    """Return recipe keys under ``language.model``; `settings_from_hf` of mRoPE families.
+def mrope_settings_from_hf(config: Config, section: tuple[int, int, int]) -> dict[str, Any]:
+    """Implement `LanguageFamily.settings_from_hf`.
 
     section: default of ``mrope_section``. Any will do for a text-only model, whose three positions
     are always equal.
     """
     text, rope = config["text_config"], config["text_config"]["rope_parameters"]
-    expect(text, "text_config", hidden_act="silu", use_sliding_window=False)
+    expect(text, "text_config", hidden_act="silu", use_sliding_window=False, attention_bias=False)
     sizes = decoder_sizes(config)
     if "vision_config" not in config:
-        time, height, width = section
-        section = [*proportional((time, height, width), sizes["head_size"] // 2)]
+        section = proportional(section, sizes["head_size"] // 2)
     return {
         **sizes,
         "rotary_base": rope_settings(rope, "text_config.rope_parameters", "default")[0],

@@ -13,9 +13,14 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from mimo.families.contracts import ItemRules, LanguageSettings
-from mimo.families.hf_config import Config, refuse_dropout
+from mimo.families.hf_config import Config
 from mimo.families.keymap import Weight, plain
-from mimo.families.languages._decoder import PRE_NORMS, QK_NORMS, decoder_weights
+from mimo.families.languages._decoder import (
+    PRE_NORMS,
+    QK_NORMS,
+    decoder_weights,
+    named_sizes,
+)
 
 _SIZES = {
     "num_hidden_layers": "num_layers",
@@ -66,13 +71,9 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
 
     from mimo.engines.fsdp.models import structure_problems
 
-    refuse_dropout(config)
     text, usual = config["text_config"], PreTrainedConfig().to_dict()
-    heads = text["num_attention_heads"]
-    sizes = {ours: text[key] for key, ours in _SIZES.items() if text.get(key) is not None}
-    sizes.setdefault("num_query_groups", heads)
-    sizes.setdefault("head_size", text["hidden_size"] // heads)
-    sizes["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
+    stored = {ours: text[key] for key, ours in _SIZES.items() if text.get(key) is not None}
+    sizes = stored | named_sizes(config)
     configuration = {
         key: value
         for key, value in text.items()

@@ -21,7 +21,6 @@ from mimo.engines import megatron as engine
 from mimo.families.contracts import ItemRules
 from mimo.families.flops import causal_pairs
 from mimo.families.hf_config import Config, expect, rope_settings
-from mimo.families.keymap import Weight
 from mimo.families.languages._decoder import (
     QK_NORMS,
     DecoderSettings,
@@ -163,6 +162,4 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
     return settings
 
 
-def weights_in_hf(settings: Settings) -> list[Weight]:
-    """Return every parameter of the whole model, as runs of Gemma-3's tensors."""
-    return decoder_weights(settings, _SANDWICH_NORMS | QK_NORMS)
+weights_in_hf = partial(decoder_weights, norms=_SANDWICH_NORMS | QK_NORMS)

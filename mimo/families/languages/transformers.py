@@ -11,8 +11,9 @@ from pydantic import Field
 
 from mimo.families.contracts import ItemRules, LanguageSettings
 from mimo.families.flops import Product
-from mimo.families.hf_config import Config, refuse_dropout
+from mimo.families.hf_config import Config
 from mimo.families.keymap import Weight, plain
+from mimo.families.languages._decoder import named_sizes
 from mimo.families.whole_models import configuration_of, half_shapes, parameter_products
 
 
@@ -56,21 +57,7 @@ class Settings(LanguageSettings):
 
 def settings_from_hf(config: Config) -> dict[str, Any]:
     """Return recipe keys for a model. Raises ValueError for what cannot run."""
-    refuse_dropout(config)
-    text = config["text_config"]
-    heads = text["num_attention_heads"]
-    return {
-        "num_layers": text["num_hidden_layers"],
-        "hidden_size": text["hidden_size"],
-        "ffn_hidden_size": text.get("intermediate_size") or text.get("moe_intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": text.get("num_key_value_heads") or heads,
-        "head_size": text.get("head_dim") or text["hidden_size"] // heads,
-        "vocab_size": text["vocab_size"],
-        "vocab_multiple": 1,
-        "tie_word_embeddings": bool(config["tie_word_embeddings"]),
-        "config": configuration_of(config),
-    }
+    return named_sizes(config) | {"vocab_multiple": 1, "config": configuration_of(config)}
 
 
 def weights_in_hf(settings: Settings) -> list[Weight]:

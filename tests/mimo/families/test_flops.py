@@ -119,7 +119,7 @@ def count_language(rank: int, name: str, case: str) -> Counted:
     inputs: dict[str, Any] = {
         "input_ids": ids,
         "position_ids": positions,
-        "attention_mask": None,  # no labels: a loss may compute logits again in its backward
+        # No labels: a loss may compute logits again in its backward.
         "packed_seq_params": PackedSegments.from_lengths(LENGTHS, ids.device),
     }
     if LEARNS[case][1]:

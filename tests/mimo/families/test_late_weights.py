@@ -62,7 +62,6 @@ def run_language(rank: int, name: str) -> tuple[Tensor, Tensor]:
     inputs = {
         "input_ids": ids,
         "position_ids": torch.arange(8).expand(3, 1, 8),
-        "attention_mask": None,
         "labels": ids,
         "packed_seq_params": PackedSegments.from_lengths([8], ids.device),
     }

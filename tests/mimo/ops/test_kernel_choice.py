@@ -216,26 +216,3 @@ def test_a_dense_mask_on_a_gpu_is_warned_of_once(
     caplog.clear()
     on_machine(Machine(None), 9)  # a CPU is not expected to be fast
     assert [r.levelname for r in caplog.records] == ["INFO"]
-
-
-def test_a_module_says_which_kernels_its_layers_got() -> None:
-    from megatron.core.transformer.attention import SelfAttention
-    from torch import nn
-
-    from mimo.engines.megatron.attention import WindowAttention, kernels_in
-    from tests.mimo.engines.megatron.test_attention import core_attention
-
-    cores = [
-        core_attention(causal=False),
-        WindowAttention(lambda: core_attention(causal=False)),
-        nn.Identity(),  # in place of Transformer Engine's
-    ]
-    layers = []
-    for core in cores:
-        layer = SelfAttention.__new__(SelfAttention)
-        nn.Module.__init__(layer)
-        layer.core_attention = core
-        layers.append(layer)
-    assert kernels_in(layers[:1]) == "1 x sdpa"
-    assert kernels_in([nn.ModuleList(layers)]) == "2 x sdpa, 1 x transformer_engine"
-    assert kernels_in([nn.Identity()]) == "none"

@@ -164,9 +164,7 @@ REFUSED = [
     ("gemma3", "config.json", "text_config.hidden_dropout_prob", 0.1),
     # Rotary settings.
     ("qwen2_5_vl", "config.json", f"text_config.{ROPE}.rope_type", "other"),
-    ("qwen3_vl", "config.json", f"text_config.{ROPE}.something", 2),
     ("qwen3_vl", "config.json", f"vision_config.{ROPE}.rope_type", "other"),
-    ("qwen2_5_vl", "config.json", f"vision_config.{ROPE}.something", 2),
     ("gemma3", "config.json", f"{GLOBAL}.rope_type", "yarn"),
     ("gemma3", "config.json", f"{GLOBAL}.partial_rotary_factor", 0.5),
     ("gemma3", "config.json", f"text_config.{ROPE}.sliding_attention.rope_type", "other"),

@@ -7,6 +7,7 @@ tokens in 128 rows. Letters: L tokens of a segment, T of all segments.
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,25 +67,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "local_rotary_base": 100.0,
         "rotary_base": 1_000.0,
         "rotary_factor": 3.0,
-    },
-}
-_QWEN_NORMS = {
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-}
-_HEAD_NORMS = {
-    "self_attention.q_layernorm": "self_attn.q_norm",
-    "self_attention.k_layernorm": "self_attn.k_norm",
-}
-_NORMS = {
-    "qwen3": _QWEN_NORMS | _HEAD_NORMS,
-    "qwen2_5": _QWEN_NORMS,
-    "gemma3": _HEAD_NORMS
-    | {
-        "input_layernorm": "input_layernorm",
-        "self_attn_bda.norm": "post_attention_layernorm",
-        "pre_mlp_layernorm": "pre_feedforward_layernorm",
-        "mlp_bda.norm": "post_feedforward_layernorm",
     },
 }
 
@@ -163,36 +145,17 @@ class TextModelWithHead(nn.Module):
 
 
 def to_ours(family: str, hf: Weights, padding: float) -> Weights:
-    """Weights or gradients under our names and in our layout; padded rows hold ``padding``."""
-
-    def padded(rows: Tensor) -> Tensor:
-        return nn.functional.pad(rows, (0, 0, 0, NUM_ROWS - NUM_TOKENS), value=padding)
-
-    ours = {
-        "embedding.word_embeddings.weight": padded(hf["model.embed_tokens.weight"]),
-        "decoder.final_layernorm.weight": hf["model.norm.weight"],
-    }
-    if "lm_head.weight" in hf:
-        ours["output_layer.weight"] = padded(hf["lm_head.weight"])
-    settings = SETTINGS[family]
-    for n in range(settings["num_layers"]):
-        theirs, layer = f"model.layers.{n}", f"decoder.layers.{n}"
-        for kind in ("weight", "bias") if family == "qwen2_5" else ("weight",):
-            ours[f"{layer}.self_attention.linear_qkv.{kind}"] = lone_module.interleave_qkv(
-                [hf[f"{theirs}.self_attn.{which}_proj.{kind}"] for which in "qkv"],
-                settings["num_query_groups"],
-            )
-        gate_up = [hf[f"{theirs}.mlp.{which}_proj.weight"] for which in ("gate", "up")]
-        ours |= {
-            f"{layer}.{our_norm}.weight": hf[f"{theirs}.{norm}.weight"]
-            for our_norm, norm in _NORMS[family].items()
-        }
-        ours |= {
-            f"{layer}.self_attention.linear_proj.weight": hf[f"{theirs}.self_attn.o_proj.weight"],
-            f"{layer}.mlp.linear_fc1.weight": torch.cat(gate_up),
-            f"{layer}.mlp.linear_fc2.weight": hf[f"{theirs}.mlp.down_proj.weight"],
-        }
-    return {name: tensor.detach().contiguous() for name, tensor in ours.items()}
+    """Weights or gradients under our names, by the key map; padded rows hold ``padding``."""
+    module: Any = importlib.import_module(f"mimo.families.languages.{family}")
+    changes = {"vocab_size": NUM_TOKENS, "tie_word_embeddings": "lm_head.weight" not in hf}
+    settings = module.Settings(**SETTINGS[family] | changes)
+    named = {n.replace("model.", "model.language_model.", 1): t.detach() for n, t in hf.items()}
+    ours = {weight.name: weight.pack(named) for weight in module.weights_in_hf(settings)}
+    for name, rows in ours.items():
+        if len(rows) == NUM_TOKENS:
+            rows_of_padding = (0, 0, 0, NUM_ROWS - NUM_TOKENS)
+            ours[name] = nn.functional.pad(rows, rows_of_padding, value=padding)
+    return ours
 
 
 @dataclass(frozen=True)

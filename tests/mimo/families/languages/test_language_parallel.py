@@ -114,21 +114,3 @@ def test_distilling_the_language_tower_alone_equals_one_rank(
     got, expected = run(run_ranks, job), one_rank(job)
     assert expected.losses[-1] < expected.losses[0], "nothing was learnt"
     assert_same(got, expected, TOLERANCE)
-
-
-def refuse_dense_mask(rank: int) -> str:
-    """The error of a forward with a dense mask on two context-parallel ranks."""
-    trainer = language_steps.Trainer(Job(grid={"cp": 2}))
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool)
-    try:
-        trainer.raw[0](input_ids=ids, position_ids=ids.expand(3, 1, 8), attention_mask=mask)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_dense_mask_is_refused_under_context_parallelism(run_ranks: RunRanks) -> None:
-    for message in run_ranks(refuse_dense_mask, 2):
-        assert message.startswith("a dense attention mask under context parallelism")
-        assert "language.grid.cp = 2" in message

@@ -164,7 +164,7 @@ def test_scaling_down_keeps_the_shares_of_the_rotary_axes(
 
 
 def test_blocks_of_rotary_channels_are_another_function_than_interleaved_ones() -> None:
-    from mimo.engines.megatron import MRope, contiguous_axes, interleaved_axes
+    from mimo.ops.layers import MRope, contiguous_axes, interleaved_axes
 
     section = SETTINGS["qwen2_5"]["mrope_section"]
     blocks, interleaved = (

@@ -65,7 +65,6 @@ class Case:
     build: Callable[[], nn.Module]
     images: Callable[[], tuple[Tensor, Tensor]]
     inputs: Callable[[list[Tensor], Tensor], dict[str, Tensor]]
-    prefix: str = "model.visual."
     kinds: str = "mm_token_type_ids"
 
     @property
@@ -162,7 +161,6 @@ CASES = {
         build_gemma3,
         lambda: drawn(towers.GEMMA3, [(1, 6, 6)] * 4),
         gemma3_inputs,
-        prefix="model.",
         kinds="token_type_ids",
     ),
 }
@@ -188,10 +186,10 @@ class Reference:
 
 def to_ours(case: Case, hf: Weights, padding: float) -> dict[str, Weights]:
     """By module, under our names and in our layout."""
-    visual = {n.removeprefix(case.prefix): t for n, t in hf.items()}
+    visual = {n.removeprefix(case.tower.prefix): t for n, t in hf.items()}
     language = {n.replace("model.language_model", "model"): t for n, t in hf.items()}
     return {
-        "vision": case.tower.to_ours(case.tower, visual),
+        "vision": case.tower.to_ours(visual, SETTINGS[case.language]["hidden_size"]),
         "language": text.to_ours(case.language, language, padding),
     }
 
