@@ -99,24 +99,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def expect(section: Config, where: str, **values: object) -> None:
+def expect(
+    section: Config, where: str, reason: str = "only {!r} is supported", /, **values: object
+) -> None:
     """Raise ValueError for keys of ``section`` with another value than this, unless it is null."""
-    _compare(section, where, "only {value!r} is supported", values)
-
-
-def agree(section: Config, where: str, **values: object) -> None:
-    """Raise ValueError for keys of ``section`` that contradict ``config.json``."""
-    _compare(section, where, "but config.json says {value!r}", values)
-
-
-def _compare(section: Config, where: str, reason: str, values: Config) -> None:
     wrong = [
-        f"{where}.{key} is {section[key]!r}; {reason.format(value=value)}"
+        f"{where}.{key} is {section[key]!r}; {reason.format(value)}"
         for key, value in values.items()
         if section.get(key) not in (None, value)
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def agree(section: Config, where: str, **values: object) -> None:
+    """Raise ValueError for keys of ``section`` that contradict ``config.json``."""
+    expect(section, where, "but config.json says {!r}", **values)
 
 
 def refuse_dropout(config: Config) -> None:

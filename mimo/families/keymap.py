@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint.
-
-    shape: as it is stored. transposed: a matrix stored as (C, R).
-    """
+    """A tensor of the checkpoint. shape: as stored. transposed: a matrix stored as (C, R)."""
 
     key: str
     shape: tuple[int, ...]

@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -30,19 +31,17 @@ def _names(package: str) -> list[str]:
     return sorted(module for module in modules if not module.startswith("_"))
 
 
-def _import(package: str, name: str) -> Any:
-    # A test checks that it keeps the contract, because the type checker cannot.
-    return importlib.import_module(f"{package}.{name}")
+def _all_families(package: str) -> dict[str, Any]:
+    """Import all families with code of their own, by name.
+
+    Tests check that they keep the contract, because the type checker cannot.
+    """
+    names = (name for name in _names(package) if name != GENERAL)
+    return {name: importlib.import_module(f"{package}.{name}") for name in names}
 
 
-def language_families() -> dict[str, LanguageFamily]:
-    """Import all families of language models with code of their own, by name."""
-    return {name: _import(_LANGUAGES, name) for name in _names(_LANGUAGES) if name != GENERAL}
-
-
-def encoder_families() -> dict[str, EncoderFamily]:
-    """Import all families of encoders with code of their own, by name."""
-    return {name: _import(_ENCODERS, name) for name in _names(_ENCODERS) if name != GENERAL}
+language_families = partial(_all_families, _LANGUAGES)
+encoder_families = partial(_all_families, _ENCODERS)
 
 
 def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
@@ -51,7 +50,7 @@ def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
         raise RecipeError(
             recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
         )
-    return _import(package, name)
+    return importlib.import_module(f"{package}.{name}")
 
 
 def language_family(recipe: Recipe) -> LanguageFamily:

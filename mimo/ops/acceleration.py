@@ -72,10 +72,7 @@ def has_function(module: str, name: str, parameter: str | None = None) -> bool:
 
 
 def kernel_states() -> dict[str, str]:
-    """Import all kernels -> for each `LOADS`, `NOT_INSTALLED`, or why it does not load.
-
-    May initialise the GPU.
-    """
+    """Import all kernels, return for each `LOADS`, `NOT_INSTALLED`, or why it does not load."""
     states = {}
     for kernel, function in _FUNCTIONS.items():
         try:
@@ -111,25 +108,19 @@ class LayerChoice:
 
     transformer_engine: bool
     fused_activation: bool
-    reason: str
 
 
 def choose_layers(machine: Machine, dtype: torch.dtype) -> LayerChoice:
     """Return the best layers for a dtype on a machine."""
-    if machine.capability is None:
-        return LayerChoice(False, False, "no GPU")
-    if dtype not in (torch.bfloat16, torch.float16):
-        return LayerChoice(False, False, f"fused kernels are for 16 bits, not {dtype}")
-    te = TRANSFORMER_ENGINE in machine.installed
-    return LayerChoice(te, True, f"Transformer Engine is {'' if te else 'not '}installed")
+    fuses = machine.capability is not None and dtype in (torch.bfloat16, torch.float16)
+    return LayerChoice(fuses and TRANSFORMER_ENGINE in machine.installed, fuses)
 
 
 @functools.cache
 def layer_choice(dtype: torch.dtype) -> LayerChoice:
     """Return the choice for this machine, and log it the first time."""
     choice = choose_layers(this_machine(), dtype)
-    kind = "Transformer Engine" if choice.transformer_engine else "Megatron"
-    logger.info("linears and norms: %s (%s)", kind, choice.reason)
+    logger.info("layers in %s: %s; %s", dtype, choice, this_machine())
     return choice
 
 
@@ -172,8 +163,8 @@ class KernelChoice:
 def choose_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> KernelChoice:
     """Return the best kernel for a layer.
 
-    SDPA runs everywhere and in every dtype, but it needs masks for windows and for causal blocks
-    with more keys than queries, as on context-parallel ranks and in text beside items.
+    SDPA runs everywhere, but needs masks for windows and for causal blocks with more keys than
+    queries, as on context-parallel ranks and in text beside items.
     """
     plain = case.cp_size == 1 and case.window is None and not case.whole_items
     needs_mask = case.causal and not plain

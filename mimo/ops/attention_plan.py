@@ -1,6 +1,4 @@
-"""The plan of core attention for a microbatch; made once for all layers of one form.
-
-A plan holds every index and bound that a layer needs; see `PackedSegments.prepare`.
+"""The plan of core attention for a microbatch: all indices and bounds of layers of one form.
 
 Causal attention may let the tokens of an item see each other in both directions (Gemma-3). A query
 inside an item then sees the rest of the item, too. A sliding window bounds how far back a query
@@ -125,8 +123,8 @@ def attention_blocks(
 class ItemCall:
     """The blocks of one rank in one call of the kernel. Host tensors.
 
-    queries, keys: of each block, see `AttentionBlocks`. rows: for each block, its queries' rows
-    among this rank's. counts: the number of them that are real; the rest repeat the last.
+    queries, keys: see `AttentionBlocks`. rows: each block's queries among this rank's. counts: the
+    number of them that are real; the rest repeat the last.
     """
 
     causal: bool
@@ -161,17 +159,14 @@ def item_calls(
     cp_size: int,
     cp_rank: int,
 ) -> tuple[ItemCall, ItemCall, Tensor]:
-    """Return a rank's calls for segments of these padded ``lengths``.
+    """Return a rank's causal call outside items, its call of items, and the order of their rows.
 
-    items: (start, length) in the lane, ascending, each inside one segment.
-    window: keys that a query sees, up to its own; None for all.
-    Returns
-        the causal call of the queries outside items;
-        the call of items: a block for each item and chunk of this rank that overlap, its queries
-            against all keys that they see, up to the item's end. With a window its queries are
-            padded to the item's end, from which kernels count windows;
-        (Q,) int64, which puts the rows of both into order.
-    Raises ValueError for a segment that 2·cp does not divide.
+    The call of items has a block for each item and chunk of this rank that overlap: its queries
+    against all keys that they see, up to the item's end. With a window its queries are padded to
+    the item's end, from which kernels count windows. order: (Q,) int64.
+
+    items: (start, length) in the lane, ascending, each inside one segment. Raises ValueError for a
+    segment that 2·cp does not divide.
     """
     text, parts = ItemCall(True, window), ItemCall(False, window)
     row = 0

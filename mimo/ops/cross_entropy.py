@@ -12,7 +12,7 @@ Letters: n tokens, H hidden, V vocabulary rows, padding included, P tensor-paral
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,6 @@ def _tokens_here(rows: int, num_tokens: int, group: dist.ProcessGroup) -> int:
     whole = rows * group.size()
     assert 0 < num_tokens <= whole, f"{num_tokens} tokens, but {whole} columns on the ranks"
     return min(max(num_tokens - group.rank() * rows, 0), rows)
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    if group.size() > 1 and tensor.numel():
-        dist.all_reduce(tensor, op=op, group=group)
 
 
 def rows_at_once(num_hidden: int) -> int:
@@ -86,12 +81,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = total * (before - local_largest).exp()
             total += scores.sub_(local_largest[:, None]).exp_().sum(dim=1)
         largest = local_largest.clone()
-        _all_reduce(largest, dist.ReduceOp.MAX, group)
+        communicates = group.size() > 1 and labels.numel() > 0
+        if communicates:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         # Only the rank that has the label knows its score.
         is_local = (place >= 0) & (place < count)
         score = (score - largest).where(is_local, 0)
         sums = torch.stack((total * (local_largest - largest).exp(), score))
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        if communicates:
+            dist.all_reduce(sums, group=group)
         ctx.save_for_backward(hidden, weight, place, largest, sums[0])
         ctx.count = count
         # A label that is no token gives nan; else it would silently never be learnt.
@@ -132,6 +130,4 @@ def linear_cross_entropy(
     backward: the gradient of the weight is complete, that of the hidden states is this rank's
     share, which the caller sums over ``group``.
     """
-    loss = _LinearCrossEntropy.apply(hidden, weight, labels, num_tokens, group)
-    assert isinstance(loss, Tensor)
-    return loss
+    return cast("Tensor", _LinearCrossEntropy.apply(hidden, weight, labels, num_tokens, group))

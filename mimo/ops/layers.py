@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,7 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., I), weight (O, I) -> (..., O), by `product` in both directions."""
-    y = _Linear.apply(x, weight)
-    assert isinstance(y, Tensor)
-    return y
+    return cast("Tensor", _Linear.apply(x, weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -76,9 +74,7 @@ def gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     activation: SiLU or GELU, or a partial of these. The backward keeps its output, and writes both
     halves of the gradient in place.
     """
-    gated = _Gate.apply(both, activation)
-    assert isinstance(gated, Tensor)
-    return gated
+    return cast("Tensor", _Gate.apply(both, activation))
 
 
 class _Gate(torch.autograd.Function):
@@ -112,8 +108,7 @@ class _Gate(torch.autograd.Function):
 class MRope(nn.Module):
     """Multimodal rotary embedding, as `GPTModel.rotary_pos_emb`.
 
-    axes: (K,) int64, the axis of the position that each rotary channel follows: 0 time, 1 height,
-    2 width.
+    axes: (K,) int64, the axis that each channel follows: 0 time, 1 height, 2 width.
     """
 
     def __init__(self, axes: Tensor, base: float) -> None:
@@ -203,9 +198,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if not x.is_cpu:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
-    y = _RMSNorm.apply(x, weight, eps)
-    assert isinstance(y, Tensor)
-    return y
+    return cast("Tensor", _RMSNorm.apply(x, weight, eps))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -249,7 +242,7 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square norm, computed in fp32: (..., H) -> (..., H), same dtype as its input.
+    """Root-mean-square norm, computed in fp32, in the dtype of its input.
 
     In 16 bits it is rounded before the factor is applied, as in transformers; torch's fused norm
     with a factor would round once.
@@ -276,7 +269,7 @@ class ZeroCenteredRMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """Mean and variance norm with a bias: (..., H) -> (..., H), same dtype as its input."""
+    """Mean and variance norm with a bias, in the dtype of its input."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__(config, hidden_size, eps)

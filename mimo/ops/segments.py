@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -77,13 +77,12 @@ class PackedSegments:
         """
         real = lengths if real is None else real
         kept = [(int(n), int(m)) for n, m in zip(lengths, real, strict=True) if n > 0]
-        assert all(0 <= m <= n for n, m in kept), f"real lengths {real} exceed padded {lengths}"
         padded = tuple(n for n, _ in kept)
         pads = any(m < n for n, m in kept)
-        host_bounds = [bounds_of(padded)]
-        if pads:
-            host_bounds.append(bounds_of([m for _, m in kept]))
-        padded_bounds, *real_bounds = send_together(host_bounds, partial(send, device=device))
+        host_bounds = bounds_of(padded), bounds_of([m for _, m in kept])
+        padded_bounds, *real_bounds = send_together(
+            host_bounds[: 1 + pads], partial(send, device=device)
+        )
         bounds = real_bounds[0] if pads else padded_bounds
         longest = max(padded, default=0)
         return cls(
@@ -102,11 +101,10 @@ class PackedSegments:
     def prepare(
         self, forms: Iterable[LayerForm], copy: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Make the plans for layers of these forms and bring them to the device in one copy.
+        """Make the plans for layers of these forms ahead, in any thread.
 
-        Called ahead of the layers, in any thread; `plan` makes those that are missing.
-        copy: brings a host tensor to the device before the layers run; None for a copy on the
-            current stream.
+        copy: brings a host tensor to the device before the layers run, called once; None for a copy
+            on the current stream.
         """
         forms = dict.fromkeys(forms)
         if self.windows is not None:
@@ -119,7 +117,7 @@ class PackedSegments:
         self.plans.update(zip(missing, to_device(host_plans, copy), strict=True))
 
     def plan(self, form: LayerForm) -> Any:
-        """Return the plan for layers of this form, with tensors on the device."""
+        """Return the plan for layers of this form on the device; make it if it is missing."""
         if form not in self.plans:
             self.prepare((form,))
         return self.plans[form]
@@ -214,9 +212,7 @@ def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Te
     """
     whole, expected = share.shape[0] * group.size(), len(order.to_lane)
     assert expected == whole, f"{expected} tokens in segments, {whole} on the ranks"
-    gathered = _GatherLane.apply(share, order, group)
-    assert isinstance(gathered, Tensor)
-    return gathered
+    return cast("Tensor", _GatherLane.apply(share, order, group))
 
 
 class _GatherLane(torch.autograd.Function):
@@ -272,9 +268,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """
     if x.dtype not in (torch.bfloat16, torch.float16):
         return x.index_select(0, rows)
-    gathered = _GatherRows.apply(x, rows)
-    assert isinstance(gathered, Tensor)
-    return gathered
+    return cast("Tensor", _GatherRows.apply(x, rows))
 
 
 class _GatherRows(torch.autograd.Function):
