@@ -68,10 +68,7 @@ def join_gradients(results: Sequence[Mapping[str, Any]]) -> Weights:
 
 @dataclass(frozen=True)
 class TowerOptions:
-    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed.
-
-    family: a file in `encoders`, or the whole path of a module.
-    """
+    """How `run_tower` runs a tower: its family, the grid (tp · pp ranks) and what is recomputed."""
 
     family: str = "qwen_vl"
     tp: int = 1
@@ -155,8 +152,7 @@ def run_tower(
 
     import torch.distributed as dist
 
-    path = options.family if "." in options.family else f"encoders.{options.family}"
-    family = importlib.import_module(path)
+    family = importlib.import_module(f"encoders.{options.family}")
     ctx = _context(options.tp, options.sp, options.pp, options.recompute)
     tower = family.build(family.Settings(**settings), ctx, output_size, SEED)
     if weights is not None:

@@ -115,31 +115,40 @@ def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 # -------------------------------------------------------------- change of the weights
 
 
-class MeasuredStep:
-    """Stand-in for an optimizer that updates one tensor at a time and measures the change.
+def update_weights(
+    optimizer: torch.optim.Optimizer,
+    update: Callable[[], object],
+    learning_rate: float,
+    ema_decay: float | None,
+    counts: Callable[[Tensor], bool] | None,
+) -> Tensor | float:
+    """Update the weights by ``update``, which calls the optimizer's `step`, and their average.
 
-    It compares copies, so rounding counts; the update is the same. counts: whether this rank counts
-    a tensor's change. squared_change: its squared norm, () fp64 on the device, without a wait.
+    counts: whether this rank counts a tensor's change; None measures nothing.
+    Returns the squared norm of the counted change, () fp64 on the device, without a wait. Copies
+    are compared, so rounding counts; tensors are updated one at a time, with the same result.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    groups, plain_step, squares = optimizer.param_groups, optimizer.step, list[Tensor]()
 
-    def __init__(self, optimizer: torch.optim.Optimizer, counts: Callable[[Tensor], bool]) -> None:
-        self.optimizer, self.counts = optimizer, counts
-        self.squared_change: Tensor | float = 0.0
+    def measured_step() -> None:
+        for group in groups:
+            for param in group["params"]:
+                optimizer.param_groups = [group | {"params": [param]}]
+                before = param.detach().clone()
+                plain_step()
+                if counts is not None and counts(param) and param.numel():
+                    squares.append(squared_norm([before.sub_(param.detach())]))
+        optimizer.param_groups = groups
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update all weights."""
-        groups = self.optimizer.param_groups
-        try:
-            for group in groups:
-                for param in group["params"]:
-                    self.optimizer.param_groups = [group | {"params": [param]}]
-                    before = param.clone()
-                    self.optimizer.step()
-                    if self.counts(param) and param.numel():
-                        self.squared_change += squared_norm([before.sub_(param)])
-        finally:
-            self.optimizer.param_groups = groups
+    if counts is not None:
+        cast("Any", optimizer).step = measured_step
+    update()
+    vars(optimizer).pop("step", None)
+    if ema_decay is not None:
+        advance_average(optimizer, ema_decay)
+    return torch.stack(squares).sum() if squares else 0.0
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:

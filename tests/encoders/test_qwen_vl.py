@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's tower: images do not see each other, and windows are those of transformers."""
+"""Windows of Qwen2.5-VL's tower are those of transformers, and both kinds of layers count."""
 
 from __future__ import annotations
 
@@ -15,36 +15,9 @@ from encoders import qwen_vl
 from encoders._patches import WindowOrder, frame_lengths, patch_places
 from tests import lone_module
 from tests.conftest import RunRanks
-from tests.encoders.towers import OUTPUT_SIZE, QWEN2_5_VL, QWEN2_5_VL_WINDOWS
-from tests.tower_reference import TOLERANCE
+from tests.encoders.towers import OUTPUT_SIZE, QWEN2_5_VL_WINDOWS
 
 SETTINGS: dict[str, Any] = QWEN2_5_VL_WINDOWS.settings
-
-
-def test_rows_of_an_image_do_not_depend_on_what_else_is_in_the_call(run_ranks: RunRanks) -> None:
-    reference, grids = QWEN2_5_VL.reference(), QWEN2_5_VL.grids
-    *others, last = reference.patches.split(grids.prod(1).tolist())
-    num_rows = QWEN2_5_VL.rows_per_image[-1]
-    alone = (last, grids[-1:])  # another image has the same size, so both run in one dense call
-    # Whatever leaked from the other images would not be a number.
-    spoilt = torch.cat([*(torch.full_like(patches, torch.nan) for patches in others), last])
-    gradient = torch.zeros_like(reference.rows)
-    gradient[-num_rows:] = 1.0
-    (result,) = run_ranks(
-        lone_module.run_tower,
-        1,
-        QWEN2_5_VL.settings,
-        OUTPUT_SIZE,
-        reference.weights,
-        [alone, (spoilt, grids), (reference.patches, grids)],
-        gradient,
-    )
-    rows_alone, rows_spoilt, rows_together = result["rows"]
-    assert rows_spoilt[:-num_rows].isnan().all()
-    for rows in (rows_spoilt, rows_together):
-        torch.testing.assert_close(rows[-num_rows:], rows_alone, rtol=0, atol=TOLERANCE)
-    assert (result["patch_gradients"][: -len(last)] == 0).all()
-    assert (result["patch_gradients"][-len(last) :] != 0).any()
 
 
 @pytest.mark.parametrize("layers", [(1,), (0, 2), (1, 2, 3)])

@@ -142,31 +142,6 @@ def test_sequence_parallel_ranks_have_their_part_of_rows_and_gradients(
     reference.check_gradients(results)
 
 
-def test_clips_of_a_microbatch_do_not_hear_each_other(
-    run_ranks: RunRanks, reference: TowerReference
-) -> None:
-    clips = list(reference.patches.split(GRIDS[:, 0].tolist()))
-    order = [2, 0, 4]
-    calls = [
-        (clips[0].clone(), GRIDS[:1]),
-        (torch.cat([clips[n] for n in order]), GRIDS[order]),
-    ]
-    (got,) = run_ranks(
-        lone_module.run_tower,
-        1,
-        SETTINGS,
-        OUTPUT_SIZE,
-        reference.weights,
-        calls,
-        None,
-        TowerOptions(family="whisper"),
-    )
-    own = reference.rows.split(ROWS)
-    for rows, expected in zip(got["rows"], [[0], order], strict=True):
-        wanted = torch.cat([own[n] for n in expected])
-        torch.testing.assert_close(rows, wanted, rtol=0, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"tp": 2, "sp": True})])
 def test_no_clips_give_no_rows_and_a_zero_gradient_to_every_parameter(
     run_ranks: RunRanks, reference: TowerReference, ranks: int, options: dict[str, Any]

@@ -25,9 +25,7 @@ from mimo.engines.fsdp.sharding import (
 )
 from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.optimizer import (
-    MeasuredStep,
     OptimizerSettings,
-    advance_average,
     fill_state,
     restart_average,
     squared_norm,
@@ -35,6 +33,7 @@ from mimo.engines.optimizer import (
     state_tensors,
     step_of,
     torch_optimizer,
+    update_weights,
 )
 from mimo.ops.attention_plan import LayerForm
 
@@ -193,25 +192,22 @@ class FsdpModule:
         self, learning_rate: float, gradient_factor: float, measured: bool = False
     ) -> Tensor | float:
         """Update this rank's part; the next forward gathers."""
-        if self._optimizer is None:
+        optimizer = self._optimizer
+        if optimizer is None:
             return 0.0
         if gradient_factor != 1.0:
             self._scale(gradient_factor)
         for param, gradient in self._gradients():
             cast("nn.Parameter", param.local).grad = gradient
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        change = 0.0
-        if measured:
-            counted = {id(param.local) for param in self._parameters if param.part.copy == 0}
-            step = MeasuredStep(self._optimizer, lambda param: id(param) in counted)
-            step.step()
-            change = step.squared_change
-        else:
-            self._optimizer.step()
-        if self._ema_decay is not None:
-            advance_average(self._optimizer, self._ema_decay)
-        self._optimizer.zero_grad()
+        counted = {id(param.local) for param in self._parameters if param.part.copy == 0}
+        change = update_weights(
+            optimizer,
+            lambda: optimizer.step(),
+            learning_rate,
+            self._ema_decay,
+            (lambda param: id(param) in counted) if measured else None,
+        )
+        optimizer.zero_grad()
         return change
 
     def _gradients(self) -> list[tuple[_Parameter, Tensor]]:

@@ -1,8 +1,7 @@
 """One module's part on this rank, run by Megatron: an implementation of the engines' contract.
 
-Gradients are summed over data parallelism, never averaged: every module's config has
-`calculate_per_token_loss`, and `finish_gradients` divides once by the global token count. See
-docs/parallelism.md.
+Gradients are summed over data parallelism, never averaged, because every module's config has
+`calculate_per_token_loss`. See docs/parallelism.md.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.megatron.schedule import hidden_shapes, pass_token, run_schedule, sum_losses
 from mimo.engines.megatron.weights import gradient_pieces, module_pieces
-from mimo.engines.optimizer import MeasuredStep, advance_average, restart_average, squared_norm
+from mimo.engines.optimizer import restart_average, squared_norm, update_weights
 from mimo.ops.attention_plan import LayerForm
 
 
@@ -74,7 +73,7 @@ class MegatronModule:
         return forms_in(self.raw)
 
     def begin_step(self, forward_only: bool) -> None:
-        """Clear gradients, and choose between training and evaluation.
+        """Clear gradients.
 
         With ``train.fp8``, a step's first microbatch makes Transformer Engine's linears quantize
         their weights again and *overwrite* DDP's sum with their next weight gradient. A schedule
@@ -94,8 +93,7 @@ class MegatronModule:
 
     @property
     def _ddp(self) -> list[DistributedDataParallel]:
-        """The chunks of a rank that has weights to update."""
-        return cast("list[DistributedDataParallel]", self.chunks)
+        return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
 
     def run_language(
         self,
@@ -154,7 +152,7 @@ class MegatronModule:
 
         A schedule turns the reduction on for its last microbatch by `no_sync_func`: that is unset.
         """
-        chunks = cast("Any", self.chunks if self.has_trainable_params else [])
+        chunks = self._ddp
         switches = [(chunk.config, chunk.config.no_sync_func) for chunk in chunks]
         with ExitStack() as stack:
             for chunk in chunks:
@@ -169,10 +167,10 @@ class MegatronModule:
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Sum over DP and CP, over TP for norms that saw a slice, over stages if tied; divide."""
-        if self.has_trainable_params:
+        if self._ddp:
             finalize_model_grads(list(self.chunks), num_tokens=None, pg_collection=self.groups)
-            for chunk in self._ddp:
-                chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
+        for chunk in self._ddp:
+            chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared norm; each gradient's norm is in its own dtype.
@@ -197,25 +195,20 @@ class MegatronModule:
         self, learning_rate: float, gradient_factor: float, measured: bool = False
     ) -> Tensor | float:
         """Update the weights; ranks of a distributed optimizer gather them, or begin to."""
-        optimizer, change = self.optimizer, 0.0
+        optimizer = self.optimizer
         if optimizer is None:
-            return change
-        base = _torch_optimizer(optimizer)
+            return 0.0
         if gradient_factor != 1.0:
             gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
             cast("Any", torch)._foreach_mul_(gradients, gradient_factor)
-        for group in base.param_groups:
-            group["lr"] = learning_rate
-        if measured:
-            counted = {id(gradient): gradient for gradient in self._counted_gradients()}
-            step = MeasuredStep(base, lambda param: id(param.grad) in counted)
-            optimizer.optimizer = cast("Any", step)  # Megatron calls nothing but its `step`
-            optimizer.step_with_ready_grads()
-            optimizer.optimizer, change = base, step.squared_change
-        else:
-            optimizer.step_with_ready_grads()
-        if self.ema_decay is not None:
-            advance_average(base, self.ema_decay)
+        counted = {id(gradient): gradient for gradient in self._counted_gradients()}
+        change = update_weights(
+            _torch_optimizer(optimizer),
+            optimizer.step_with_ready_grads,
+            learning_rate,
+            self.ema_decay,
+            (lambda param: id(param.grad) in counted) if measured else None,
+        )
         if isinstance(optimizer, DistributedOptimizer):
             for chunk in self._ddp:
                 if chunk.ddp_config.overlap_param_gather:
@@ -227,7 +220,7 @@ class MegatronModule:
         tensors = dict[str, list[Tensor]]()
         tensors["parameters"] = [param for chunk in self.raw for param in chunk.parameters()]
         if self.optimizer is not None:
-            chunks = cast("Any", self.chunks)
+            chunks = cast("Any", self._ddp)
             buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
             tensors["gradients"] = [buffer.grad_data for buffer in buffers]
             base = _torch_optimizer(self.optimizer)
@@ -238,12 +231,10 @@ class MegatronModule:
 
     def wait_param_gather(self) -> None:
         """Wait for weights that `update` began to gather. No new collective."""
-        for chunk in self.chunks:
-            is_wrapped = isinstance(chunk, DistributedDataParallel)
-            if is_wrapped and chunk.ddp_config.overlap_param_gather:
-                for group in chunk.bucket_groups:
-                    if group.param_gather_handle is not None:
-                        group.finish_param_sync(skip_next_bucket_dispatch=True)
+        for chunk in self._ddp:
+            for group in chunk.bucket_groups if chunk.ddp_config.overlap_param_gather else ():
+                if group.param_gather_handle is not None:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
         """The pieces that this rank writes, or reads."""
@@ -254,7 +245,7 @@ class MegatronModule:
         """The complete gradients; first gathered from a distributed optimizer's ranks."""
         if not self.has_trainable_params:
             return iter(())
-        for chunk in cast("Any", self.chunks):
+        for chunk in self._ddp:
             if not chunk.ddp_config.use_distributed_optimizer:
                 continue
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

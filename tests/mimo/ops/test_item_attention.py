@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.conftest import RunRanks
 from tests.lone_module import noise
 
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -52,46 +49,6 @@ def inputs(total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, out_gradient = (noise(seed, total, HEADS, SIZE).double() for seed in (0, 3))
     k, v = (noise(seed, total, GROUPS, SIZE).double() for seed in (1, 2))
     return q, k, v, out_gradient
-
-
-def run_core_attention(
-    rank: int, cp: int, window: int | None, lengths: tuple[int, ...], items: Any
-) -> tuple[Tensor, list[Tensor]]:
-    """This rank's output and gradients of its queries, keys and values."""
-    from mimo.ops.segments import PackedSegments, zigzag_indices
-    from tests.mimo.engines.megatron.test_attention import core_attention
-
-    attention = core_attention(True, window, SCALE, dist.group.WORLD, whole_items=True)
-    mine = zigzag_indices(lengths, cp, rank) if cp > 1 else torch.arange(sum(lengths))
-    q, k, v, out_gradient = (x[mine] for x in inputs(sum(lengths)))
-    for x in (q, k, v):
-        x.requires_grad_()
-    segments = PackedSegments.from_lengths(lengths, torch.device("cpu"), items=items)
-    out = attention(q, k, v, None, packed_seq_params=segments)
-    out.backward(out_gradient)
-    return out.detach(), [x.grad for x in (q, k, v) if x.grad is not None]
-
-
-@pytest.mark.parametrize("window", [None, 1, 6, 100])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_output_and_gradients_equal_dense_attention_with_the_mask(
-    run_ranks: RunRanks, cp: int, window: int | None
-) -> None:
-    from mimo.ops.segments import zigzag_order
-
-    q, k, v, out_gradient = inputs(sum(LENGTHS))
-    for x in (q, k, v):
-        x.requires_grad_()
-    expected = dense(q, k, v, visible(LENGTHS, ITEMS, window))
-    expected.backward(out_gradient)
-    results = run_ranks(run_core_attention, cp, cp, window, LENGTHS, ITEMS)
-    order = zigzag_order(LENGTHS, cp).to_lane if cp > 1 else torch.arange(sum(LENGTHS))
-    got = torch.cat([out for out, _ in results])[order]
-    torch.testing.assert_close(got, expected.detach(), rtol=0, atol=ROUNDING)
-    for which, x in enumerate((q, k, v)):
-        grad = torch.cat([grads[which] for _, grads in results])[order]
-        assert x.grad is not None
-        torch.testing.assert_close(grad, x.grad, rtol=0, atol=ROUNDING)
 
 
 @st.composite

@@ -78,37 +78,6 @@ def attend_dense(
     return value_and_gradients(dense, share)
 
 
-def check_blocks(rank: int) -> None:
-    """Every rank's blocks, one after another in this process, against all pairs of tokens."""
-    from hypothesis import given, settings
-    from hypothesis import strategies as st
-
-    from mimo.ops.attention_kernels import dense_blocks, sdpa
-    from mimo.ops.attention_plan import attention_blocks
-    from mimo.ops.segments import zigzag_order
-
-    units = st.lists(st.integers(1, 5), min_size=1, max_size=6)
-
-    @settings(max_examples=80, deadline=None, database=None)
-    @given(units, st.integers(2, 5), st.booleans(), st.none() | st.integers(1, 30))
-    def check(units: list[int], cp: int, causal: bool, window: int | None) -> None:
-        window = window if causal else None
-        lengths = [2 * cp * n for n in units]
-        q, k, v, _ = draw(sum(lengths), 2, 1)
-        expected = naive_attention(q, k, v, lengths, causal, HEAD_SIZE**-0.5, window)
-        for r in range(cp):
-            rows = rows_of_rank(lengths, cp, r)
-            blocks = attention_blocks(tuple(lengths), causal, window, cp, r)
-            got = sdpa(q[rows], k, v, dense_blocks(blocks), HEAD_SIZE**-0.5)
-            torch.testing.assert_close(got, expected[rows], rtol=TOLERANCE, atol=TOLERANCE)
-        gathered = torch.cat([rows_of_rank(lengths, cp, r) for r in range(cp)])
-        order = zigzag_order(tuple(lengths), cp)
-        assert torch.equal(gathered[order.to_lane], torch.arange(sum(lengths)))
-        assert torch.equal(torch.arange(sum(lengths))[order.to_shares], gathered)
-
-    check()
-
-
 def refused_lengths(rank: int) -> list[str]:
     from mimo.ops.segments import PackedSegments
 
@@ -202,12 +171,6 @@ def test_shares_of_a_dense_batch_equal_the_whole(
         [t.double() for t in draw(batch * length, 4, 2)],
     )
     compare(shares, expected, [length] * batch, TOLERANCE)
-
-
-def test_any_segments_on_any_number_of_ranks_are_cut_into_the_right_blocks(
-    run_ranks: RunRanks,
-) -> None:
-    run_ranks(check_blocks, 1)
 
 
 def test_lengths_that_two_cp_does_not_divide_and_masks_are_refused(run_ranks: RunRanks) -> None:
