@@ -1,7 +1,6 @@
-"""Settings, packing and embedding of towers that take flat patches in merge-block order.
+"""Settings, packing and embedding of towers of patches, whose merge² neighbours make one row.
 
-A processor emits the patches of an image in blocks of merge × merge neighbours, so that every
-merge² consecutive patches make one row.
+A processor emits these neighbours one after another.
 
 Letters: I images, P patches of all images, M = merge² patches per row, N = P/M rows, D head size of
 the tower.
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -40,12 +39,12 @@ class PatchSettings(EncoderSettings):
     jpeg_draft: bool = False
     """Decode JPEGs that shrink to a half or less at a smaller size: faster, but changes pixels."""
 
-
-def patch_counts(grids: np.ndarray, merge: int) -> dict[str, float]:
-    """Count patches, rows, and ordered pairs of patches in a frame, of grids (I, 3) in patches."""
-    patches = float(np.prod(grids, axis=1).sum())
-    pairs = float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
-    return {"attention pair": pairs, "patch": patches, "row": patches / merge**2}
+    def counts(self, grids: np.ndarray) -> dict[str, float]:
+        """Count patches, rows, and ordered pairs of patches in a frame."""
+        merge = cast("Any", self).merge_size  # every family has it, as a key or a property
+        patches = float(np.prod(grids, axis=1).sum())
+        pairs = float((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
+        return {"attention pair": pairs, "patch": patches, "row": patches / merge**2}
 
 
 def check_processor(processor: Config, resample: int, kind: str, name: str) -> None:
@@ -76,10 +75,9 @@ def patch_places(grids: Tensor, merge: int) -> Tensor:
 
 @dataclass(frozen=True)
 class WindowOrder:
-    """Rows sorted by window. Windows are squares cut from a frame, smaller at its far edges.
+    """Rows sorted by window, a square cut from a frame, smaller at its far edges.
 
-    Frames stay in order, so a window is a run of its frame. Source: transformers
-    `get_vision_window_index`.
+    Frames stay in order. Source: transformers `get_vision_window_index`.
 
     rows: (N,) int64, the number in item order of each row in window order. back: the inverse.
     lengths: patches of each window.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
 from PIL import Image
 from torch import Tensor, nn
 
@@ -20,7 +19,6 @@ from encoders._patches import (
     PatchSettings,
     PatchTower,
     check_processor,
-    patch_counts,
 )
 from mimo.config.bounds import Patches, Pixels, RotaryBase
 from mimo.engines import megatron as engine
@@ -119,10 +117,6 @@ class QwenSettings(PatchSettings):
             Product(f"{name}.linear_fc2.weight", "row", (output_size, merged)),
         ]
 
-    def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Count patches, rows, and pairs of patches of a frame."""
-        return patch_counts(grids, self.merge_size)
-
 
 class QwenTower(PatchTower):
     """Patches of many images -> rows of the language model's size. options: of `PatchTower`."""
@@ -163,15 +157,14 @@ def merger(
 
 
 def settings_of_all(
-    config: Config, processors: Processors, videos: Config, video_processor: str
+    config: Config, processors: Processors, video_processor: str, video_size: Config
 ) -> dict[str, Any]:
     """Return the settings that the towers of all Qwen-VL models share. Raises ValueError.
 
-    video_processor: the class of the family's video processor. videos: its defaults.
+    video_processor: the class of the family's video processor. video_size: its default.
     """
-    vision = config["vision_config"]
-    expect(vision, "vision_config", in_channels=3)
-    expect(vision, "vision_config", out_hidden_size=config["text_config"]["hidden_size"])
+    vision, width = config["vision_config"], config["text_config"]["hidden_size"]
+    expect(vision, "vision_config", in_channels=3, out_hidden_size=width)
     images = processors.image
     check_processor(images, Image.Resampling.BICUBIC, "image", "Qwen2VLImageProcessor")
     sizes = {
@@ -191,20 +184,20 @@ def settings_of_all(
         "rotary_base": base,
         "init_std": vision["initializer_range"],
         **pixel_limits(images),
-        **_video_limits(processors, videos, video_processor, sizes),
+        **_video_limits(processors, video_processor, video_size, sizes),
         **normalisation(images),
     }
 
 
 def _video_limits(
-    processors: Processors, defaults: Config, kind: str, sizes: Config
+    processors: Processors, kind: str, default_size: Config, sizes: Config
 ) -> dict[str, int]:
     """Return pixel limits of videos; none if they equal those of images or no file gives any."""
     if not processors.video:
         return {}
-    where = "the video processor's configuration"
-    stored = {key: value for key, value in processors.video.items() if value is not None}
-    videos = {**defaults, **stored}
+    where, videos = "the video processor's configuration", processors.video
+    if videos.get("size") is None:
+        videos = {**videos, "size": default_size}
     check_processor(videos, Image.Resampling.BICUBIC, "video", kind)
     expect(videos, where, cap_pixels_per_frame=False, **sizes)
     if processors.image:

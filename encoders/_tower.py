@@ -6,7 +6,6 @@ N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, 
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -59,23 +58,13 @@ def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """The tokens that a rank of a tower has: all, or its part under sequence parallelism.
+    """The tokens that a rank of a tower has: part ``number`` of ``count`` equal parts of all rows.
 
-    Rows, and the tokens that make them, are cut into ``count`` equal parts; this rank has
-    part ``number``. Blank rows at the end make the parts equal.
+    Without sequence parallelism there is one. Blank rows at the end make the parts equal.
     """
 
     count: int
     number: int
-
-    @classmethod
-    def of(
-        cls, config: engine.TransformerConfig, groups: engine.ProcessGroupCollection
-    ) -> SequencePart:
-        """Return this rank's part in a tower with this configuration."""
-        if not config.sequence_parallel:
-            return cls(1, 0)
-        return cls(groups.tp.size(), groups.tp.rank())
 
     def num_blank(self, num_rows: int) -> int:
         """Return the blank rows to add; without items one per part, as the engine needs some."""
@@ -125,13 +114,11 @@ class Tower[P: PackedItems](nn.Module, ABC):
     """Items, packed into one sequence of tokens -> rows of the language model's size.
 
     This class holds all parallelism of a tower. A family builds `blocks`, the layers of this stage,
-    in its constructor, and implements the abstract methods; also `stack_inputs`, where the blocks
-    take more than hidden states and segments, and `num_tokens`, where a token is not one input. An
-    item is a grid (t, h, w) of inputs: patches of an image or, as (t, 1, 1), frames of a sound.
+    in its constructor, and implements the abstract methods. An item is a grid (t, h, w) of inputs:
+    patches of an image or, as (t, 1, 1), frames of a sound.
 
     tokens_per_row: consecutive tokens of an item that `project` turns into one row. level_blocks:
     blocks, counted from 0 over all stages, whose outputs `project` needs besides the last one's.
-    part: the tokens and rows that this rank has.
     """
 
     blocks: Any
@@ -145,7 +132,9 @@ class Tower[P: PackedItems](nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.config = config
-        self.part = SequencePart.of(config, ctx.groups)
+        self.part = SequencePart(1, 0)
+        if config.sequence_parallel:
+            self.part = SequencePart(ctx.groups.tp.size(), ctx.groups.tp.rank())
         self.tokens_per_row = tokens_per_row
         self.level_blocks = level_blocks
         self.is_first_stage, self.is_last_stage = ctx.is_first_stage, ctx.is_last_stage
@@ -157,27 +146,22 @@ class Tower[P: PackedItems](nn.Module, ABC):
         """Return (t, h, w) of an item of ``num_rows`` rows; its inputs will be zeros."""
 
     def num_tokens(self, grids: Tensor) -> list[int]:
-        """Return each item's tokens in the blocks, multiples of ``tokens_per_row``: one per input.
-
-        grids: (I, 3) int64.
-        """
+        """Return each item's tokens, multiples of ``tokens_per_row``. grids: (I, 3) int64."""
         return grids.prod(1).tolist()
 
     @abstractmethod
     def pack(self, grids: Tensor) -> P:
-        """Pack items with these ``grids`` (I, 3) int64, blank items included.
+        """Pack items with these ``grids`` (I, 3) int64, blank items included, in any thread.
 
-        It runs on the host, perhaps in another thread; `prepare` copies all tensors in dataclasses
-        and tuples to the device.
+        `prepare` copies all tensors in dataclasses and tuples to the device.
         """
 
     @abstractmethod
     def embed(self, patches: Tensor, packed: P) -> Tensor:
         """Embed patches (P, C) of all items, without blank ones, to this rank's tokens (T', D).
 
-        It takes this rank's part with ``self.part.take``, of inputs or of tokens. Either way the
-        module that embeds sees only part of the gradient: mark it with ``self.part.sum_gradients``.
-        Without items it runs on blanks alone.
+        It takes this rank's part, of inputs or of tokens, with ``self.part.take``. So the module
+        that embeds sees only part of the gradient: mark it with ``self.part.sum_gradients``.
         """
 
     def stack_inputs(self, packed: P) -> dict[str, Any]:
@@ -192,27 +176,20 @@ class Tower[P: PackedItems](nn.Module, ABC):
         """
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
-        """Do all host work of a forward over items with these ``grids`` (I, 3) int64.
-
-        copy: copies a host tensor to the device; it is called once.
-        """
+        """Do all host work for items with these ``grids`` (I, 3) int64; ``copy`` is called once."""
         tokens = self.num_tokens(grids)
         num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
         with_blank = grids
         if num_blank:
             with_blank = torch.cat((grids, torch.tensor([self.blank_grid(num_blank)])))
         packed = self.pack(with_blank)
-        packed.segments.prepare(self._forms)
+        packed.segments.prepare(engine.forms_in([self]))
         return PreparedItems(
             num_inputs=int(grids.prod(1).sum()),
             num_tokens=sum(tokens) + num_blank * self.tokens_per_row,
             sizes=[number // self.tokens_per_row for number in tokens],
             packed=engine.to_device(packed, copy),
         )
-
-    @functools.cached_property
-    def _forms(self) -> frozenset[Any]:
-        return engine.forms_in([self])
 
     def stage_shapes(self, items: PreparedItems[P]) -> engine.StageShapes:
         """Return the shapes of hidden states that this stage receives and sends."""
@@ -237,10 +214,10 @@ class Tower[P: PackedItems](nn.Module, ABC):
     def forward(
         self, patches: Tensor | WirePatches | None, items: Tensor | PreparedItems[P]
     ) -> Tensor | ItemRows:
-        """Return the items' rows on the last stage: see `mimo.families.contracts.EncoderFamily`.
+        """Run this stage: see `mimo.families.contracts.EncoderFamily`.
 
-        Other stages return hidden states (T', 1, (1 + l)·D): the last block's, then those of the l
-        ``level_blocks`` so far. Grids (I, 3) int64 of the host are prepared first.
+        Hidden states (T', 1, (1 + l)·D) for the next stage are the last block's, then those of the
+        l ``level_blocks`` so far.
         """
         if isinstance(items, Tensor):
             items = self.prepare(items, partial(send, device=next(self.parameters()).device))
@@ -262,7 +239,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
             extract_layer_indices=set(self.level_blocks),
             **self.stack_inputs(packed),
         )
-        # The engine returns a pair if outputs of layers are requested.
+        # Megatron returns a pair if outputs of layers are requested.
         last, levels = output if self.level_blocks else (output, [])
         hidden = [last, *hidden[1:], *levels]
         if not self.is_last_stage:

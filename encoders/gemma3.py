@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 from PIL import Image
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from encoders._patches import (
     PatchSettings,
     PatchTower,
     check_processor,
-    patch_counts,
 )
 from encoders._tower import SequencePart, both, build_tower, gelu_stack
 from mimo.config.bounds import Crops, Rows, Side, SideRatio
@@ -140,10 +138,6 @@ class Settings(PatchSettings):
             Product("projector.norm.weight", "row"),
             Product("projector.linear.weight", "row", (output_size, self.hidden_size)),
         ]
-
-    def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Count patches, rows, and pairs of patches of an image."""
-        return patch_counts(grids, self.merge_size)
 
 
 class Projector(nn.Module):

@@ -208,16 +208,8 @@ class Qwen3VLTower(QwenTower):
 build = partial(build_tower, Qwen3VLTower, gelu_stack)
 
 
-# Defaults of transformers' `Qwen3VLVideoProcessor`, for what a folder's file leaves out.
-_VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
-_VIDEOS: Config = {
-    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
-    "patch_size": 16,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "image_mean": (0.5, 0.5, 0.5),
-    "image_std": (0.5, 0.5, 0.5),
-}
+# The default of the class, for a folder's file that leaves it out.
+_VIDEO_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
@@ -225,7 +217,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
     return {
-        **settings_of_all(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
+        **settings_of_all(config, processors, "Qwen3VLVideoProcessor", _VIDEO_SIZE),
         "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
         "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
     }

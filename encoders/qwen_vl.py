@@ -186,16 +186,8 @@ class QwenVLTower(QwenTower):
 build = partial(build_tower, QwenVLTower, gated_stack)
 
 
-# Defaults of transformers' `Qwen2VLVideoProcessor`, for what a folder's file leaves out.
-_VIDEO_PROCESSOR = "Qwen2VLVideoProcessor"
-_VIDEOS: Config = {
-    "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "image_mean": OPENAI_CLIP_MEAN,
-    "image_std": OPENAI_CLIP_STD,
-}
+# The default of the class, for a folder's file that leaves it out.
+_VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
@@ -203,7 +195,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     vision = config["vision_config"]
     expect(vision, "vision_config", hidden_act="silu")
     return {
-        **settings_of_all(config, processors, _VIDEOS, _VIDEO_PROCESSOR),
+        **settings_of_all(config, processors, "Qwen2VLVideoProcessor", _VIDEO_SIZE),
         "window_size": vision["window_size"],
         "full_attention_layers": list(vision["fullatt_block_indexes"]),
         "tokens_per_second": float(vision["tokens_per_second"]),

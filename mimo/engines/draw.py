@@ -1,9 +1,8 @@
 """Random numbers of a matrix as a pure function of its name and of the position in it.
 
-A matrix is tiled by blocks of `BLOCK` × `BLOCK` elements. A block's numbers come from a
-counter-based generator (Philox, Salmon et al. 2011) whose key is a hash of the name and whose
-counter begins with the block's number. So a rank draws only the blocks that overlap its part, and
-all layouts of all engines get the same numbers.
+The numbers of each block of `BLOCK` × `BLOCK` elements come from a counter-based generator (Philox,
+Salmon et al. 2011) whose key is a hash of the name and whose counter begins with the block's
+number. So a rank draws only the blocks that overlap its part, and all layouts get the same numbers.
 """
 
 from __future__ import annotations

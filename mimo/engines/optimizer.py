@@ -34,9 +34,6 @@ class OptimizerSettings:
     distributed: bool = False
     ema_decay: float | None = None
 
-    def __post_init__(self) -> None:
-        assert not self.distributed or self.name == "adam", "only Adam's state can be distributed"
-
 
 def torch_optimizer(
     params: Iterable[nn.Parameter], settings: OptimizerSettings, learning_rate: float

@@ -1,8 +1,7 @@
 """The contracts of families: Python modules that are found by the name in the recipe.
 
 A family of encoders is a file in `encoders`, one of language models in `mimo.families.languages`.
-It satisfies `EncoderFamily` or `LanguageFamily`; its settings hold all that is known before it is
-built. Modules whose names begin with an underscore hold what families share.
+Its settings hold all that is known before it is built.
 
 Letters: P patches of all items of a call, C numbers per patch, I items, N rows, L feature levels,
 H hidden size of the language model, D of the tower, S sequence, B batch, V vocabulary.
@@ -57,10 +56,7 @@ class ItemRules:
 
 
 class FamilySettings(BaseModel):
-    """Sizes of a model, in elements: the keys under ``model`` that all modules have.
-
-    Accepted settings can be built on every grid without `grid_problems`.
-    """
+    """Sizes of a model, in elements: the keys under ``model`` that all modules have."""
 
     model_config = STRICT
 
@@ -81,18 +77,15 @@ class FamilySettings(BaseModel):
     """Standard deviation of freshly drawn weights."""
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Return one name per layer; layers that compute different things differ in name.
-
-        All kinds have parameters of the same sizes.
-        """
+        """Return the kind of each layer; all kinds have parameters of the same sizes."""
         return ("attention",) * self.num_layers
 
     @abstractmethod
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """Return the smallest settings of the same character, for `mimo verify`.
 
-        ``tp`` ranks and ``chunks``, of all pipeline stages together, divide them, and every chunk
-        has a layer of every kind. Weights are large enough for every part to affect the loss.
+        ``tp`` ranks and ``chunks`` of all pipeline stages divide them, and every chunk has a layer
+        of every kind. Weights are large enough for every part to affect the loss.
         """
 
     def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
@@ -133,8 +126,7 @@ class EncoderSettings(FamilySettings):
     def products(self, output_size: int) -> list[Product]:
         """Return all matrices and attention of tower and projector, in the order of a forward.
 
-        Every parameter of two dimensions or more has one, under its name in ``weights_in_hf``; a
-        table that is looked up has no elements. output_size: H.
+        Every parameter of two dimensions or more has one, under its name in ``weights_in_hf``.
         """
 
     @abstractmethod
@@ -297,11 +289,7 @@ class EncoderFamily(Protocol):
         ...
 
     def weights_in_hf(self, settings: Any, output_size: int) -> list[Weight]:
-        """Return every parameter of the whole module, as runs of the published tensors.
-
-        A family without published checkpoints uses its own names; the list also serves to count
-        parameters. output_size: H.
-        """
+        """Return every parameter of the whole module, as runs of the published tensors, if any."""
         ...
 
 
@@ -309,10 +297,7 @@ class PublishedEncoderFamily(EncoderFamily, Protocol):
     """A family whose models are part of published checkpoints in Hugging Face format."""
 
     def settings_from_hf(self, config: Config, processors: Processors) -> dict[str, Any]:
-        """Return settings by key, from a whole model's configuration and its processors.
-
-        Raises ValueError, naming their key, for what we do not compute.
-        """
+        """Return settings by key. Raises ValueError, naming the key, for what we do not compute."""
         ...
 
 
@@ -322,17 +307,11 @@ class LanguageFamily(Protocol):
     Settings: type[LanguageSettings]
 
     def settings_from_hf(self, config: Config) -> dict[str, Any]:
-        """Return settings by key, from a whole model's configuration.
-
-        Raises ValueError, naming their key, for what we do not compute.
-        """
+        """Return settings by key. Raises ValueError, naming the key, for what we do not compute."""
         ...
 
     def weights_in_hf(self, settings: Any) -> list[Weight]:
-        """Return every parameter of the whole model, as runs of the published tensors.
-
-        settings: with ``vocab_size``.
-        """
+        """Return every parameter of the whole model. settings: with ``vocab_size``."""
         ...
 
 
@@ -347,13 +326,9 @@ class MegatronLanguageFamily(LanguageFamily, Protocol):
         max_sequence_length: int,
         seed: int,
     ) -> LanguageModel:
-        """Build a chunk of this rank, a `GPTModel`; drawn weights agree in all layouts.
+        """Build a chunk of this rank; drawn weights agree in all layouts.
 
-        A checkpoint fills those in ``ctx.provided``. ctx: process groups, dtype and the chunk.
-        num_tokens: that the model knows; the family pads them to V, and padding takes no part in
-        the loss. max_sequence_length: S of the longest sequence.
-
-        On the first stage the model takes ``decoder_input`` (S, B, H), or this rank's part of it,
-        or looks up ``input_ids`` (B, S); on the last it returns losses of labels, else logits (V).
+        A checkpoint fills those in ``ctx.provided``. num_tokens: that the model knows; the family
+        pads them to V, and padding takes no part in the loss.
         """
         ...

@@ -39,8 +39,6 @@ class StepRows:
     """An encoder's rows in all microbatches of a step, and the sequences that they go to.
 
     samples, runs: of each microbatch. encode_group: microbatches that are encoded in one go.
-    delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
-        language lane).
     """
 
     layout: Layout

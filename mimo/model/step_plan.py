@@ -100,15 +100,12 @@ class StepPlan:
 
 @dataclass
 class StepPlanner:
-    """Plans steps of a fixed shape over a fixed order of samples.
+    """Plans steps of a fixed shape over a fixed order of samples; see the recipe's keys.
 
     media: by encoder, the modalities of the items that it encodes.
-    delivery: "sharded" (each row only where it is needed) or "replicated" (to all ranks of a
-        language lane).
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     done: the steps before this run, and the samples used in them. The order continues from
         there, whatever the batch size or the budget was.
-    packed: whether a lane's samples share one sequence.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
     rank: whose transfers to plan; None for those of all ranks.
     tokens_on_rank: the multiple for the part of a sequence that a rank holds.

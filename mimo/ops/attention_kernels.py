@@ -46,12 +46,6 @@ class AttentionBlocks:
         """Number of keys of each block."""
         return tuple(end - first for first, end in self.keys)
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the blocks' keys, laid end to end, are the lane's keys."""
-        ends = [0, *(end for _, end in self.keys)]
-        return all(first == end for (first, _), end in zip(self.keys, ends, strict=False))
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -60,7 +54,7 @@ class Bucket:
     queries (B, L), keys (B, K): int64 rows of q and of k, short blocks padded by repetition; None
     if they are all rows in order. num_queries, num_keys: (B,) int64, without padding.
     take: int64 positions in the flattened (B, L) that are no padding; None if all are.
-    size: B, L and K. masked: whether it needs a mask beside plain causal or full attention.
+    size: B, L and K. masked: whether it needs a mask.
     """
 
     queries: Tensor | None
@@ -259,7 +253,8 @@ def varlen_blocks(blocks: AttentionBlocks) -> VarlenBlocks:
     query_bounds = bounds_of(blocks.queries)
     is_square = blocks.queries == blocks.key_lengths
     rows = None
-    if not blocks.is_contiguous:
+    ends = [0, *(end for _, end in blocks.keys)]
+    if [first for first, _ in blocks.keys] != ends[:-1]:  # else they are the lane's, in order
         rows = torch.cat([torch.arange(first, end) for first, end in blocks.keys])
     return VarlenBlocks(
         query_bounds=query_bounds,
@@ -289,8 +284,8 @@ def flash_attn(
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
     """Attend by PyTorch's variable-length kernel, always its flash-attn 2 (GPU only).
 
-    On capability 9 and 10 it would prefer cuDNN, which makes a plan for each new shape
-    (pytorch#191576: 42 to 70 ms of the host); packed microbatches hardly ever repeat one.
+    It would prefer cuDNN on capability 9 and 10, which makes a plan for each new shape
+    (pytorch#191576: 42 to 70 ms of the host).
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import varlen_attn

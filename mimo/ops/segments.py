@@ -34,12 +34,12 @@ class PackedSegments:
     lengths: tokens of each segment; they sum to the packed length T of the whole lane, even under
         context parallelism. Padding at the end is a segment, too.
     items: (start, length) in the lane, ascending, of items whose tokens see each other in both
-        directions; empty if attention is merely causal.
+        directions.
     windows: the parts of segments that some layers attend inside; see `WindowAttention`.
-    plans: the attention plan of each form of layer; see `prepare`.
+    plans: the attention plan of each form of layer.
 
-    Megatron's layers, and Transformer Engine's, read the other fields by name, as those of
-    Megatron's `PackedSeqParams`. Bounds are (segments + 1,) int32.
+    Layers of Megatron and Transformer Engine read the other fields, those of Megatron's
+    `PackedSeqParams`. Bounds are (segments + 1,) int32.
     """
 
     lengths: tuple[int, ...]
@@ -159,7 +159,6 @@ def held_chunks(
 ) -> Iterator[tuple[range, range]]:
     """Yield (tokens of the segment, tokens of the chunk) for each chunk of a rank, in its order.
 
-    Without context parallelism a segment is one chunk.
     Raises ValueError for a segment that 2·cp does not divide.
     """
     start, multiple = 0, 2 * cp_size if cp_size > 1 else 1

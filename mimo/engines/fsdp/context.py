@@ -31,16 +31,12 @@ class Adapters:
 
 @dataclass(frozen=True)
 class FsdpContext:
-    """A module's ranks and how it computes.
+    """A module's ranks and how it computes; see the recipe's keys.
 
     mesh: (dp_replicate, dp_shard, tp), sizes of 1 included; None for transformers' plain module on
         this rank alone, without FSDP2 and DTensor.
-    dtype: of the computation; with a mesh, weights are kept in at least fp32.
-    sequence_parallel: shard hidden states between layers over tp along the sequence.
-    scatter_embedding: `place` gets embeddings that are sharded likewise; else whole ones.
-    recompute: activations that the backward recomputes: of core attention, or of layers.
-    reshard_after_forward: free a layer's gathered weights until its backward.
-    reduce_gradients: once per step, or after each microbatch.
+    dtype: of the computation. scatter_embedding: `place` gets embeddings that are sharded along the
+        sequence like hidden states between layers; else whole ones.
     """
 
     mesh: DeviceMesh | None

@@ -1,9 +1,8 @@
 """Tensor and sequence parallelism of transformers' language models, and low-rank adapters.
 
-`parallelize` applies torch's parallel styles by module names. Hidden states between layers are
-whole on every rank of tp or, with sequence parallelism, sharded along the sequence (Shoeybi et al.
-2019; Korthikanti et al. 2022). A parameter that every rank has, but that sees only the rank's
-tokens or heads, is a replicated DTensor: FSDP2 sums its partial gradients over tp.
+Hidden states between layers are whole on every rank of tp or, with sequence parallelism, sharded
+along the sequence (Shoeybi et al. 2019; Korthikanti et al. 2022). A parameter that every rank has,
+but that sees only its tokens or heads, is a replicated DTensor: FSDP2 sums its gradients over tp.
 
 Letters: B sequences of S tokens, S' of them on this rank, H hidden, V vocabulary, I inputs and
 O outputs of a linear, R rank of an adapter.
@@ -46,9 +45,8 @@ _SEQUENCE, _HEADS = 1, 2  # dimensions
 class Plan:
     """The modules of a decoder layer that are parallelized, by name.
 
-    norms: norms of hidden states. columns: linears with sharded outputs, by heads or parts of the
-    MLP. rows: linears with sharded inputs. per_head: norms of queries and keys, which see only the
-    rank's heads.
+    norms: of hidden states. columns: linears with sharded outputs. rows: linears with sharded
+    inputs. per_head: norms of queries and keys, which see only the rank's heads.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -228,8 +226,7 @@ def parallelize(text: Any, head: Head | None, border: Border) -> None:
 def adapt(wrapper: Wrapper, ctx: FsdpContext) -> None:
     """Give linears of a wrapper on meta adapters, in place and sharded over tp as they are.
 
-    Linears that the checkpoint format has as one, such as queries, keys and values, share one
-    `lora_a`, which is named after the first.
+    Linears of a group, such as queries, keys and values, share one `lora_a`, named by the first.
     """
     if ctx.adapters is None:
         return

@@ -1,12 +1,10 @@
 """FSDP2 around a wrapper: which part of a parameter a rank has, its names and its weights.
 
 `fully_shard` wraps each unit, each end and the root, whose hooks cover the last norm and, if one
-matrix is both, embedding and head. Gradients are summed, never averaged; the one division by the
-global token count happens in `FsdpModule.finish_gradients`.
+matrix is both, embedding and head. Gradients are summed, never averaged.
 
 A tensor of the checkpoint format consists of whole rows of transformers' tensors. So a rectangle of
-one of theirs is a few rectangles of ours, as views: reading a piece writes into the model. Each
-rank loads only its rectangles; no rank reads or holds a whole tensor that is sharded.
+one of theirs is a few rectangles of ours, as views. No rank reads or holds a whole sharded tensor.
 
 Letters: R rows, C columns of a whole parameter or tensor, seen as a matrix of its first dimension
 by all others; a vector has one column.
@@ -31,16 +29,13 @@ from mimo.engines.fsdp.context import DP_REPLICATE, DP_SHARD, TP, FsdpContext, W
 
 
 def shard(module: nn.Module, ctx: FsdpContext) -> None:
-    """Shard the parameters over the data-parallel ranks, in place; nothing without a mesh.
+    """Shard the parameters of a `Wrapper` over the data-parallel ranks, in place.
 
-    module: a `Wrapper`, on meta or not, after tensor parallelism, in `FsdpContext.stored_dtype`. In
-    bf16, weights are gathered in bf16 and gradients summed in fp32; inputs are not cast. Every rank
-    of the mesh calls it; no collective.
+    In bf16, weights are gathered in bf16 and gradients summed in fp32; inputs are not cast. Every
+    rank of the mesh calls it, after tensor parallelism; no collective.
     """
     if ctx.mesh is None:
         return
-    wrong = [n for n, p in module.named_parameters() if p.dtype != ctx.stored_dtype]
-    assert not wrong, f"{wrong[0]} is not {ctx.stored_dtype}"
     axes = (DP_REPLICATE, DP_SHARD) if ctx.mesh[DP_REPLICATE].size() > 1 else (DP_SHARD,)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if ctx.dtype != ctx.stored_dtype:
@@ -257,8 +252,7 @@ the rows blank. Called once per parameter, adapters included."""
 def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Reader) -> None:
     """Materialise a `Wrapper` that was built and sharded on meta, with weights from ``reader``.
 
-    They are read in the order of `named_parameters`. No collective; every rank reads for itself.
-    Raises ValueError for a tensor of a wrong shape.
+    No collective; every rank reads for itself. Raises ValueError for a tensor of a wrong shape.
     """
     materialise(module, device)
     names = cast("Wrapper", module).hf_names
@@ -280,10 +274,7 @@ def load(module: nn.Module, ctx: FsdpContext, device: torch.device, reader: Read
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give weights on meta uninitialised memory on the device, and move the rest there.
-
-    Tied weights stay tied. Buffers must have their values.
-    """
+    """Give weights on meta memory on the device, and move the rest there. Ties are kept."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
     for part in module.modules():
         for name, param in part._parameters.items():

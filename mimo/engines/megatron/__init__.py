@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mimo.engines.megatron.api import *  # noqa: F403
 
-# Notices of Megatron and torch that help nobody, however they are called. All others are shown;
-# notices that our arguments cause are avoided by changing the arguments.
-# (message, module that warns), both regular expressions that match from the start.
+# Notices of Megatron and torch that help nobody. (message, module that warns): regular expressions
+# that match from the start.
 WARNINGS = (
-    # Optional packages. Their replacements are ours or torch's, and tested.
+    # Optional packages, whose replacements are ours or torch's.
     (r"Transformer Engine and Apex are not installed", r"megatron\.core"),
     (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core"),
-    # One of the engine's packages imports from another in a way that is being removed.
+    # Megatron's own imports.
     (r"The following imports from `dynamic_context\.py` will", r"megatron\.core\.inference"),
 )
 # (logger, how the message begins)
 RECORDS = (
     # A CUDA toolkit on a machine without a GPU.
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
-    # Its successor in the engine is for hybrids of attention and state spaces.
+    # Its successor is for hybrids of attention and state spaces.
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
 )
 

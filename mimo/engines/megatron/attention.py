@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -69,7 +69,7 @@ class SelfAttention(MegatronSelfAttention):
 def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
     """Return Transformer Engine's attention if it is best for all layers, else ours."""
     window = None if config.window_size is None else config.window_size[0] + 1
-    case = _case(config, causal, window, whole_items=False)
+    case = _case(config, causal, window)
     choice = choose_kernel(case, config.params_dtype, this_machine())
     if choice.kernel != TRANSFORMER_ENGINE:
         return CoreAttention
@@ -80,7 +80,7 @@ def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
 
 
 def _case(
-    config: TransformerConfig, causal: bool, window: int | None, whole_items: bool
+    config: TransformerConfig, causal: bool, window: int | None, whole_items: bool = False
 ) -> AttentionCase:
     assert config.kv_channels is not None, "Megatron's config fills in the head size"
     return AttentionCase(
@@ -88,16 +88,12 @@ def _case(
     )
 
 
-def _window(config: TransformerConfig, layer_number: int) -> int | None:
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     """Return how many keys a query of this layer sees, its own included; None for all before it."""
-    skips: Any = config.window_attn_skip_freq
-    if config.window_size is None or not is_layer_window_attention(
-        config.window_size, skips, layer_number
-    ):
+    size, skips = config.window_size, cast("Any", config.window_attn_skip_freq)
+    if size is None or not is_layer_window_attention(size, skips, layer_number):
         return None
-    before, after = config.window_size
-    assert before >= 0 and after == 0, f"window_size {config.window_size} is not causal"
-    return before + 1
+    return size[0] + 1
 
 
 class CoreAttention(nn.Module):
@@ -125,12 +121,8 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.attn_mask_type = attn_mask_type
-        case = _case(
-            config,
-            causal=attn_mask_type == AttnMaskType.causal,
-            window=_window(config, layer_number),
-            whole_items=whole_items,
-        )
+        causal = attn_mask_type == AttnMaskType.causal
+        case = _case(config, causal, window_of(config, layer_number), whole_items)
         self.scale = float(case.head_size**-0.5) if softmax_scale is None else softmax_scale
         self.cp, cp_rank = None, 0
         if case.cp_size > 1:

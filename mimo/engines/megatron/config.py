@@ -1,8 +1,8 @@
-"""Megatron's `TransformerConfig` for our models and recipes, and its group types.
+"""Megatron's `TransformerConfig` for our models, its group types, and its cuts of a sequence.
 
-`gather_sequence`: each rank's (S/tp, ...) -> all (S, ...) on every rank of the group, which all
-call it; the backward reduce-scatters. `scatter_sequence`: (S, B, H), equal on all ranks -> this
-rank's (S/tp, B, H), without communication; the backward all-gathers.
+`gather_sequence`: each rank's (S/tp, ...) -> all (S, ...) on every rank, all of which call it; the
+backward reduce-scatters. `scatter_sequence`: (S, B, H), equal on all ranks -> this rank's
+(S/tp, B, H); the backward all-gathers.
 """
 
 from __future__ import annotations
@@ -45,16 +45,12 @@ class LoRA:
 class ModuleContext:
     """The settings with which a family builds its part of a module on this rank.
 
-    groups: the module's process groups, made by `mimo.parallel.groups`.
-    num_chunks: model chunks of each stage; several with an interleaved pipeline.
-    chunk: the chunk to build; None without interleaving.
-    recompute: "none", "selective" (core attention) or "full" (whole layers).
+    num_chunks: model chunks of each stage; several with an interleaved pipeline. chunk: the one to
+        build; None without interleaving.
     scatter_embedding: whether the embedding scatters its output over a sequence-parallel group. If
         not, `place` gets whole sequences and scatters them; a forward from token ids alone still
         scatters inside.
-    lora: None for layers without adapters.
     provided: names in the whole module of parameters that a checkpoint is about to fill.
-    fp8: how linears compute: a name of `FP8_RECIPES`, or "none".
     """
 
     groups: ProcessGroupCollection
@@ -108,11 +104,7 @@ class StackShape:
 
 
 def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
-    """Return the engine's configuration of one module on this rank.
-
-    `calculate_per_token_loss` is set on every module: then DDP sums gradients and never divides.
-    `finish_gradients` divides once, by the global token count.
-    """
+    """Return the engine's configuration of one module on this rank."""
     adapt_to_machine()
     recompute = {
         "none": {},
@@ -161,6 +153,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         # between the same pair of ranks.
         overlap_p2p_comm=ctx.num_chunks > 1,
         batch_p2p_comm=ctx.num_chunks == 1,
+        # DDP then sums gradients; `finish_gradients` divides once by the global token count.
         calculate_per_token_loss=True,
         # Weights are drawn by `initialize_parameters`, the same in every layout.
         perform_initialization=False,

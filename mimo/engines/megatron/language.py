@@ -19,10 +19,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from mimo.engines.megatron.attention import CoreAttention
+from mimo.engines.megatron.attention import CoreAttention, window_of
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.lora import let_backward_into_layers
 from mimo.engines.megatron.stack import DeepStackLayer, layer_spec, layers_here, norm_of, stack_spec
@@ -76,10 +75,6 @@ def build_gpt(
 
     num_tokens: size of the tokenizer's vocabulary. embedding_scale: factor on token embeddings, but
     not on encoders' embeddings; None for 1. options: other arguments of `GPTModel`.
-
-    Under sequence parallelism the embedding scatters its output (a reduce-scatter inside the
-    vocabulary-parallel lookup) unless ``ctx.scatter_embedding`` is off; then `GPTModel` scatters
-    afterwards. Either way a forward from `input_ids` alone keeps its length.
     """
     # Megatron's mrope branch passes 3-D positions through; the class itself is replaced below.
     if config.mrope_section is None:
@@ -142,10 +137,9 @@ class Head(ColumnParallelLinear):
         """input_ (S, B, H), or (S/t, B, H) under SP -> logits (S, B, V/t) without ``labels``.
 
         With labels (n,) int64 and ``at`` (n,) int64, where s·B + b is token s of sequence b:
-        losses (n,), at least fp32; without ``at`` those of all tokens in this order. Only the
-        hidden states of these tokens are multiplied by the weight. Every rank of the
-        tensor-parallel group calls it with equal labels and places. Under SP all hidden states are
-        gathered and their gradients reduce-scattered; else the n tokens' gradients are summed.
+        losses (n,), at least fp32; without ``at`` those of all tokens in this order. Every rank of
+        the tensor-parallel group calls it with equal labels and places. Under SP all hidden states
+        are gathered and their gradients reduce-scattered; else the n tokens' gradients are summed.
         """
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -173,11 +167,7 @@ def _output(
     output_weight: Tensor | None,
     **unused: object,
 ) -> Tensor:
-    """Compute the model's output instead of Megatron.
-
-    labels (n,) at ``at`` (n,) -> losses (n,), or all (B, S) -> (B, S); without labels the logits of
-    one sequence at (n,) -> (1, n, V/t).
-    """
+    """Compute losses or chosen logits, as `LanguageModel.forward` says, instead of Megatron."""
     if labels is None:
         assert at is not None, "logits of all positions are Megatron's"
         return output_layer(hidden_states.index_select(0, at), output_weight)[0].transpose(0, 1)
@@ -249,10 +239,7 @@ class LocalGlobalLayer(DeepStackLayer):
         self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Run `DeepStackLayer.forward`; of rotary_pos_emb (S, B, 2, D) it gets the layer's kind."""
-        config = self.config
-        skips: Any = config.window_attn_skip_freq
-        is_local = is_layer_window_attention(config.window_size, skips, self.layer_number)
-        kind = _LOCAL if is_local else _GLOBAL
+        kind = _GLOBAL if window_of(self.config, self.layer_number) is None else _LOCAL
         frequencies = rotary_pos_emb[:, :, kind : kind + 1]
         return super().forward(*args, rotary_pos_emb=frequencies, **kwargs)
 

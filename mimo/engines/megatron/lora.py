@@ -56,7 +56,7 @@ def _whole(weight: Any, rows: int, columns: int, sums_slices: bool) -> nn.Parame
 
 
 class LoRAColumnParallelLinear(ColumnParallelLinear):
-    """A column-parallel linear with an adapter; ``lora_b`` has the rows of ``weight``, in order."""
+    """A column-parallel linear with an adapter."""
 
     def __init__(self, *args: Any, lora: LoRA, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -82,7 +82,7 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoRARowParallelLinear(RowParallelLinear):
-    """A row-parallel linear with an adapter; ``lora_a`` has the columns of ``weight``, in order."""
+    """A row-parallel linear with an adapter."""
 
     def __init__(self, *args: Any, lora: LoRA, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -32,8 +32,7 @@ Shape = tuple[int, int, int]
 class StageShapes(NamedTuple):
     """Shapes of one microbatch's tensors on a stage, sequence first, as this rank holds them.
 
-    received: comes from the stage before; its gradient goes back there. sent: goes to the stage
-    after; its gradient comes back from there.
+    received: from the stage before. sent: to the stage after. Their gradients have the same shapes.
     """
 
     received: Shape
@@ -43,10 +42,7 @@ class StageShapes(NamedTuple):
 def hidden_shapes(
     config: TransformerConfig, groups: ProcessGroupCollection, length: int, num_sequences: int
 ) -> StageShapes:
-    """Return the shapes of hidden states of ``num_sequences`` sequences.
-
-    length: tokens of each sequence that this context-parallel rank holds.
-    """
+    """Return the shapes of hidden states. length: of a sequence on a context-parallel rank."""
     parts = groups.tp.size() if config.sequence_parallel else 1
     shape = (length // parts, num_sequences, config.hidden_size)
     return StageShapes(shape, shape)
@@ -58,8 +54,8 @@ class PlannedCommunicator(P2PCommunicator):
     Megatron would exchange shapes before tensors that differ in length, and wait for the whole
     device around each exchange, including the bridge's receives that are posted ahead.
 
-    shapes: shapes of the tensors from the stage before, and of the gradients from the stage after,
-        each in the order of arrival.
+    shapes: of the tensors from the stage before, and of the gradients from the stage after, each in
+        the order of arrival.
     run_ahead: forward passes of an encoder before its first backward. It adds to the number of
         stages, because the warm-up of 1F1B is ``total_stages - current_stage - 1``.
     """

@@ -1,8 +1,7 @@
 """Transformer layers, stacks and projections built from Megatron's parallel linears.
 
 If `mimo.ops.acceleration` chooses Transformer Engine, a layer has its linears and norms under the
-names of ours, so checkpoints and key maps work with and without it. Its linear with a norm inside
-would store the norm's weight under the linear's name. A linear with an adapter stays Megatron's.
+names of ours, so checkpoints work with and without it. A linear with an adapter stays Megatron's.
 
 Letters: B sequences (1 for packed) of S local tokens, H hidden, n embeddings of this rank, k
 feature levels of this chunk.
@@ -125,10 +124,9 @@ class DeepStackLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states (S, B, H), context (k, n, H) -> hidden states and the levels left, or None.
 
-        context: embeddings, the first level for this layer, and so on. context_mask: (n,) int64
-        positions among this rank's tokens, the same for all levels, none twice: b·S + s is token s
-        of sequence b. Even with n = 0 the result depends on them, so that the backward reaches the
-        bridge.
+        context_mask: (n,) int64 positions among this rank's tokens, the same for all levels, none
+        twice: b·S + s is token s of sequence b. Even with n = 0 the result depends on the levels,
+        so that the backward reaches the bridge.
         """
         hidden = cast("Tensor", super().forward(*args, **kwargs)[0])
         if context is None or context_mask is None:
@@ -152,8 +150,8 @@ def layer_spec(
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer: norm, attention, norm, MLP.
 
-    Causal layers take feature levels, see `DeepStackLayer`. core: core attention; None for the
-    best. add: adds attention and MLP to the residual stream. layer: its class; None for the usual.
+    core: core attention; None for the best. add: adds attention and MLP to the residual stream.
+    layer: its class; None for `DeepStackLayer` if it is causal, else Megatron's.
     """
     linears, norm = _linears(config, lora), norm_of(config)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
@@ -209,8 +207,8 @@ def build_stack(
 ) -> TransformerBlock:
     """Build the layers of one stage of a tower, whose tokens see their whole segment.
 
-    (S, B, H) -> (S, B, H). window_layers: layers that attend inside windows, counted from 0 over
-    all stages; with any, a forward needs `PackedSegments.windows`.
+    window_layers: layers, counted from 0 over all stages, that attend inside the windows of
+    `PackedSegments.windows`.
     """
     windows = partial(WindowAttention, core_attention(config, causal=False))
     layers = [

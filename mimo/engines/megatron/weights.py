@@ -1,12 +1,10 @@
 """A rank's part of the whole model's tensors: names, rectangles, first values, pieces.
 
 Every parameter is seen as a matrix of its first dimension by all others; a vector has one column.
-Weights are drawn, read and written by rectangles of it, so no rank needs the whole matrix. One rank
-writes each element into a checkpoint, and every rank reads what it holds.
+Weights are drawn, read and written by rectangles of it, so no rank needs the whole matrix.
 
-A plain optimizer stores all of a parameter's state on every data-parallel rank. A distributed one
-cuts a buffer of all parameters into equal parts, so a rank holds a stretch of the flat parameter,
-perhaps an empty one.
+A distributed optimizer cuts a buffer of all parameters into equal parts, so a rank holds the state
+of a stretch of the flat parameter, perhaps an empty one.
 
 Letters: R rows, C columns of the whole matrix; R', C' of a rank's part.
 """
@@ -133,11 +131,10 @@ def initialize_parameters(
 
     Weights are a pure function of seed, parameter name and position in the whole matrix, so all
     layouts start alike. The output projections of residual branches use std/sqrt(2·layers), as
-    GPT-2 does. Adapters start without effect: `lora_b` is 0, `lora_a` uniform within
-    ±1/sqrt(inputs), as in peft.
+    GPT-2 does. Adapters start without effect.
 
-    provided: names in the whole model of parameters that a checkpoint is about to fill. They are
-        set to NaN, so that a missing one is noticed.
+    provided: parameters that a checkpoint is about to fill. They are set to NaN, so that a missing
+        one is noticed.
     """
     zero_centered = {  # norms, ours and Transformer Engine's
         id(m.weight) for m in model.modules() if getattr(m, "zero_centered_gamma", False)
@@ -172,10 +169,7 @@ def module_pieces(
     optimizer: MegatronOptimizer | None,
     purpose: Purpose,
 ) -> Iterator[Piece]:
-    """Yield the pieces of a module that this rank writes, or reads. No collective.
-
-    Keys are ``<module>.<parameter>`` and those of `key_of`, for both kinds of optimizer.
-    """
+    """Implement `mimo.engines.contract.Module.pieces`."""
     if optimizer is not None:
         assert optimizer.optimizer is not None, "a trainable module has parameters"
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -248,11 +242,9 @@ def _pieces(
 class _Share:
     """This rank's part of a parameter's optimizer state.
 
-    start, end: bounds of the stretch of the flat parameter that is stored on this rank.
-    tensors: the optimizer's memory by kind, each with end - start elements: Adam's moments, the
-        fp32 master weight of a 16-bit parameter, the moving average.
-    is_replicated: whether every data-parallel rank holds the same.
-    step: (), the number of Adam's updates; None without moments.
+    start, end: bounds of the stretch of the flat parameter that is stored on this rank. tensors:
+    the optimizer's memory by kind, end - start elements each. is_replicated: whether every
+    data-parallel rank holds the same. step: (), the number of Adam's updates, if it counts any.
     """
 
     start: int

@@ -21,6 +21,7 @@ from mimo.families.languages._decoder import (
     decoder_weights,
     named_sizes,
 )
+from mimo.families.whole_models import transformers_config_of
 
 _SIZES = {
     "num_hidden_layers": "num_layers",
@@ -105,9 +106,7 @@ def weights_in_hf(settings: Settings) -> list[Weight]:
 @functools.lru_cache(maxsize=8)
 def _on_meta(configuration: str) -> Any:
     import torch
-    from transformers import AutoConfig
 
     from mimo.engines.fsdp.models import on_meta
 
-    keys = json.loads(configuration)
-    return on_meta(AutoConfig.for_model(keys.pop("model_type"), **keys), "sdpa", torch.float32)
+    return on_meta(transformers_config_of(json.loads(configuration)), "sdpa", torch.float32)

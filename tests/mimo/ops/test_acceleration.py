@@ -211,7 +211,7 @@ def built_with_fakes(rank: int, family: str, settings: dict[str, Any]) -> dict[s
     plain = build()
     stand_in = SimpleNamespace(TEColumnParallelLinear=Column, TERowParallelLinear=Row, TENorm=Norm)
     stack._transformer_engine = lambda: stand_in
-    choice = LayerChoice(True, False, "a stand-in")
+    choice = LayerChoice(True, False)
     stack.layer_choice = lambda dtype: choice
     stood_in = build()
     fused_linears, norms = [*fused], Norm.made
@@ -283,7 +283,7 @@ def losses_in_bf16(rank: int, fused: bool) -> torch.Tensor:
     from mimo.ops import acceleration
 
     if not fused:
-        plain = LayerChoice(False, False, "for comparison")
+        plain = LayerChoice(False, False)
         for module in (acceleration, config, stack):
             module.layer_choice = lambda dtype: plain  # type: ignore[attr-defined]
     job = language_steps.Job(dtype=torch.bfloat16, steps=3, optimizer="adam", learning_rate=0.01)

@@ -153,18 +153,3 @@ def test_each_tensor_parallel_rank_gets_the_whole_gradient_of_the_rows_that_it_a
             {"levels": reference.level_gradients[:, result["rows"]]},
         )
         assert error <= TOLERANCE
-
-
-def test_levels_change_the_logits_from_their_first_row_on_and_none_before(
-    run_ranks: RunRanks,
-) -> None:
-    reference = compute_reference()
-    (got,) = run(run_ranks, 1, reference)
-    none = Reference(**{**vars(reference), "levels": torch.zeros_like(reference.levels)})
-    (without,) = run(run_ranks, 1, none)
-    changed = (got["logits"] != without["logits"]).any(dim=1)
-    ends = np.cumsum(LENGTHS)
-    for start, end, own in zip(ends - LENGTHS, ends, image_places(), strict=True):
-        first = int(own[0]) if len(own) else end - start
-        assert not changed[start : start + first].any()
-        assert changed[start + first : end].all()
