@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,29 +23,18 @@ from mimo.families.keymap import Weight, plain
 from mimo.families.wire import WirePatches
 
 
-def gated_stack(settings: EncoderSettings) -> engine.StackShape:
-    """Return the shape of layers with RMSNorm, SwiGLU and biases."""
-    return engine.StackShape(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        ffn_hidden_size=settings.ffn_hidden_size,
-        num_heads=settings.num_attention_heads,
-        num_kv_heads=settings.num_attention_heads,
-        head_size=settings.hidden_size // settings.num_attention_heads,
-        norm_eps=settings.norm_eps,
-        linear_bias=True,
-        qkv_bias=True,
-    )
+def gated_stack(settings: EncoderSettings) -> dict[str, Any]:
+    """Return the `stack_shape` of layers with RMSNorm, SwiGLU and biases."""
+    head_size = settings.hidden_size // settings.num_attention_heads
+    biases = {"add_bias_linear": True, "add_qkv_bias": True}
+    return settings.stack_shape() | {"kv_channels": head_size} | biases
 
 
-def gelu_stack(settings: EncoderSettings, approximate: str = "tanh") -> engine.StackShape:
-    """Return the shape of layers with LayerNorm, a plain GELU MLP and biases."""
-    return replace(
-        gated_stack(settings),
-        normalization="LayerNorm",
-        activation=partial(nn.functional.gelu, approximate=approximate),
-        gated=False,
-    )
+def gelu_stack(settings: EncoderSettings, approximate: str = "tanh") -> dict[str, Any]:
+    """Return the `stack_shape` of layers with LayerNorm, a plain GELU MLP and biases."""
+    gelu = partial(nn.functional.gelu, approximate=approximate)
+    changes = {"normalization": "LayerNorm", "activation_func": gelu, "gated_linear_unit": False}
+    return gated_stack(settings) | changes
 
 
 def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
@@ -252,7 +241,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
 
 def build_tower[T: Tower[Any]](
     make: Callable[[Any, engine.TransformerConfig, engine.ModuleContext, int], T],
-    stack: Callable[[EncoderSettings], engine.StackShape],
+    stack: Callable[[EncoderSettings], dict[str, Any]],
     settings: EncoderSettings,
     ctx: engine.ModuleContext,
     output_size: int,

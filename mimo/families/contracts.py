@@ -80,6 +80,11 @@ class FamilySettings(BaseModel):
         """Return the kind of each layer; all kinds have parameters of the same sizes."""
         return ("attention",) * self.num_layers
 
+    def stack_shape(self) -> dict[str, Any]:
+        """Return the arguments of Megatron's `TransformerConfig` that differ between families."""
+        keys = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
+        return {**self.model_dump(include=keys), "layernorm_epsilon": self.norm_eps}
+
     @abstractmethod
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """Return the smallest settings of the same character, for `mimo verify`.

@@ -4,7 +4,6 @@ from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.config import (
     ModuleContext,
     ProcessGroupCollection,
-    StackShape,
     TransformerConfig,
     gather_sequence,
     transformer_config,

@@ -7,10 +7,10 @@ backward reduce-scatters. `scatter_sequence`: (S, B, H), equal on all ranks -> t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.hyper_comm_grid import HyperCommGrid as HyperCommGrid
@@ -76,35 +76,11 @@ class ModuleContext:
         return last and self.chunk in (None, self.num_chunks - 1)
 
 
-@dataclass(frozen=True)
-class StackShape:
-    """Sizes of a stack of transformer layers."""
+def transformer_config(shape: Mapping[str, Any], ctx: ModuleContext) -> TransformerConfig:
+    """Return the engine's configuration of one module on this rank.
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    norm_eps: float = 1e-6
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    activation: Callable[[Tensor], Tensor] = torch.nn.functional.silu
-    gated: bool = True
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    softmax_scale: float | None = None
-    """Factor of the attention scores; None for 1/sqrt(head_size)."""
-    zero_centered_norm: bool = False
-    """Whether a norm's factor is 1 + weight; with RMSNorm only."""
-    local_window: int | None = None
-    """Keys that a query sees, its own included; None when every layer sees everything before it."""
-    global_every: int | None = None
-    """With a window: the period of the layers, counted from 1, that still see everything."""
-
-
-def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConfig:
-    """Return the engine's configuration of one module on this rank."""
+    shape: the arguments of `TransformerConfig` that differ between families.
+    """
     adapt_to_machine()
     recompute = {
         "none": {},
@@ -115,25 +91,18 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
             "recompute_num_layers": 1,
         },
     }[ctx.recompute]
+    shape = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "activation_func": functional.silu,
+        **shape,
+    }
     pipeline = ctx.groups.pp.size()
-    kernels = layer_choice(ctx.dtype)
+    fuse = layer_choice(ctx.dtype).fused_activation
+    options = shape | recompute | fp8_flags(ctx.fp8)
+    options |= fused_activation(shape["activation_func"], shape["gated_linear_unit"], fuse)
     return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_size,
-        layernorm_epsilon=shape.norm_eps,
-        normalization=shape.normalization,
-        gated_linear_unit=shape.gated,
-        add_bias_linear=shape.linear_bias,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        softmax_scale=shape.softmax_scale,
-        layernorm_zero_centered_gamma=shape.zero_centered_norm,
-        window_size=None if shape.local_window is None else (shape.local_window - 1, 0),
-        window_attn_skip_freq=shape.global_every,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=ctx.groups.tp.size(),
@@ -164,9 +133,7 @@ def transformer_config(shape: StackShape, ctx: ModuleContext) -> TransformerConf
         deallocate_pipeline_outputs=pipeline > 1,
         # No CUDA graphs; the default is a name that Megatron itself calls deprecated.
         cuda_graph_modules=[],
-        **recompute,  # type: ignore[arg-type]
-        **fp8_flags(ctx.fp8),
-        **fused_activation(shape.activation, shape.gated, kernels.fused_activation),
+        **options,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -31,17 +30,10 @@ _PREFIX = "model.language_model"
 class DecoderSettings(LanguageSettings):
     """The settings of a decoder, and the parts that `build` makes of them."""
 
-    def stack_shape(self) -> engine.StackShape:
-        """Return the shape of the layers; families change what differs."""
-        return engine.StackShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_query_groups,
-            head_size=self.head_size,
-            norm_eps=self.norm_eps,
-        )
+    def stack_shape(self) -> dict[str, Any]:
+        """Add grouped queries; families add what differs."""
+        groups = {"num_query_groups": self.num_query_groups, "kv_channels": self.head_size}
+        return super().stack_shape() | groups
 
     @abstractmethod
     def rotary(self) -> nn.Module:
@@ -168,9 +160,10 @@ class MRopeSettings(DecoderSettings):
             )
         return self
 
-    def stack_shape(self) -> engine.StackShape:
+    def stack_shape(self) -> dict[str, Any]:
         """Add biases or norms."""
-        return replace(super().stack_shape(), qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
+        changes = {"add_qkv_bias": self.qkv_bias, "qk_layernorm": self.qk_norm}
+        return super().stack_shape() | changes
 
     def rotary(self) -> nn.Module:
         """Return rotary positions of three axes."""

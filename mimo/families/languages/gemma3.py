@@ -8,7 +8,6 @@ sqrt(hidden_size). Inside an item tokens see each other in both directions. Sour
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -88,18 +87,17 @@ class Settings(DecoderSettings):
             }
         )
 
-    def stack_shape(self) -> engine.StackShape:
+    def stack_shape(self) -> dict[str, Any]:
         """Add norms on queries and keys, tanh GeGLU, and sliding and global layers."""
         scalar = self.query_pre_attn_scalar
-        return replace(
-            super().stack_shape(),
-            activation=partial(functional.gelu, approximate="tanh"),
-            qk_norm=True,
-            softmax_scale=None if scalar is None else scalar**-0.5,
-            zero_centered_norm=True,
-            local_window=self.sliding_window,
-            global_every=self.sliding_window_pattern,
-        )
+        return super().stack_shape() | {
+            "activation_func": partial(functional.gelu, approximate="tanh"),
+            "qk_layernorm": True,
+            "softmax_scale": None if scalar is None else scalar**-0.5,
+            "layernorm_zero_centered_gamma": True,
+            "window_size": (self.sliding_window - 1, 0),
+            "window_attn_skip_freq": self.sliding_window_pattern,
+        }
 
     def rotary(self) -> nn.Module:
         """Return rotary positions with one base for each kind of layer."""
