@@ -1,8 +1,7 @@
 """Vision tower of the Gemma-3 kind: SigLIP, average pooling and a projection matrix.
 
 Pre-norm blocks with LayerNorm, biases and a tanh GELU MLP, a learned position per patch of the
-fixed square image, full attention inside an image. All images of a microbatch run as one packed
-sequence. The patches of a pooled block are adjacent, so pooling is a mean of consecutive patches.
+fixed square image, full attention inside an image. The patches of a pooled block are adjacent.
 Source: transformers `SiglipVisionModel` without its head and `Gemma3MultiModalProjector`.
 
 Letters: P patches of all images, C = 3·patch² numbers per patch, D tower hidden, M = merge²
@@ -27,7 +26,7 @@ from encoders._patches import (
     PatchTower,
     check_processor,
 )
-from encoders._tower import SequencePart, both, build_tower, gelu_stack
+from encoders._tower import both, build_tower, gelu_stack
 from mimo.config.bounds import Crops, Rows, Side, SideRatio
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
@@ -43,8 +42,7 @@ from mimo.families.hf_config import (
 from mimo.families.keymap import Weight, grouped_qkv, plain
 
 PROJECTOR = ("projector.",)
-"""Prefixes of the projector's weight names; all other weights are the tower's."""
-
+"""Prefixes of the projector's weight names."""
 
 _CROPS = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
 
@@ -140,29 +138,6 @@ class Settings(PatchSettings):
         ]
 
 
-class Projector(nn.Module):
-    """Pools patches, normalizes, and projects to the language model's size."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        config: engine.TransformerConfig,
-        output_size: int,
-        part: SequencePart,
-    ) -> None:
-        super().__init__()
-        size = settings.hidden_size
-        self.patches_per_row = settings.merge_size**2
-        self.norm = engine.ZeroCenteredRMSNorm(config, size, settings.norm_eps)
-        self.linear = nn.Linear(size, output_size, bias=False, dtype=config.params_dtype)
-        part.sum_gradients(self)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Project hidden (P, 1, D) to (N, H)."""
-        blocks = hidden.reshape(-1, self.patches_per_row, hidden.shape[-1])
-        return self.linear(self.norm(blocks.mean(1)))
-
-
 class Gemma3Tower(PatchTower):
     """Patches of many images -> rows of the language model's size."""
 
@@ -184,7 +159,10 @@ class Gemma3Tower(PatchTower):
         self.settings = settings
         self.projector = None
         if ctx.is_last_stage:
-            self.projector = Projector(settings, config, output_size, self.part)
+            norm = engine.ZeroCenteredRMSNorm(config, size, settings.norm_eps)
+            linear = nn.Linear(size, output_size, bias=False, dtype=config.params_dtype)
+            self.projector = nn.ModuleDict({"norm": norm, "linear": linear})
+            self.part.sum_gradients(self.projector)
 
     def pack(self, grids: Tensor) -> PackedPatches:
         """Add the learned positions of this rank's patches, on the first stage."""
@@ -197,9 +175,10 @@ class Gemma3Tower(PatchTower):
         return replace(packed, lookups=(self.part.take(index, len(index)),))
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
-        """Project hidden states (P', 1, D) to rows (N', H)."""
-        assert self.projector is not None
-        return self.projector(hidden[0])
+        """Pool the patches of a row, (P', 1, D) to (N', D), normalize and project to (N', H)."""
+        assert self.projector is not None, "the last stage projects"
+        blocks = hidden[0].reshape(-1, self.tokens_per_row, hidden[0].shape[-1])
+        return self.projector["linear"](self.projector["norm"](blocks.mean(1)))
 
 
 build = partial(build_tower, Gemma3Tower, gelu_stack)

@@ -3,8 +3,7 @@
 Pre-norm blocks with LayerNorm and a plain GELU MLP, a learned grid of positions resampled to each
 image, 2-D rotary positions, full attention inside a frame. Besides the embeddings it emits one
 level of rows per entry of `deepstack_visual_indexes` (DeepStack, arXiv:2406.04334): the hidden
-states after that block, merged by a separate merger. All images of a microbatch run as one packed
-sequence. In a pipeline these hidden states travel to the last stage, which holds all mergers.
+states after that block, merged by a separate merger on the last stage.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, L levels, H language hidden.
@@ -13,6 +12,7 @@ M = merge² patches per row, N = P/M rows, L levels, H language hidden.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -33,10 +33,7 @@ from mimo.families.hf_config import Config, Processors, expect
 from mimo.families.keymap import Weight, fused_qkv, plain
 
 PROJECTOR = ("blocks.final_layernorm.", "merger.", "level_mergers.")
-"""Prefixes of the projectors' weight names; all other weights are the tower's.
-
-The final norm of our stack is the merger's norm.
-"""
+"""Prefixes of the projectors' weight names. The final norm of our stack is the merger's."""
 
 
 class Settings(QwenSettings):
@@ -140,27 +137,6 @@ class GridPositions(nn.Module):
         return (corners * share[..., None]).sum(0).to(self.weight.dtype)
 
 
-class LevelMerger(nn.Module):
-    """Merges hidden states after a block to rows: M patches side by side, a norm, an MLP."""
-
-    def __init__(
-        self,
-        config: engine.TransformerConfig,
-        ctx: engine.ModuleContext,
-        merged: int,
-        output_size: int,
-        eps: float,
-    ) -> None:
-        super().__init__()
-        self.norm = engine.LayerNorm(config, merged, eps)
-        self.mlp = merger(config, ctx, merged, output_size)
-        self.merged = merged
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Merge hidden (P, 1, D) to (N, H)."""
-        return self.mlp(self.norm(hidden.reshape(-1, self.merged)))
-
-
 class Qwen3VLTower(QwenTower):
     """Patches of many images -> embeddings and levels of the language model's size."""
 
@@ -183,10 +159,11 @@ class Qwen3VLTower(QwenTower):
         )
         self.level_mergers = None
         if ctx.is_last_stage:
-            self.level_mergers = nn.ModuleList(
-                LevelMerger(config, ctx, self.merged, output_size, settings.norm_eps)
-                for _ in settings.deepstack_visual_indexes
-            )
+            self.level_mergers = nn.ModuleList()
+            for _ in settings.deepstack_visual_indexes:
+                norm = engine.LayerNorm(config, self.merged, settings.norm_eps)
+                mlp = merger(config, ctx, self.merged, output_size)
+                self.level_mergers.append(nn.Sequential(OrderedDict(norm=norm, mlp=mlp)))
 
     def pack(self, grids: Tensor) -> PackedPatches:
         """Add the learned positions around each of this rank's patches, on the first stage."""
@@ -200,8 +177,9 @@ class Qwen3VLTower(QwenTower):
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Merge hidden states (P', 1, D) to rows (N', (1 + L)·H): embeddings, then each level."""
         assert self.level_mergers is not None, "the last stage projects"
-        levels = zip(self.level_mergers, hidden[1:], strict=True)
-        rows = [super().project(hidden, packed), *(level(states) for level, states in levels)]
+        rows = [super().project(hidden, packed)]
+        for level, states in zip(self.level_mergers, hidden[1:], strict=True):
+            rows.append(level(states.reshape(-1, self.merged)))
         return torch.cat(rows, dim=-1)
 
 
@@ -231,7 +209,6 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
     weights = [
         *both("patch_embed", f"{ROOT}.patch_embed.proj", size, *kernel),
         plain("pos_embed.weight", f"{ROOT}.pos_embed.weight", settings.num_grid_per_side**2, size),
-        # The merger's norm is the final one of our stack.
         *both("blocks.final_layernorm", f"{ROOT}.merger.norm", size),
         *both("merger.linear_fc1", f"{ROOT}.merger.linear_fc1", merged, merged),
         *both("merger.linear_fc2", f"{ROOT}.merger.linear_fc2", output_size, merged),

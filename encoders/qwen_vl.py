@@ -1,9 +1,8 @@
 """Vision tower of the Qwen-VL kind with its patch merger.
 
 The blocks of Qwen2.5-VL's tower (RMSNorm, biased SwiGLU, 2-D rotary positions). Layers attend
-within whole frames; with `window_size`, most attend within windows of a frame. All images of a
-microbatch run as one packed sequence, in which each frame is a segment. With windows, a frame's
-rows are sorted by window from the first layer on.
+within whole frames; with `window_size`, most attend within windows of a frame, whose rows are then
+sorted by window from the first layer on.
 
 Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D tower hidden,
 M = merge² patches per row, N = P/M rows, H language hidden.
@@ -31,10 +30,7 @@ from mimo.families.hf_config import Config, Processors, expect
 from mimo.families.keymap import Weight, fused_qkv, plain, stacked
 
 PROJECTOR = ("blocks.final_layernorm.", "merger.")
-"""Prefixes of the projector's weight names; all other weights are the tower's.
-
-The final norm of our stack is the merger's norm.
-"""
+"""Prefixes of the projector's weight names. The final norm of our stack is the merger's."""
 
 
 class Settings(QwenSettings):
@@ -212,7 +208,6 @@ def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
             f"{ROOT}.patch_embed.proj.weight",
             *(size, 3, settings.temporal_patch_size, patch, patch),
         ),
-        # The merger's norm is the final one of our stack.
         plain("blocks.final_layernorm.weight", f"{ROOT}.merger.ln_q.weight", size),
         *both("merger.linear_fc1", f"{ROOT}.merger.mlp.0", merged, merged),
         *both("merger.linear_fc2", f"{ROOT}.merger.mlp.2", output_size, merged),

@@ -2,9 +2,8 @@
 
 Two convolutions turn log-mel frames into half as many tokens, and sinusoidal positions are added.
 Pre-norm blocks with LayerNorm and a GELU MLP follow, with full attention inside a clip; then
-`tokens_per_row` neighbours are stacked into a row. All clips of a microbatch run as one packed
-sequence of one segment each, whereas Whisper pads every clip to 30 s. Unlike Whisper's, our keys
-have a bias, which has no effect: it adds the same number to all of a query's scores.
+`tokens_per_row` neighbours are stacked into a row. Clips keep their length, whereas Whisper pads
+each to 30 s. Unlike Whisper's, our keys have a bias, which has no effect on attention.
 Source: transformers `WhisperEncoder`; rows are stacked as in Ultravox and SLAM-LLM.
 
 Letters: I clips, P frames of all clips, C mel bands, T = P/2 tokens, D tower hidden, N rows,
@@ -31,7 +30,7 @@ from mimo.families.flops import Product
 from mimo.families.keymap import Weight
 
 PROJECTOR = ("projector.",)
-"""Prefixes of the projector's weight names; all other weights are the tower's."""
+"""Prefixes of the projector's weight names."""
 
 _LONGEST_WAVE = 10_000.0  # tokens, over 2π, of the slowest position
 
@@ -174,7 +173,7 @@ class WhisperTower(Tower[PackedItems]):
     def pack(self, grids: Tensor) -> PackedItems:
         """Pack clips as segments; on the first stage with the inputs of both convolutions.
 
-        These are numbers of frames, then of the first one's outputs; and this rank's positions.
+        These are numbers of frames and of the first one's outputs; then come the positions.
         """
         num_frames = grids.prod(1)
         lengths = self.num_tokens(grids)

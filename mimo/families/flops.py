@@ -1,7 +1,6 @@
 """FLOPs of a module: its products, which are matrices and attention scores.
 
-A family lists its products in the order of a forward; `flops_per_unit` adds up forward and backward
-of each. Recomputed activations and padding are not counted: this is the work that the model needs.
+Recomputed activations and padding are not counted: this is the work that the model needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read configuration files in Hugging Face format, and refuse what we cannot compute.
 
-Transformers has defaults for items in two places: those of the class of an image or video processor
-apply where its file is silent, those of the class of the whole processor always.
+Defaults of the class of an image or video processor apply where its file is silent, those of the
+class of the whole processor always.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ _FILES = {
 class Processors:
     """A folder's settings of processors; empty where none of its files has any.
 
-    image: every setting, defaults included. video, whole: the settings in the files of the video
-    processor and of the whole processor. files: all these files by name.
+    image: defaults included. video, whole: as in the files of the video and of the whole processor.
+    files: all these files by name.
     """
 
     image: Config

@@ -2,8 +2,7 @@
 
 As a matrix of its first dimension by all others, each of our parameters consists of whole rows of
 theirs: fused projections stack or interleave them, and a convolution whose stride equals its kernel
-is a matrix. The map serves to read a tensor-parallel slice, to write a checkpoint, and to compare
-gradients; it reads no files.
+is a matrix.
 
 Letters: R rows, C columns of a matrix.
 """

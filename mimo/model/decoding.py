@@ -124,8 +124,7 @@ def tasks_of_step(
 ) -> Iterator[Task]:
     """Yield the texts and items that this rank needs of a step, in order of use.
 
-    path_of: name -> file in which it is handed over. Ranks of the host that need the same share the
-    work by its cost; all compute the same shares.
+    path_of: name -> file in which it is handed over. Ranks that need the same share by its cost.
     """
     ranks_of = {name: sharers(layout, rank, host_ranks, name) for name in layout.modules_of(rank)}
     loads = {module: np.zeros(len(ranks), np.int64) for module, ranks in ranks_of.items()}

@@ -2,9 +2,7 @@
 
 A role is an encoder's rank, or a rank of one stage of the language model.
 
-Weights, gradients and optimizer state are counted exactly, from the family's list of weights and
-the way the engine cuts them. A distributed optimizer's state is the mean over the ranks that share
-it; so are all parts under FSDP2, which adds the weights that stay gathered.
+Weights, gradients and optimizer state are counted exactly; what ranks share is the mean over them.
 
 Activations and buffers are upper estimates, for full microbatches whose tokens all stand for items.
 Between forward and backward a layer keeps, of each token, the inputs of both norms and of all
@@ -13,7 +11,6 @@ it keeps the layer's input alone, and one layer at a time all of this. Modules o
 keep gathered inputs of their linears, fp32 copies of norm inputs, rotated queries and keys, and
 the activated half of the MLP. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 
-Buffers are temporary: gradients of what a layer keeps, a weight's gradient, and FSDP2's messages.
 The device's context, memory of libraries such as NCCL, and fragmentation come on top.
 """
 

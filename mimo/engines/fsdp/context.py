@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,13 +62,6 @@ class FsdpContext:
         return self.dtype if self.mesh is None else torch.promote_types(self.dtype, torch.float32)
 
 
-class _Call:
-    """A forward's arguments, hidden from FSDP2, which would cast and copy attention plans too."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-
-
 class Wrapper(nn.Module, ABC):
     """Parts of a model of transformers that run as one fsdp module; called like `run`.
 
@@ -96,12 +90,12 @@ class Wrapper(nn.Module, ABC):
         return frozenset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `run` inside FSDP2's hooks."""
-        return super().__call__(_Call(args, kwargs))
+        """Call `run` inside FSDP2's hooks, which would cast and copy attention plans, too."""
+        return super().__call__(lambda: self.run(*args, **kwargs))
 
-    def forward(self, call: _Call) -> Any:
+    def forward(self, call: Callable[[], Any]) -> Any:
         """Implement `torch.nn.Module`; see `run`."""
-        return self.run(*call.args, **call.kwargs)
+        return call()
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -43,8 +43,8 @@ _REFUSED = {
 class Segments:
     """The segments that a forward attends over; the layers pass it on by keyword.
 
-    packings: how tokens are packed; one in a language model, none for a batch, whose sequences are
-    segments of one length. recompute: whether the backward recomputes core attention.
+    packings: one in a language model, none for a batch, whose sequences are segments of one length.
+    recompute: whether the backward recomputes core attention.
     Not a dataclass, because FSDP2 copies a layer's dataclass arguments without the plans in them.
     """
 
@@ -123,9 +123,8 @@ def windows(config: Any) -> list[int | None]:
 def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> Any:
     """Return the `attention_mask` that gives transformers' own attention the same segments.
 
-    (1, 1, T, T) bool; a dict by kind of layer if there are several. A query sees, of its own
-    segment, the keys up to itself in its window, and the rest of its item.
-    Source: transformers `create_masks_for_vision_model`, sliding AND (causal OR same item).
+    (1, 1, T, T) bool; a dict by kind of layer if there are several. Source: transformers
+    `create_masks_for_vision_model`, sliding AND (causal OR same item).
     """
     total = sum(packed.lengths)
     place = torch.arange(total, device=device)
@@ -166,8 +165,7 @@ def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any
 def restore_buffers(part: Any) -> None:
     """Move buffers that no checkpoint has, such as rotary frequencies, off meta, with values.
 
-    Transformers' own code for loading a model sets the values.
-    Raises ValueError for a buffer that it does not set.
+    Raises ValueError for a buffer that transformers' code for loading a model does not set.
     """
     for name, module in part.named_modules():
         lost = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]

@@ -38,8 +38,8 @@ MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
 class PreparedItems:
     """The arguments of a forward beside patches.
 
-    sizes: embeddings of each item. packed: segments, then windows if some layers attend inside
-    windows. options: of the tower's forward.
+    sizes: embeddings of each item. packed: segments, then windows if there are any. options: of the
+    tower's forward.
     """
 
     sizes: tuple[int, ...]
@@ -85,10 +85,9 @@ class Tower(Wrapper):
         return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
-        """Do all host work for items with these grids (I, 3) int64; in any thread.
+        """Do all host work for items with these grids (I, 3) int64, in any thread.
 
-        copy: brings a host tensor to the device. Without items it prepares a blank one, so that
-        this rank takes part in all collectives.
+        Without items it prepares a blank one, so that this rank takes part in all collectives.
         """
         sizes = tuple(self._sizes(grids))
         if not sizes:
@@ -97,10 +96,9 @@ class Tower(Wrapper):
         return to_device(PreparedItems(sizes, grids, packed, options), copy)
 
     def run(self, patches: Any, items: Any) -> Any:
-        """Encode items and return the result of `make_rows`.
+        """Encode items, prepared or grids (I, 3), and return the result of `make_rows`.
 
-        patches: see `values`. items: as prepared, or their grids (I, 3). Without items, 0
-        embeddings are part of the graph.
+        Without items, 0 embeddings are part of the graph.
         """
         device = next(self.parameters()).device
         if isinstance(items, Tensor):
