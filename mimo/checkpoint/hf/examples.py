@@ -63,7 +63,9 @@ def example_samples(whole: PreTrainedModel, seed: int = 0) -> list[Sample]:
         names = set(inspect.signature(features).parameters)
         shapes = _audio if modality == "audio" else _visual
         arguments = {
-            name: torch.rand(value, generator=generator) if isinstance(value, tuple) else value
+            name: torch.randn(value, generator=generator).sigmoid()
+            if isinstance(value, tuple)
+            else value
             for name, value in shapes(config, modality, names, number).items()
         }
         with torch.no_grad():

@@ -49,6 +49,7 @@ _LAYER_INDICES = re.compile(
 _TOKEN = re.compile(
     r".*_token_(id|ids|index)|(im|image|slice)_(start|end|newline|patch)_id|newline_id|eod_token_id"
 )
+_LAYER_COUNTS = ("first_k_dense_replace", "num_kv_shared_layers")
 _PLACEHOLDER = re.compile(rf"({'|'.join(MODALITIES)})_token_(id|index)")
 # Values of whole keys.
 _VALUES: dict[str, Any] = {
@@ -122,9 +123,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
                 setattr(part, key, value)
         if "mrope_section" in part.ignore_keys_at_rope_validation:
             part.rope_parameters.setdefault("mrope_section", [1, 1, 1])
-    original = complete.to_dict()
-    ids = {number: FIRST_SPECIAL + i for i, number in enumerate(sorted(set(_token_ids(original))))}
-    small = _shrink(original, ids)
+    small = _shrink(complete.to_dict(), {})
     for key in ("model_type", "transformers_version", "architectures"):
         small.pop(key, None)
     return type(config)(**small)
@@ -152,51 +151,48 @@ def _restore_geometry(small: PretrainedConfig, original: PretrainedConfig) -> No
             setattr(small, key, value)
 
 
-def _token_ids(values: dict[str, Any]) -> Iterator[int]:
-    """Yield the ids of special tokens in a configuration and its parts."""
-    for key, value in values.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            yield from _token_ids(value)
-        elif _TOKEN.fullmatch(key):
-            for number in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(number, int) and number >= 0:
-                    yield number
-
-
 def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
-    """Shrink one configuration, or one part, with `ids` from old special tokens to new ones."""
-    kept, depth = _kept_layers(values), _depth(values)
+    """Shrink one configuration, or one part. ids: new special tokens by old ones; it grows."""
+    depth = next((values[k] for k in _DEPTHS if isinstance(values.get(k), int)), 0)
+    layers = {
+        key: of_layers
+        for key, value in values.items()
+        if depth and (of_layers := _of_layers(key, value, depth)) is not None
+    }
+    kept = _kept_layers([repr([of[i] for of in layers.values()]) for i in range(depth)])
+
+    def new_id(number: Any) -> Any:
+        is_id = isinstance(number, int) and number >= 0
+        return ids.setdefault(number, FIRST_SPECIAL + len(ids)) if is_id else number
 
     def shrunk(key: str, value: Any) -> Any:
-        if key == "per_layer_config" and value:
-            of_layers = {int(old): part for old, part in value.items()}
-            return {n: _of_layer(of_layers[i]) for n, i in enumerate(kept) if i in of_layers}
+        if key in layers:
+            of_kept = [layers[key][i] for i in kept]
+            if key in _LAYER_COUNTS:
+                return sum(of_kept)
+            if _LAYER_INDICES.fullmatch(key):
+                return [new for new, is_in in enumerate(of_kept) if is_in]
+            if key == "kv_source_layers":
+                own = [n for n, has_keys in enumerate(of_kept) if has_keys]
+                return [max(m for m in own if m <= n) for n in range(len(kept))]
+            if key == "per_layer_config":
+                return {new: _of_one_layer(part) for new, part in enumerate(of_kept) if part}
+            value = of_kept
         if isinstance(value, dict) and key.endswith("_config"):
             return _shrink(value, ids)
-        if value is None and _PLACEHOLDER.fullmatch(key):
-            return VOCABULARY - 1 - MODALITIES.index(key.split("_")[0])
         if value is None:
-            return None
+            is_placeholder = _PLACEHOLDER.fullmatch(key)
+            return VOCABULARY - 1 - MODALITIES.index(key.split("_")[0]) if is_placeholder else None
         if key in _VALUES:
             return _VALUES[key]
         if _TOKEN.fullmatch(key):
-            return _each(value, lambda number: ids.get(number, number))
+            return _each(value, new_id)
         if key == "vision_feature_layer":
             return _each(value, lambda layer: min(max(layer, -2), 1))
         if "drop" in key and isinstance(value, float):
             return 0.0
         if kept and key in _DEPTHS:
             return len(kept)
-        if key == "first_k_dense_replace":
-            return sum(i < value for i in kept)
-        if key == "num_kv_shared_layers":
-            return sum(i >= depth - value for i in kept)
-        if kept and _LAYER_INDICES.fullmatch(key):
-            return [new for new, old in enumerate(kept) if old in value]
-        if key == "kv_source_layers":
-            return [kept.index(value[i]) if value[i] in kept else n for n, i in enumerate(kept)]
-        if isinstance(value, (list, tuple)) and kept and len(value) == depth:
-            value = [value[i] for i in kept]
         return _each(value, lambda number: _size(key, number))
 
     small = {key: shrunk(key, value) for key, value in values.items()}
@@ -214,39 +210,34 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
     return small | _EXCEPTIONS.get(values.get("model_type") or "", {})
 
 
-def _of_layer(part: dict[str, Any]) -> dict[str, Any]:
+def _of_layers(key: str, value: Any, depth: int) -> list[Any] | None:
+    """Return what a key says about each layer; None if it is about the whole."""
+    layers = range(depth)
+    if value is None or _TOKEN.fullmatch(key) or key in _VALUES:
+        return None
+    if _LAYER_INDICES.fullmatch(key):
+        return [i in value for i in layers]
+    if key == "first_k_dense_replace":
+        return [i < value for i in layers]
+    if key == "num_kv_shared_layers":
+        return [i >= depth - value for i in layers]
+    if key == "kv_source_layers":
+        return [value[i] == i for i in layers]
+    if key == "per_layer_config":
+        by_layer = {int(layer): part for layer, part in value.items()}
+        return [by_layer.get(i) for i in layers]
+    return list(value) if isinstance(value, (list, tuple)) and len(value) == depth else None
+
+
+def _of_one_layer(part: dict[str, Any]) -> dict[str, Any]:
     return {k: 2 * _TEXT_HEAD if k == "head_dim" else _size(k, v) for k, v in part.items()}
 
 
-def _depth(values: dict[str, Any]) -> int:
-    return next((values[k] for k in _DEPTHS if isinstance(values.get(k), int)), 0)
-
-
-def _kept_layers(values: dict[str, Any]) -> list[int]:
+def _kept_layers(kinds: list[str]) -> list[int]:
     """Return the indices of the layers to keep: the first of each kind, and at least two."""
-    depth = _depth(values)
-    kinds: list[str] = []
-    for i in range(depth):
-        kind: list[Any] = []
-        for key, value in values.items():
-            if value is None or _TOKEN.fullmatch(key):
-                continue
-            if _LAYER_INDICES.fullmatch(key):
-                kind.append(i in value)
-            elif key == "first_k_dense_replace":
-                kind.append(i < value)
-            elif key == "num_kv_shared_layers":
-                kind.append(i < depth - value)
-            elif key == "kv_source_layers":
-                kind.append(value[i] == i)
-            elif key == "per_layer_config":
-                kind.append({int(layer): part for layer, part in value.items()}.get(i))
-            elif isinstance(value, (list, tuple)) and len(value) == depth:
-                kind.append(value[i])
-        kinds.append(repr(kind))
     kept = sorted({kinds.index(kind) for kind in kinds})
     if kept and (len(kept) == 1 or kinds[kept[-1]] != kinds[-1]):
-        kept = sorted({*kept, depth - 1})  # some classes require the kind of the last layer
+        kept = sorted({*kept, len(kinds) - 1})  # some classes require the kind of the last layer
     return kept
 
 
@@ -279,7 +270,9 @@ def _shrink_rotary(small: dict[str, Any]) -> None:
                 part[key] = [*equal, total - sum(equal)]
 
 
-def build(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build(
+    config: PretrainedConfig, dtype: torch.dtype | None = None, seed: int = 0
+) -> PreTrainedModel:
     """Build a model in evaluation mode, with random numbers in all weights, norms and biases.
 
     dtype: None for float32.
@@ -288,7 +281,7 @@ def build(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrai
     from transformers import AutoModelForImageTextToText
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype or torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

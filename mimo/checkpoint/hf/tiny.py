@@ -51,69 +51,44 @@ _TEXT: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The special tokens, words and chat template of a family's tokenizer.
-
-    specials: tokens in the order of their ids, each with the tokenizer's attribute under which the
-    family's processor looks for it, or None. end_of_turn: the token after an answer.
-    """
-
-    specials: Mapping[str, str | None]
-    extra_words: str
-    template: str
-    end_of_turn: str
-
-    @property
-    def named(self) -> dict[str, str]:
-        return {name: token for token, name in self.specials.items() if name is not None}
-
-
-_QWEN = _Form(
-    specials={
-        **dict.fromkeys(SPECIAL_TOKENS),
-        "<|endoftext|>": "pad_token",
-        "<|im_end|>": "eos_token",
-    },
-    extra_words="< seconds >",  # before each frame of a video, by Qwen3-VL's processor
-    template=chat_template(),
-    end_of_turn="<|im_end|>",
-)
-_GEMMA = _Form(
-    specials={
-        "<pad>": "pad_token",
-        "<eos>": "eos_token",
-        "<bos>": "bos_token",
-        "<unk>": "unk_token",
-        "<start_of_turn>": None,
-        "<end_of_turn>": None,
-        "<start_of_image>": "boi_token",
-        "<end_of_image>": "eoi_token",
-        "<image_soft_token>": "image_token",
-    },
-    # Around the crops of a wide image, by Gemma's processor.
-    extra_words="model Here is the original image and here are some crops to help you see better",
-    template=(files("mimo.checkpoint.hf") / "tiny_gemma.jinja").read_text(encoding="utf-8"),
-    end_of_turn="<end_of_turn>",
-)
-
-
-def _form(family: str) -> _Form:
-    return _GEMMA if family.startswith("gemma") else _QWEN
+# Special tokens of a family's tokenizer in the order of their ids, each with the tokenizer's
+# attribute under which the family's processor looks for it, or None.
+_QWEN_TOKENS: dict[str, str | None] = {
+    **dict.fromkeys(SPECIAL_TOKENS),
+    "<|endoftext|>": "pad_token",
+    "<|im_end|>": "eos_token",
+}
+_QWEN_WORDS = "< seconds >"  # before each frame of a video, by Qwen3-VL's processor
+_GEMMA_TOKENS = {
+    "<pad>": "pad_token",
+    "<eos>": "eos_token",
+    "<bos>": "bos_token",
+    "<unk>": "unk_token",
+    "<start_of_turn>": None,
+    "<end_of_turn>": None,
+    "<start_of_image>": "boi_token",
+    "<end_of_image>": "eoi_token",
+    "<image_soft_token>": "image_token",
+}
+# Around the crops of a wide image, by Gemma's processor.
+_GEMMA_WORDS = "model Here is the original image and here are some crops to help you see better"
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer with the digits' words and the family's tokens."""
     from tokenizers.processors import TemplateProcessing
 
-    form = _form(family)
-    tokenizer = byte_level_tokenizer(form.specials, form.extra_words)
-    if bos := form.named.get("bos_token"):
-        # Like the published tokenizer; the chat template writes its own.
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, list(form.specials).index(bos))]
-        )
-    tokenizer.chat_template = form.template
+    if not family.startswith("gemma"):
+        tokenizer = byte_level_tokenizer(_QWEN_TOKENS, _QWEN_WORDS)
+        tokenizer.chat_template = chat_template()
+        return tokenizer
+    tokenizer = byte_level_tokenizer(_GEMMA_TOKENS, _GEMMA_WORDS)
+    template = files("mimo.checkpoint.hf") / "tiny_gemma.jinja"
+    tokenizer.chat_template = template.read_text(encoding="utf-8")
+    # Like the published tokenizer; the chat template writes its own.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", list(_GEMMA_TOKENS).index("<bos>"))]
+    )
     return tokenizer
 
 
@@ -175,34 +150,35 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     families of `FAMILIES`. Raises InputError for an unknown family or shard size, for a class of
     which no tiny model can be made, and for a folder that holds something else.
     """
-    from mimo.checkpoint.hf.tiny_class import classes
+    from mimo.checkpoint.hf.tiny_class import classes, make
 
     names = {**FAMILIES, **classes()}
     if settings.family not in names:
         raise InputError(
             f"unknown family {settings.family!r}; {suggestion(settings.family, names)}"
         )
-    write = _write if settings.family in FAMILIES else _write_class
     with new_folder(Path(directory), _MARKER, "mimo tiny") as folder:
-        return write(settings, folder)
+        if settings.family in FAMILIES:
+            model, tokenizer = _build(settings)
+            processors = FAMILIES[settings.family].get("files", {})
+        else:
+            model, processor = make(settings.family, settings.seed)
+            tokenizer = processor.tokenizer
+            tokenizer.chat_template = processor.chat_template
+            parts = json.loads(processor.to_json_string())
+            processors = {
+                "processor_config.json": {k: v for k, v in parts.items() if v is not None}
+            }
+        _save(settings, folder, model, tokenizer, processors)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _write_class(settings: TinyCheckpoint, directory: Path) -> int:
-    from mimo.checkpoint.hf.tiny_class import make
-
-    whole = make(settings.family)
-    _draw_weights(whole.model, settings.seed, _MATRIX_STD)
-    tokenizer = whole.processor.tokenizer
-    tokenizer.chat_template = whole.processor.chat_template
-    _save(settings, directory, whole.model, tokenizer, [tokenizer.eos_token_id], whole.files)
-    return sum(parameter.numel() for parameter in whole.model.parameters())
-
-
-def _write(settings: TinyCheckpoint, directory: Path) -> int:
+def _build(settings: TinyCheckpoint) -> tuple[Any, PreTrainedTokenizerFast]:
+    """Return the model and the tokenizer of a family with code of its own."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    family, form = FAMILIES[settings.family], _form(settings.family)
+    family = FAMILIES[settings.family]
     tokenizer = build_tokenizer(settings.family)
     ids = tokenizer.get_vocab()
     vocab_size = (len(ids) // _VOCAB_MULTIPLE + 1) * _VOCAB_MULTIPLE
@@ -214,9 +190,7 @@ def _write(settings: TinyCheckpoint, directory: Path) -> int:
     with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
         model = auto_class.from_config(config, dtype=torch.float32)
     _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
-    ends = [ids[token] for token in dict.fromkeys((form.named["eos_token"], form.end_of_turn))]
-    _save(settings, directory, model, tokenizer, ends, family.get("files", {}))
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model, tokenizer
 
 
 def _save(
@@ -224,16 +198,18 @@ def _save(
     directory: Path,
     model: Any,
     tokenizer: PreTrainedTokenizerFast,
-    ends: list[int],
-    files: Mapping[str, Any],
+    processors: Mapping[str, Any],
 ) -> None:
-    """Write a folder. ends: tokens that end an answer. files: further JSON files, by name."""
+    """Write a folder. processors: contents of their JSON files, by name."""
     import torch
     from transformers import GenerationConfig
 
     model = model.to(getattr(torch, settings.dtype))
+    ends = [tokenizer.eos_token_id, tokenizer.get_vocab().get("<end_of_turn>")]
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=[token for token in ends if token is not None],
+        pad_token_id=tokenizer.pad_token_id,
     )
     size = settings.shard_size
     try:
@@ -241,7 +217,7 @@ def _save(
     except ValueError as error:
         raise InputError(f"shard size {size!r}: {error}") from error
     tokenizer.save_pretrained(str(directory))
-    for name, content in {**files, _MARKER: asdict(settings)}.items():
+    for name, content in {**processors, _MARKER: asdict(settings)}.items():
         text = json.dumps(content, indent=2, sort_keys=True)
         (directory / name).write_text(text + "\n", encoding="utf-8")
 

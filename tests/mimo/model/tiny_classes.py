@@ -18,31 +18,19 @@ from mimo.checkpoint.hf.shrink import build, shrink
 from mimo.model.gate import UNSAFE, Examples, Verdict, whole_gradients
 
 CLASSES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+_NO_FEATURES = (
+    *("blip", "git", "idefics", "mistral4", "mllama", "pi0", "pix2struct", "pp_formulanet"),
+    *("udop", "diffusion_gemma", "kosmos-2", "kosmos-2.5", "t5gemma2", "vision-encoder-decoder"),
+    *("evolla", "florence2"),
+)
 REFUSALS = {
-    "blip": "its class has no features that run apart from the forward",
-    "git": "its class has no features that run apart from the forward",
-    "idefics": "its class has no features that run apart from the forward",
-    "mistral4": "its class has no features that run apart from the forward",
-    "mllama": "its class has no features that run apart from the forward",
-    "pi0": "its class has no features that run apart from the forward",
-    "pix2struct": "its class has no features that run apart from the forward",
-    "pp_formulanet": "its class has no features that run apart from the forward",
-    "udop": "its class has no features that run apart from the forward",
-    "diffusion_gemma": "its class has no features that run apart from the forward",
-    "kosmos-2": "its class has no features that run apart from the forward",
-    "kosmos-2.5": "its class has no features that run apart from the forward",
-    "t5gemma2": "its class has no features that run apart from the forward",
-    "vision-encoder-decoder": "its class has no features that run apart from the forward",
-    "evolla": "its class has no features that run apart from the forward",
-    "florence2": "its class has no features that run apart from the forward",
-    "blip-2": "its forward asks for pixels although the features are given",
-    "instructblip": "its forward asks for pixels although the features are given",
-    "instructblipvideo": "its forward asks for pixels although the features are given",
-    "chameleon": "its default configuration does not build; not judged",
-    "emu3": "its default configuration does not build; not judged",
-    "fast_vlm": "needs the package timm; not judged",
-    "gemma3n": "needs the package timm; not judged",
-    "perception_lm": "needs the package timm; not judged",
+    **dict.fromkeys(_NO_FEATURES, "its class has no features that run apart from the forward"),
+    **dict.fromkeys(
+        ("blip-2", "instructblip", "instructblipvideo"),
+        "its forward asks for pixels although the features are given",
+    ),
+    **dict.fromkeys(("chameleon", "emu3"), "its default configuration does not build; not judged"),
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "needs the package timm; not judged"),
     "granite4_vision": "its tower gives features for several layers, not embeddings and levels",
     "granite_docling": "its forward reads more of the tower's output than features",
     "llama4": "its projector runs in the language model's forward",
