@@ -6,14 +6,18 @@ Letters: L tokens of a sample, N rows, H width.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
-from mimo.checkpoint.hf.shrink import FIRST_SPECIAL, MODALITIES, PATCH, PATCHES_A_SIDE
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel
+from mimo.checkpoint.hf.shrink import FIRST_SPECIAL, PATCH, PATCHES_A_SIDE
+from mimo.engines.fsdp.halves import MODALITIES, OutputForm, base_of, features
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,7 @@ def example_samples(whole: PreTrainedModel, seed: int = 0) -> list[Sample]:
     whole: a model with `get_<modality>_features`, as `build` returns it. Its towers run once
     per item, to count rows.
     """
-    import torch
-
-    config, base = whole.config, whole
-    if hasattr(whole.base_model, "get_image_features"):
-        base = whole.base_model
+    config, base = whole.config, base_of(whole)
     generator = torch.Generator().manual_seed(seed)
 
     def text(length: int) -> list[int]:
@@ -59,8 +59,7 @@ def example_samples(whole: PreTrainedModel, seed: int = 0) -> list[Sample]:
         return [token for name in names if (token := getattr(config, name, None))][:1]
 
     def item(modality: str, number: int) -> tuple[list[int], dict[str, Tensor]]:
-        features = getattr(base, f"get_{modality}_features")
-        names = set(inspect.signature(features).parameters)
+        names = set(inspect.signature(getattr(base, f"get_{modality}_features")).parameters)
         shapes = _audio if modality == "audio" else _visual
         arguments = {
             name: torch.randn(value, generator=generator).sigmoid()
@@ -68,11 +67,9 @@ def example_samples(whole: PreTrainedModel, seed: int = 0) -> list[Sample]:
             else value
             for name, value in shapes(config, modality, names, number).items()
         }
-        with torch.no_grad():
-            output = features(**arguments, **({"return_dict": True} if "kwargs" in names else {}))
         token: Any = placeholder(config, modality) or placeholder(config, "image")
         before, after = (edge_token(modality, edge) for edge in ("start", "end"))
-        rows = [token] * num_rows(features_of(output))
+        rows = [token] * count_rows(whole, modality, arguments)
         return [*before, *rows, *after], arguments
 
     def sample(parts: list[str]) -> Sample:
@@ -90,26 +87,17 @@ def example_samples(whole: PreTrainedModel, seed: int = 0) -> list[Sample]:
     return [sample(visual * 2), sample([]), sample(present)]
 
 
-def features_of(output: Any) -> Any:
-    """Return the features that the language half takes from `get_<modality>_features`.
-
-    Llama 4 and Fuyu take `last_hidden_state`, the others `pooler_output`.
-    """
-    if getattr(output, "pooler_output", None) is not None:
-        return output.pooler_output
-    if getattr(output, "deepstack_features", None) is not None:  # Granite 4: (layer, features)
-        return output.deepstack_features[0][1]
-    return output.last_hidden_state if hasattr(output, "last_hidden_state") else output
+def count_rows(whole: PreTrainedModel, modality: str, arguments: Mapping[str, Any]) -> int:
+    """Return the number of embeddings that the tower gives for items of a modality."""
+    with torch.no_grad():
+        output = features(whole, modality, arguments)
+    if getattr(output, "pooler_output", None) is None and hasattr(output, "deepstack_features"):
+        (_, embeddings), *_ = output.deepstack_features  # Granite 4: (layer, features)
+        output = SimpleNamespace(pooler_output=embeddings)
+    return len(OutputForm.of(output).rows(output))
 
 
-def num_rows(features: Any) -> int:
-    """Return the number of rows of a tower's output, in one tensor or in several."""
-    if isinstance(features, (list, tuple)):
-        return sum(num_rows(part) for part in features)
-    return features.numel() // features.shape[-1]
-
-
-_Arguments = dict[str, "Tensor | tuple[int, ...]"]
+_Arguments = dict[str, Tensor | tuple[int, ...]]
 _SQUARE_PATCHES = ("kimi_k25", "paddleocr_vl")  # their patches come as pictures
 
 
@@ -118,8 +106,6 @@ def _visual(config: PretrainedConfig, modality: str, names: set[str], number: in
 
     A tuple is the shape of random numbers. number: of the item, for images of different sizes.
     """
-    import torch
-
     vision = getattr(config, "vision_config", None) or config
     patch = getattr(vision, "patch_size", PATCH)
     patch = patch if isinstance(patch, int) else patch[0]
@@ -184,8 +170,6 @@ def _visual(config: PretrainedConfig, modality: str, names: set[str], number: in
 
 def _audio(config: PretrainedConfig, modality: str, names: set[str], number: int) -> _Arguments:
     """Return the arguments of `get_audio_features` of one item, as `_visual`."""
-    import torch
-
     audio, frames = config.audio_config, 40
     keys = ("num_mel_bins", "audio_embed_dim", "input_feat_size", "feature_size")
     bins = next((n for key in keys if (n := getattr(audio, key, None))), 128)
@@ -206,9 +190,6 @@ def concatenate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     Smaller items are padded, positions with -1, others with 0. MiniCPM-V's patches are
     concatenated along the last dimension.
     """
-    import torch
-    from torch.nn.functional import pad
-
     batch: dict[str, Tensor] = {}
     for key in items[0]:
         tensors = [item[key] for item in items]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+import torch
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-MODALITIES = ("image", "video", "audio")
+from mimo.engines.fsdp.halves import MODALITIES
+
 VOCABULARY = 640
 FIRST_SPECIAL = 560
 PATCH, PATCHES_A_SIDE = 4, 4
@@ -102,8 +102,6 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 def sections(config: PretrainedConfig, name: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
     """Yield the configurations inside a configuration, with their keys, and itself at the end."""
-    from transformers import PretrainedConfig
-
     for key, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             yield from sections(value, name or key)
@@ -270,18 +268,13 @@ def _shrink_rotary(small: dict[str, Any]) -> None:
                 part[key] = [*equal, total - sum(equal)]
 
 
-def build(
-    config: PretrainedConfig, dtype: torch.dtype | None = None, seed: int = 0
-) -> PreTrainedModel:
+def build(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Build a model in evaluation mode, with random numbers in all weights, norms and biases.
 
     dtype: None for float32.
     """
-    import torch
-    from transformers import AutoModelForImageTextToText
-
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype or torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

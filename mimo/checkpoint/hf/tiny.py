@@ -162,13 +162,14 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
             model, tokenizer = _build(settings)
             processors = FAMILIES[settings.family].get("files", {})
         else:
-            model, processor = make(settings.family, settings.seed)
+            model, processor = make(settings.family)
             tokenizer = processor.tokenizer
             tokenizer.chat_template = processor.chat_template
             parts = json.loads(processor.to_json_string())
             processors = {
                 "processor_config.json": {k: v for k, v in parts.items() if v is not None}
             }
+        _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
         _save(settings, folder, model, tokenizer, processors)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -189,7 +190,6 @@ def _build(settings: TinyCheckpoint) -> tuple[Any, PreTrainedTokenizerFast]:
     auto_class = AutoModelForImageTextToText if "files" in family else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):  # the class draws weights of its own first
         model = auto_class.from_config(config, dtype=torch.float32)
-    _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
     return model, tokenizer
 
 

@@ -11,16 +11,23 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import feature_extraction_auto as audios
+from transformers.models.auto import image_processing_auto as images
+from transformers.models.auto import modeling_auto as models
+from transformers.models.auto import processing_auto as wholes
+from transformers.models.auto import video_processing_auto as videos
 
 from data.modalities.transformers import without_videos
 from data.text.digits import chat_template, conversation
-from mimo.checkpoint.hf.examples import features_of, num_rows
+from mimo.checkpoint.hf.examples import count_rows
 from mimo.checkpoint.hf.shrink import build, sections, shrink
 from mimo.errors import InputError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _NAMED_TOKENS = {
     "bos_token": "<|startoftext|>",
@@ -59,18 +66,16 @@ _ROWS = ("image_seq_length", "image_seq_len", "num_image_tokens", "num_query_tok
 
 def classes() -> dict[str, str]:
     """Return the names of the model classes by `model_type`."""
-    from transformers.models.auto import modeling_auto
-
-    return dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return dict(models.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
-def make(model_type: str, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+def make(model_type: str) -> tuple[PreTrainedModel, Any]:
     """Make a tiny model of a class, with its processor.
 
     Raises InputError if a class cannot be made.
     """
     try:
-        return _make(model_type, seed)
+        return _make(model_type)
     except Exception as error:  # a class may refuse a configuration in any way
         reason = next(iter(str(error).strip().splitlines()), "")
         raise InputError(
@@ -78,9 +83,7 @@ def make(model_type: str, seed: int = 0) -> tuple[PreTrainedModel, Any]:
         ) from error
 
 
-def _make(model_type: str, seed: int) -> tuple[PreTrainedModel, Any]:
-    import transformers
-
+def _make(model_type: str) -> tuple[PreTrainedModel, Any]:
     if model_type in _REFUSED:
         raise ValueError(_REFUSED[model_type])
     whole, image, video, audio = _processor_classes(model_type)
@@ -105,10 +108,10 @@ def _make(model_type: str, seed: int) -> tuple[PreTrainedModel, Any]:
         named_id = getattr(processor, "image_token_id", None)
         image_id = max(special.intersection(ids), key=lambda i: (ids.count(i), i == named_id))
         _set_token_ids(config, processor, image_id)
-        model = build(config, seed=seed)
+        model = build(config)
         owner = settings if settings.keys() & set(_ROWS) else pixels
         key = next(name for name in _ROWS if name in owner)
-        owner[key] = owner[key] * _tower_rows(model, inputs) // ids.count(image_id)
+        owner[key] = owner[key] * count_rows(model, "image", inputs) // ids.count(image_id)
     for num_images in (1, 2):
         _check(model, encode(processor, num_images), image_id)
     return model, processor
@@ -119,11 +122,6 @@ def _processor_classes(model_type: str) -> list[Any]:
 
     The last two are None where there is none or a library is missing.
     """
-    import transformers
-    from transformers.models.auto import feature_extraction_auto as audios
-    from transformers.models.auto import image_processing_auto as images
-    from transformers.models.auto import processing_auto as wholes
-    from transformers.models.auto import video_processing_auto as videos
 
     def names(module: Any, table: str) -> Any:
         return vars(module)[f"{table}_MAPPING_NAMES"].get(_LIKE.get(model_type, model_type))
@@ -243,27 +241,12 @@ def _image_settings(kind: Any, config: PreTrainedConfig) -> dict[str, Any]:
 
 def encode(processor: Any, num_images: int) -> Mapping[str, Any]:
     """Return a conversation about images of different sizes as the model's tensors."""
-    from PIL import Image
-
     messages = conversation(["image"] * num_images, "what digit is this ?", "7")
     for i, part in enumerate(messages[0]["content"][:num_images]):
         part["image"] = Image.effect_noise((40 + 50 * i, 60), 90).convert("RGB")
     return processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt"
     )
-
-
-def _tower_rows(model: Any, inputs: Mapping[str, Any]) -> int:
-    """Return the number of rows that the tower gives for the images of a sample."""
-    import torch
-
-    base = next((m for m in (model.base_model, model) if hasattr(m, "get_image_features")), None)
-    if base is None:
-        raise ValueError("the model has no get_image_features")
-    known = inspect.signature(base.get_image_features).parameters
-    with torch.no_grad():
-        output = base.get_image_features(**{k: v for k, v in inputs.items() if k in known})
-    return num_rows(features_of(output))
 
 
 def _set_token_ids(config: PreTrainedConfig, processor: Any, image_id: int) -> None:
@@ -289,12 +272,10 @@ def _set_token_ids(config: PreTrainedConfig, processor: Any, image_id: int) -> N
 
 def _check(model: Any, inputs: Mapping[str, Any], image_id: int) -> None:
     """Raise ValueError unless placeholders equal rows in number and the loss is finite."""
-    import torch
-
     with torch.no_grad():
         loss = model(**{**inputs, "labels": inputs["input_ids"]}).loss
     if not torch.isfinite(loss):
         raise ValueError(f"the loss is {loss.item()}")
     placeholders = int((inputs["input_ids"] == image_id).sum())
-    if (rows := _tower_rows(model, inputs)) != placeholders:
+    if (rows := count_rows(model, "image", inputs)) != placeholders:
         raise ValueError(f"{placeholders} placeholders for {rows} rows of the tower")

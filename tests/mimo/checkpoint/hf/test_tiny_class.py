@@ -15,7 +15,7 @@ from data.modalities.transformers import load_processor
 from data.text.chat import ChatTokenizer
 from data.text.digits import conversation
 from data.text.messages import MediaText
-from mimo.checkpoint.hf.examples import features_of, num_rows
+from mimo.checkpoint.hf.examples import count_rows
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.hf.tiny_class import classes, encode
 from mimo.cli.main import app
@@ -47,24 +47,15 @@ def check(model_type: str, folder: Path, load: Any = load_processor) -> None:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     processor = load(folder)
-    base = model.model if hasattr(model.model, "get_image_features") else model
-    tower, rows = base.get_image_features, []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        output = tower(*args, **kwargs)
-        rows.append(num_rows(features_of(output)))
-        return output
-
-    base.get_image_features = counted
     names = ("image_token_id", "image_token_index")
     image_id = next(i for name in names if (i := getattr(model.config, name, None)) is not None)
     for num_images in (1, 2):
-        rows.clear()
         inputs = encode(processor, num_images)
         with torch.no_grad():
             loss = model(**{**inputs, "labels": inputs["input_ids"]}).loss
         assert torch.isfinite(loss)
-        assert sum(rows) == int((inputs["input_ids"] == image_id).sum()) > 0
+        num_placeholders = int((inputs["input_ids"] == image_id).sum())
+        assert count_rows(model, "image", inputs) == num_placeholders > 0
     template_names = ("image_placeholder_token", "image_token")
     written = next(t for name in template_names if (t := getattr(processor, name, None)))
     tokenizer = ChatTokenizer(folder, {"image": MediaText(str(written))})
@@ -102,7 +93,7 @@ def test_processor_and_model_agree_for_classes_that_need_torchvision(
     ("model_type", "cause"),
     [
         ("vision-encoder-decoder", "transformers has no processor for it"),
-        ("mllama", "no get_image_features"),
+        ("mllama", "no attribute 'get_image_features'"),
     ],
 )
 def test_a_class_without_a_whole_folder_is_refused_with_its_cause(
