@@ -45,7 +45,6 @@ _REFUSED = {
 }
 # Classes that share another's processors without transformers saying so.
 _LIKE = {
-    "fast_vlm": "llava",
     "glm4v_moe": "glm4v",
     "glm_ocr": "glm46v",
     "glmga": "glm46v",
@@ -61,7 +60,7 @@ _SYNONYMS = {
     "img_size": ("image_size",),
 }
 _PIXEL_TILES = (2, 6)  # smallest and largest image, in rows of the tower along an edge
-_ROWS = ("image_seq_length", "image_seq_len", "num_image_tokens", "num_query_tokens")
+_ROWS = ("image_seq_length", "image_seq_len", "num_image_tokens")
 
 
 def classes() -> dict[str, str]:

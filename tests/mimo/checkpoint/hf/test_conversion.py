@@ -6,7 +6,6 @@ expert.
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,57 +17,17 @@ from torch import Tensor
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.conversion import Conversion
 from mimo.checkpoint.hf.initial import HFCheckpoint
+from mimo.checkpoint.hf.shrink import build
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.errors import RecipeError
 from mimo.families.keymap import Weight, plain
 from tests.mimo.checkpoint.hf import folders
+from tests.mimo.model.tiny_classes import tiny_config
 
-_TEXT = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 99,
-}
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 28}
-_LLAVA_TOWER = {**_TOWER, "num_hidden_layers": 2, "patch_size": 14}
-_EXPERTS = {
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
-}
-_QWEN_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "depth": 2}
-_QWEN_TOWER |= {"out_hidden_size": 32, "num_position_embeddings": 16}
-_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-_MIXED = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_5_moe": {"text_config": _TEXT | _EXPERTS | _MIXED, "vision_config": _QWEN_TOWER},
-    "qwen3_vl_moe": {
-        "text_config": _TEXT | _EXPERTS | {"rope_parameters": _ROPE},
-        "vision_config": _QWEN_TOWER | {"deepstack_visual_indexes": [0]},
-    },
-    "llava": {
-        "text_config": {"model_type": "llama"} | _TEXT,
-        "vision_config": {"model_type": "clip_vision_model"} | _LLAVA_TOWER,
-    },
-    "gemma3": {"text_config": _TEXT, "vision_config": _LLAVA_TOWER, "tie_word_embeddings": True},
-    "internvl": {
-        "text_config": {"model_type": "qwen2"} | _TEXT,
-        "vision_config": _LLAVA_TOWER | {"image_size": [28, 28], "patch_size": [14, 14]},
-    },
-}
+CLASSES = ("qwen3_5_moe", "qwen3_vl_moe", "llava", "gemma3", "internvl")
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=CLASSES)
 def model_type(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -80,16 +39,7 @@ def folder(model_type: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save(model_type: str, folder: Path) -> Path:
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    settings = copy.deepcopy(CONFIGS[model_type])
-    config = AutoConfig.for_model(model_type, **settings)
-    torch.manual_seed(0)
-    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    model.save_pretrained(folder)
+    build(tiny_config(model_type)).save_pretrained(folder)
     return folder
 
 
@@ -145,7 +95,7 @@ def test_of_experts_only_the_needed_ones_are_read(tmp_path: Path) -> None:
     stored, conversion = WeightsFolder(folder), conversion_of(folder)
     key = "model.language_model.layers.1.mlp.experts.gate_up_proj"
     conversion.read(stored, key, slice(2, 3))
-    assert stored.bytes_read == 2 * 24 * 32 * 4
+    assert stored.bytes_read == 2 * 96 * 64 * 4
 
 
 def test_what_is_written_has_the_names_and_bits_of_the_folder(folder: Path) -> None:
@@ -193,7 +143,7 @@ def test_tied_parameters_may_be_stored_under_either_name(tmp_path: Path, stored_
     weights = weights_of(loaded(save("gemma3", tmp_path / "same")))
     checkpoint = HFCheckpoint(folder, general("gemma3"), {"language": weights})
     key = "model.language_model.embed_tokens.weight"
-    values = checkpoint.part(key, slice(0, 99), slice(0, 32))
+    values = checkpoint.part(key, slice(0, 640), slice(0, 64))
     assert torch.equal(values, folders.tensors(folder)[head])
     written = checkpoint.conversion.to_disk({key: values})
     assert set(written) == ({embedding, head} if stored_head == "both" else {head})
@@ -222,9 +172,9 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     text = "\n".join(raised.value.problems)
     for part in (
         "model.language_model.norm.weight is missing",
-        f"{layer}.mlp.experts.down_proj is [2, 32, 24], the configuration asks for [3, 32, 24]",
-        f"{layer}.mlp.experts.gate_up_proj cannot be made of 6 tensors from ",
-        "[23, 32], [24, 32]",
+        f"{layer}.mlp.experts.down_proj is [3, 64, 96], the configuration asks for [4, 64, 96]",
+        f"{layer}.mlp.experts.gate_up_proj cannot be made of 8 tensors from ",
+        "[95, 64], [96, 64]",
         f"{layer}.mlp.gate.weight is int64; only ",
     ):
         assert part in text, (part, text)
