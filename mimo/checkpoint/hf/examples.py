@@ -1,6 +1,6 @@
 """Inputs for a tiny model of any image-text-to-text class, as its processor would give them.
 
-Letters: L tokens of a sample, N rows, H width.
+Letters: L tokens of a sample.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class Sample:
     """One sample: text with placeholders, and its items.
 
     input_ids: (L,) int64, placeholders included.
-    items: by modality, the arguments of `get_<modality>_features` of
-    each item, in the order of its placeholders, as the class's processor gives them for one item.
-    The leading dimension is there: items of equal trailing shapes concatenate along dimension 0.
+    items: by modality, the arguments of `get_<modality>_features` of each item, in the order of its
+    placeholders. Items of equal trailing shapes concatenate along dimension 0.
     """
 
     input_ids: Tensor

@@ -44,7 +44,7 @@ _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decode
 _DEPTHS += ("n_layers", "conf_num_hidden_layers", "resampler_depth")
 _LAYER_INDICES = re.compile(
     r"moe_layers|full_attn_idxs|fullatt_block_indexes|global_attn_indexes|ple_layer_ids"
-    r"|mlp_only_layers|rope_scaling_layers|local_layer_ids"
+    r"|mlp_only_layers|rope_scaling_layers|local_layer_ids|cross_attention_layers"
 )
 _TOKEN = re.compile(
     r".*_token_(id|ids|index)|(im|image|slice)_(start|end|newline|patch)_id|newline_id|eod_token_id"
@@ -58,19 +58,9 @@ _VALUES: dict[str, Any] = {
     "insert_layer_id": 1,
 }
 
-# Values of published configurations that the class's default lacks, by `model_type` of the
-# configuration or of a part. Sizes are shrunk like all others.
-_MISSING: dict[str, dict[str, Any]] = {
-    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
-    "deepseek_ocr2_text": {
-        **{"mlp_layer_types": ["dense", *["sparse"] * 11], "num_experts_per_tok": 6},
-    },
-    "granite4_vision": {"downsample_rate": "2/4"},
-    "hunyuan_vl_text": {"head_dim": 128},
-    "step3p5": {"sliding_window": 512},
-}
-# Small values that the rules do not give, by `model_type`.
+# Small values that the rules do not give, by `model_type` of the configuration or of a part. Some
+# are in published configurations, but not in the class's default.
+_VISION_EDGES = {"vision_start_token_id": 630, "vision_end_token_id": 631}
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "aria": {
         "projector_patch_to_query_dict": {16: 4},
@@ -79,7 +69,12 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0], [-2, 1]],
         "spatial_target_layers": [0, 0, 1, 1],
+        "downsample_rate": "2/4",
     },
+    "qwen2_5_omni_thinker": _VISION_EDGES,
+    "qwen3_omni_moe_thinker": _VISION_EDGES,
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    "step3p5": {"sliding_window": 8},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0}
@@ -116,9 +111,6 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
             if getattr(config, key) is None:
                 setattr(complete, key, kind())
     for _, part in sections(complete):
-        for key, value in _MISSING.get(part.model_type, {}).items():
-            if getattr(part, key, None) is None:
-                setattr(part, key, value)
         if "mrope_section" in part.ignore_keys_at_rope_validation:
             part.rope_parameters.setdefault("mrope_section", [1, 1, 1])
     small = _shrink(complete.to_dict(), {})
@@ -181,7 +173,7 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
         if value is None:
             is_placeholder = _PLACEHOLDER.fullmatch(key)
             return VOCABULARY - 1 - MODALITIES.index(key.split("_")[0]) if is_placeholder else None
-        if key in _VALUES:
+        if key in _VALUES and value:
             return _VALUES[key]
         if _TOKEN.fullmatch(key):
             return _each(value, new_id)
@@ -197,9 +189,9 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
     heads, groups = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int):
         small["num_key_value_heads"] = 4 if groups == heads else min(groups, 2)
-    if values.get("head_dim"):
+    if "head_dim" in values:
         # In some classes the heads' sizes sum to the width.
-        is_derived = values["head_dim"] * (heads or 0) == values.get("hidden_size")
+        is_derived = (values["head_dim"] or 0) * (heads or 0) in (0, values.get("hidden_size"))
         wide = "vocab_size" in values and not is_derived
         small["head_dim"] = small.get("qk_rope_head_dim") or (_TEXT_HEAD if wide else _HEAD)
     if values.get("qk_head_dim"):
