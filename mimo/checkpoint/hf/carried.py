@@ -46,26 +46,22 @@ class Carried:
 
     def copy_files(self, target: Path) -> None:
         """Copy the files that still exist; print what is carried and what is missing."""
-        sizes, gone = dict[str, int](), list[str]()
-        for name in self.files:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, target / name)
-                sizes[name] = (target / name).stat().st_size
-            else:
-                gone.append(name)
+        present = [name for name in self.files if (self.folder / name).is_file()]
+        for name in present:
+            shutil.copyfile(self.folder / name, target / name)
+        sizes = {name: (target / name).stat().st_size for name in present}
         for kind, carried in (("tensors", self.tensors), ("files", sizes)):
             if carried:
-                count = (
-                    f"{len(carried)} {kind} ({_first(carried)}), {sum(carried.values()):,} bytes"
-                )
-                print(f"carried unchanged from {self.folder}: {count}")
-        if gone:
+                size = f"{sum(carried.values()):,} bytes"
+                what = f"{len(carried)} {kind} ({_first(carried)}), {size}"
+                print(f"carried unchanged from {self.folder}: {what}")
+        if gone := [name for name in self.files if name not in sizes]:
             print(f"no longer in {self.folder}, so not carried: {len(gone)} files ({_first(gone)})")
 
 
 def _first(names: Iterable[str]) -> str:
-    first, *others = (", ".join([*names][:3]), *[*names][3:])
-    return first + (", ..." if others else "")
+    names = [*names]
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def carried_of(

@@ -129,12 +129,8 @@ def _processor_classes(model_type: str) -> list[Any]:
     image, video = names(images, "IMAGE_PROCESSOR"), names(videos, "VIDEO_PROCESSOR") or {}
     if whole is None or image is None:
         raise ValueError("transformers has no processor for it")
-    class_names = (
-        whole,
-        image.get("pil", image.get("torchvision")),
-        video.get("torchvision"),
-        audio,
-    )
+    image, video = image.get("pil", image.get("torchvision")), video.get("torchvision")
+    class_names = (whole, image, video, audio)
     kinds = [getattr(transformers, name) if name else None for name in class_names]
     kinds = [None if getattr(kind, "is_dummy", False) else kind for kind in kinds]
     if None in kinds[:2]:
@@ -254,9 +250,9 @@ def _set_token_ids(config: PreTrainedConfig, processor: Any, image_id: int) -> N
     vocabulary = tokenizer.get_vocab()
     size = (len(vocabulary) // 64 + 2) * 64
     sizes = {"vocab_size": size, "vocab_size_per_layer_input": size}
+    sizes["max_position_embeddings"] = 4096
     for section, part in sections(config):
         if not re.match("vision|audio|vq", section):
-            sizes["max_position_embeddings"] = 4096
             for key in sizes.keys() & vars(part).keys():
                 setattr(part, key, sizes[key])
         for key, value in list(vars(part).items()):
