@@ -1,12 +1,11 @@
-"""Tiny copies of transformers' classes keep every kind of layer, build and run."""
+"""Tiny copies of transformers' classes keep every kind of layer and build."""
 
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
-from mimo.checkpoint.hf.examples import concatenate, example_samples
+from mimo.checkpoint.hf.examples import example_samples
 from mimo.checkpoint.hf.shrink import VOCABULARY, build, shrink
 
 CLASSES = ("Qwen3_5", "Gemma4", "InternVL", "Mistral3", "PaliGemma", "Qwen3VLMoe")
@@ -18,7 +17,7 @@ def _parts(config):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_tiny_copy_keeps_every_kind_of_layer_and_runs_its_samples(name: str) -> None:
+def test_a_tiny_copy_keeps_every_kind_of_layer(name: str) -> None:
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     config = model_class.config_class()
     small = shrink(config)
@@ -40,15 +39,6 @@ def test_a_tiny_copy_keeps_every_kind_of_layer_and_runs_its_samples(name: str) -
     assert [len(s.items.get("image", ())) for s in samples] == [2, 0, 1]
     for sample in samples:
         assert int(sample.input_ids.max()) < VOCABULARY
-        arguments = {k: v for part in sample.items.values() for k, v in concatenate(part).items()}
-        if name == "Qwen3_5" or name == "Qwen3VLMoe":
-            types = (sample.input_ids == small.image_token_id).int()
-            types += 2 * (sample.input_ids == small.video_token_id).int()
-            arguments["mm_token_type_ids"] = types[None]
-        with torch.no_grad():
-            logits = whole(input_ids=sample.input_ids[None], use_cache=False, **arguments).logits
-        assert logits.shape == (1, len(sample.input_ids), VOCABULARY)
-        assert logits.isfinite().all()
 
 
 def test_shared_keys_and_the_kinds_of_a_real_gemma_4_survive() -> None:
