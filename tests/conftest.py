@@ -1,5 +1,6 @@
 """Fixtures: real ranks for a test's function, in a tenth of a second."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -53,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for message, module in WARNINGS:
         for category in ("UserWarning", "DeprecationWarning"):
             config.addinivalue_line("filterwarnings", f"ignore:{message}:{category}:{module}")
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # `mimo check` froze all objects, and libraries report what is left over
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

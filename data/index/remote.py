@@ -24,8 +24,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fsspec.asyn import AsyncFileSystem
-from fsspec.core import url_to_fs
 
 State = tuple[int, str]
 """Size in bytes and version of a file; the version is empty where none is known."""
@@ -65,7 +63,7 @@ def describe(url: str) -> State:
     """Return what a shard is now. Raises OSError with the URL; FileNotFoundError if it is none."""
 
     def ask() -> State:
-        system, path = url_to_fs(url)
+        system, path = _file_system(url)
         system.invalidate_cache()
         return _state(system.info(path, **_limit(system, 0)))
 
@@ -76,7 +74,7 @@ def read(url: str, offset: int, size: int) -> bytes:
     """Return bytes [offset, offset + size). Raises OSError with the URL."""
 
     def ask() -> bytes:
-        system, path = url_to_fs(url)
+        system, path = _file_system(url)
         data = system.cat_file(path, start=offset, end=offset + size, **_limit(system, size))
         if len(data) > size:
             raise ValueError(f"{len(data)} bytes came instead of {size}: need ranged reads")
@@ -107,7 +105,7 @@ def _find(pattern: str) -> list[tuple[str, State]]:
 
 
 def _list(pattern: str) -> list[tuple[str, State | None]]:
-    system, path = url_to_fs(pattern)
+    system, path = _file_system(pattern)
     system.invalidate_cache()
     # Most file systems know their files without protocol and host.
     head = f"{pattern.partition('://')[0]}://"
@@ -119,9 +117,15 @@ def _list(pattern: str) -> list[tuple[str, State | None]]:
     ]
 
 
+def _file_system(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # late: it is slow to import, and most shards are files
+
+    return url_to_fs(url)
+
+
 def _limit(system: Any, size: int) -> dict[str, Any]:
     """The time limit of a request for ``size`` bytes, as fsspec's asynchronous systems take it."""
-    if not isinstance(system, AsyncFileSystem):
+    if not system.async_impl:
         return {}
     return {"timeout": _TIMEOUT_SECONDS * (1 + size / 2**23)}
 

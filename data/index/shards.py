@@ -17,7 +17,6 @@ from functools import partial
 from itertools import islice
 
 from braceexpand import braceexpand
-from fsspec.caching import BlockCache as Parts
 
 from data.index import remote
 from data.index.remote import BlockCache
@@ -191,6 +190,8 @@ class ShardStream:
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0
         self._shard = shard
+        from fsspec.caching import BlockCache as Parts  # late: fsspec is slow to import
+
         self._parts = Parts(part_size, lambda a, b: shard.read(a, b - a), self.size, _PARTS)
 
     def member(self, begin: int, size: int) -> ShardStream:

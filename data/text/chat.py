@@ -25,7 +25,13 @@ from data.text.messages import (
     mentions,
     write_items,
 )
-from data.text.template import SpecialTokens, Template, find_chat_template, generation_ends
+from data.text.template import (
+    SpecialTokens,
+    Template,
+    find_chat_template,
+    generation_ends,
+    load_tokenizer,
+)
 
 ItemRows = int | tuple[int, ...]
 IMAGES = {"image": MediaText("<|image_pad|>")}
@@ -86,15 +92,11 @@ class ChatTokenizer:
                 f"tokenizer folder {self.directory} {problem}: need a local folder with "
                 "tokenizer.json"
             )
-        from transformers import AutoTokenizer  # late: it costs seconds to import
-
         try:
             if (file := self.directory / "tokenizer.json").exists():
                 with file.open("rb") as opened:
                     opened.read(1)  # its reader does not say which OSError it met
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(self.directory), local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = load_tokenizer(self.directory)
         except (OSError, ValueError, KeyError, RecursionError) as error:
             problem = f"no tokenizer can be loaded from {self.directory}: {error}"
             raise ValueError(problem) from error

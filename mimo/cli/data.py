@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from mimo.checkpoint.hf.tiny import FAMILIES
 from mimo.cli.options import (
     EmaOption,
     JsonOption,
@@ -185,8 +184,8 @@ def tiny(
     family: Annotated[
         str,
         typer.Argument(
-            help=f"One of {', '.join(FAMILIES)}. Or the model_type of any image-text-to-text class "
-            "of transformers, such as qwen3_5."
+            help="One of qwen2_5_vl, qwen3_vl, gemma3, qwen2, qwen3, llama, gemma3_text. Or the "
+            "model_type of any image-text-to-text class of transformers, such as qwen3_5."
         ),
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],

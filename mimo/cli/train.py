@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,9 +23,18 @@ def check(
     num_ranks: NumRanksOption = None,
 ) -> None:
     """Validate a recipe and its data, and print ranks, grids and memory. Indexes nothing."""
+    gc.disable()  # do not look at torch's million objects again and again
+    try:
+        _check(recipe, overrides or [], num_ranks)
+    finally:
+        gc.enable()
+        gc.freeze()  # nor look at them at exit
+
+
+def _check(recipe: Path, overrides: list[str], num_ranks: int | None) -> None:
     from mimo.checkpoint.hf.recipes import load_phases
 
-    phased = load_phases(recipe, overrides or [])
+    phased = load_phases(recipe, overrides)
     # Imported after the recipe is read: a mistyped key is reported before torch loads.
     from mimo.model.recipe_checks import check_indexed_data, check_recipe
 

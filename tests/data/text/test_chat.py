@@ -32,6 +32,15 @@ def copy_with_template(chat: ChatTokenizer, folder: Path, template: str) -> Chat
     return ChatTokenizer(folder)
 
 
+def test_a_folder_without_a_model_opens_as_by_transformers(chat: ChatTokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(chat.directory))
+    assert type(chat._tokenizer) is type(theirs)
+    assert chat._tokenizer.special_tokens_map == theirs.special_tokens_map
+    assert chat._backend.to_str() == theirs.backend_tokenizer.to_str()
+
+
 def test_each_placeholder_becomes_as_many_ids_as_its_image_has_rows(chat: ChatTokenizer):
     messages = [user("read the digits .", num_images=3), assistant("3 7 1")]
     short = chat.encode(messages, [1, 1, 1], "k")

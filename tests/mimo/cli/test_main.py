@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from mimo.checkpoint.hf.tiny import FAMILIES
 from mimo.cli.main import app
 from tests.mimo import tiny
 from tests.mimo.config.test_recipe import RECIPE
@@ -173,3 +174,8 @@ def test_a_removed_command_or_option_is_refused_with_its_replacement(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_the_help_of_tiny_names_every_family() -> None:
+    result = CliRunner().invoke(app, ["tiny", "--help"], env={"TERMINAL_WIDTH": "200"})
+    assert f"One of {', '.join(FAMILIES)}." in result.output
