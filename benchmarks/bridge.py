@@ -1,7 +1,6 @@
 """Compare the bridge with Megatron's, and check what it promises.
 
-Its parts: against Megatron's bridge, against replicated delivery and against our bare messages, on
-several layouts; the time to plan.
+Against Megatron's bridge and against our bare messages, on several layouts; and the time to plan.
 
 Letters: N rows of the global microbatch, n rows of one rank, H hidden, T packed tokens of one
 language lane.
@@ -9,7 +8,6 @@ language lane.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import math
 import sys
@@ -26,21 +24,13 @@ import typer
 from torch import Tensor
 
 from benchmarks.bridge_planning import PLAN_RANKS, StepTime, time_step
-from benchmarks.harness import Bound, Contest, Figures, Report, Run, command
-from bridge import (
-    BridgePlan,
-    ItemRuns,
-    LaneSegments,
-    ReplicatedSource,
-    replicated_destination,
-    sharded_destination,
-)
+from benchmarks.harness import Bound, Contest, Figures, command, conclude
+from bridge import BridgePlan, ItemRuns, LaneSegments, ReplicatedSource, sharded_destination
 from mimo.errors import InputError
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.runtime.processes import RanksFailed, run_processes, warm_up
 from mimo.runtime.ranks import rank_variables
 
-Delivery = Literal["sharded", "replicated"]
 Way = Literal["forward", "forward + backward"]
 ENCODER = "vision"
 PRELOAD = ("mimo.engines.megatron.preload", "benchmarks.bridge_sides")
@@ -85,25 +75,17 @@ CASES = (
     Case(encoder_tp=1, encoder_lanes=1, language_tp=2, language_lanes=2),
     Case(encoder_tp=1, encoder_lanes=1, language_tp=4, language_lanes=1, sp=False),
 )
-_SECOND_SIZE = 4  # how many times fewer rows the second size has
-
+ROWS, HIDDEN = (8192, 2048), 1024
 _JUDGED_TP = 4  # of the language model, with SP
 _BYTES_OVER_BOUND = 1.01
 _FEWER_BYTES = 3.9
 _TIMES_FASTER = {"forward": 5.0, "forward + backward": 3.0}
 _PLAN_MS = 50.0  # 1 % of a step of 5 seconds
 _NOTES = (
-    "Megatron's bridge hard-codes nccl for its groups, which was mapped to the backend of ours. It "
-    "sums what it receives for its debug log, also when that is off; this is part of its time.",
-    "Megatron's ranks were given complete gradients at no cost. With SP, a gather over the TP "
-    "group would come first, so this flatters Megatron's backward.",
-    "Our plans are made and staged before a run, as in training, where that happens in the "
-    "background; a table below has the time of planning.",
-    "Bytes are what the ranks at the end of the way receive from anyone, their own module's ranks "
-    "included: forward until each holds its first layer's input.",
-    "Bare messages are those of our bridge by isend and irecv alone, in memory that is there "
-    "already: no plan, no autograd, no timeouts. No bridge that moves as much can be faster.",
-    "A run lasts from a start common to all ranks until the last rank is done.",
+    "Megatron's bridge sums what it receives for its debug log, even when that is off. Its nccl "
+    "groups were mapped to the backend of ours. It gets complete gradients at no cost.",
+    "Bytes are what the ranks at the end of the way receive from anyone. A run lasts from a start "
+    "common to all ranks until the last rank is done.",
 )
 
 
@@ -152,34 +134,30 @@ class Workload:
         np.maximum.at(ends, runs.destination_lane, runs.position + runs.rows)
         return tuple((-(-(ends + 1) // tp) * tp).tolist())
 
-    def build_plan(self, delivery: Delivery) -> BridgePlan:
+    def build_plan(self) -> BridgePlan:
         """A fresh plan, so that nothing is cached from the last run."""
         encoder, language = self.case.layout.encoders[ENCODER], self.case.layout.language
         rows = np.full(encoder.dp, self.rows // encoder.dp, np.int64)
         source = ReplicatedSource(rows, np.array(encoder.ranks).reshape(encoder.dp, encoder.tp))
         ranks = np.array(language.ranks).reshape(language.dp, 1, language.tp)
         segments = LaneSegments.whole(self.tokens)
-        if delivery == "sharded":
-            destination = sharded_destination(segments, ranks, language.sp, self.runs)
-            return BridgePlan.build(self.runs, source, destination)
-        destination = replicated_destination(self.tokens, ranks)
-        returning = sharded_destination(segments, ranks, False, self.runs)
-        return BridgePlan.build(self.runs, source, destination, returning)
+        destination = sharded_destination(segments, ranks, language.sp, self.runs)
+        return BridgePlan.build(self.runs, source, destination)
 
-    def encoder_values(self, lane: int) -> Tensor:
-        """(N / encoder lanes, H) fp32: the rows that one encoder lane produces."""
-        share = self.rows // self.case.encoder_lanes
+    def values_of(self, lane: int, num_lanes: int) -> Tensor:
+        """(N / num_lanes, H) fp32: the rows of one lane of a side, in order."""
+        share = self.rows // num_lanes
         return self._values(torch.arange(lane * share, (lane + 1) * share))
 
-    def values_at(self, rank: int, places: Tensor, delivery: Delivery) -> Tensor:
+    def values_at(self, rank: int, places: Tensor) -> Tensor:
         """(n, H) fp32: what `rank` must find at its local positions `places` (n,)."""
-        return self._values(self._row_at(rank, delivery)[places])
+        return self._values(self._row_at(rank)[places])
 
     def needed_rows(self, rank: int) -> int:
         """The bound: rows that language `rank` needs before its first layer and does not hold."""
-        return int((self._row_at(rank, "sharded") >= 0).sum())
+        return int((self._row_at(rank) >= 0).sum())
 
-    def _row_at(self, rank: int, delivery: Delivery) -> Tensor:
+    def _row_at(self, rank: int) -> Tensor:
         """The number of the row at each local position of a language rank, -1 for text."""
         language = self.case.layout.language
         coords = language.coords(rank)
@@ -188,8 +166,8 @@ class Workload:
         for item in np.flatnonzero(self.runs.destination_lane == coords.dp):
             at, count = self.runs.position[item], self.runs.rows[item]
             row_at[at : at + count] = first[item] + np.arange(count)
-        sliced = language.sp and delivery == "sharded"
-        return torch.from_numpy(np.split(row_at, language.tp)[coords.tp] if sliced else row_at)
+        parts = np.split(row_at, language.tp if language.sp else 1)
+        return torch.from_numpy(parts[coords.tp if language.sp else 0])
 
     def _values(self, numbers: Tensor) -> Tensor:
         columns = torch.arange(self.hidden, dtype=torch.float32) / self.hidden
@@ -197,8 +175,8 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Passage:
-    """What rows took one way through one layout, by contestant: "ours" is the first.
+class Passage(Contest):
+    """What rows took one way through one layout.
 
     received: bytes that each rank at the end of the way got in a run: rows at the language model,
     or gradients back at the encoder. bound: the least that could be.
@@ -207,126 +185,93 @@ class Passage:
     case: Case
     rows: int
     way: Way
-    runs: dict[str, list[Run]]
     received: dict[str, list[int]]
     bound: list[int]
 
-    def __str__(self) -> str:
-        """For example `2×tp1 → 1×tp4 sp, 8192 rows, forward`."""
-        return f"{self.case}, {self.rows} rows, {self.way}"
+    def times_bound(self, contestant: str) -> float:
+        """All bytes that a contestant received, as a multiple of the bound."""
+        return sum(self.received[contestant]) / sum(self.bound)
 
 
-def check_rows(rows: int) -> None:
-    """Raise InputError if lanes cannot get equal rows in both sizes."""
-    step = _SECOND_SIZE * max(case.lanes_once for case in CASES)
-    if rows < 4 * step or rows % step:
-        raise InputError(f"--rows: got {rows}, needs a multiple of {step} from {4 * step} on")
-
-
-def bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> list[Bound]:
+def bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> Iterator[Bound]:
     """Every promise, kept or not.
 
     All layouts into tp 4 with SP are judged: bytes in both sizes, speed in the larger one, where
     bytes matter more than the latency of single calls. The tables show all layouts.
     """
-    return [*_bounds(passages, plans)]
-
-
-def _bounds(passages: Sequence[Passage], plans: Sequence[StepTime]) -> Iterator[Bound]:
     judged = [p for p in passages if p.case.sp and p.case.language_tp == _JUDGED_TP]
     most_rows = max((passage.rows for passage in judged), default=0)
     for passage in judged:
+        name = passage.name
         if passage.way == "forward":
-            ours, theirs = (sum(passage.received[name]) for name in ("ours", "megatron"))
-            over = ours / sum(passage.bound)
-            yield Bound(f"{passage}: bytes / lower bound", over, _BYTES_OVER_BOUND, True)
-            yield Bound(f"{passage}: Megatron's bytes / ours", theirs / ours, _FEWER_BYTES, False)
+            ours, theirs = map(passage.times_bound, ("ours", "megatron"))
+            yield Bound(f"{name}: bytes / lower bound", ours, _BYTES_OVER_BOUND, True)
+            yield Bound(f"{name}: Megatron's bytes / ours", theirs / ours, _FEWER_BYTES, False)
         if passage.rows == most_rows:
-            ratio = Contest("", passage.runs).ratio("megatron")
-            yield Bound(f"{passage}: times faster", ratio, _TIMES_FASTER[passage.way], False)
+            ratio = passage.ratio("megatron")
+            yield Bound(f"{name}: times faster", ratio, _TIMES_FASTER[passage.way], False)
     for plan in plans:
         if plan.num_ranks == PLAN_RANKS[0] and not plan.packed:
             yield Bound(f"a step's plan for {plan.num_ranks} ranks, ms", plan.ms, _PLAN_MS, True)
 
 
 def main(
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the larger size.")] = 8192,
-    hidden: Annotated[int, typer.Option(min=1, help="Values of a row.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take turns.")] = 15,
     rival: Annotated[
         Path | None,
         typer.Option(help="Megatron's bridge_communicator.py, if not the installed one."),
     ] = None,
     json_path: Figures = None,
-    picture: Path = Path("runs/bench_bridge.png"),
 ) -> int:
     """Compare the bridge with Megatron's; exit code 1 if a bound is missed or a rank fails."""
-    check_rows(rows)
     baseline = _describe_baseline(rival)
     print(baseline, flush=True)
     warm_up(PRELOAD)
     passages: list[Passage] = []
     try:
-        for size in (rows, rows // _SECOND_SIZE):
+        for rows in ROWS:
             for case in CASES:
-                print(f"{case}, {size} rows ...", flush=True)
-                passages += _on_ranks(case, size, hidden, rounds, rival)
+                print(f"{case}, {rows} rows ...", flush=True)
+                passages += _on_ranks(Workload(case, rows, HIDDEN), rounds, rival)
     except RanksFailed as failure:
         print(failure, file=sys.stderr)
         return 1
     # After the ranks have ended, so that nothing else runs.
     plans = [time_step(ranks, packed) for ranks in PLAN_RANKS for packed in (False, True)]
-    traffic = {str(passage): passage for passage in passages}
-
-    def received(contest: Contest, contestant: str) -> str:
-        passage = traffic[contest.name]
-        return f"{sum(passage.received[contestant]) / sum(passage.bound):.3f}"
-
-    report = Report(
-        title=f"Bridges, rows of {hidden} fp32, {rounds} rounds",
-        notes=(baseline, *_NOTES),
-        contests=[Contest(name, passage.runs) for name, passage in traffic.items()],
+    title = "a core plans a step of 32 microbatches from the index: median ms"
+    return conclude(
+        f"Bridges, rows of {HIDDEN} fp32, {rounds} rounds",
+        passages,
         columns={
-            "ms": lambda contest, contestant: f"{1e3 * contest.median(contestant):.1f}",
-            "bytes / bound": received,
+            "ms": lambda passage, name: f"{1e3 * passage.median(name):.1f}",
+            "bytes / bound": lambda passage, name: f"{passage.times_bound(name):.3f}",
         },
-        bounds=bounds(passages, plans),
-        tables={
-            "a core plans a step of 32 microbatches from the index: median ms": [
-                asdict(plan) for plan in plans
-            ],
-        },
-        others={
-            "traffic": {
-                name: {"received": passage.received, "bound": passage.bound}
-                for name, passage in traffic.items()
-            }
-        },
+        bounds=[*bounds(passages, plans)],
+        json_path=json_path,
+        tables={title: [asdict(plan) for plan in plans]},
+        notes=[baseline, *_NOTES],
     )
-    return report.conclude(picture, json_path)
 
 
 def _describe_baseline(rival: Path | None) -> str:
     """Name the file of Megatron's bridge. Raises InputError if it has no such class."""
     if rival is None:
         return "Megatron's bridge: that of the installed megatron-core."
-    try:
-        source = rival.read_bytes()
-        names = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(f"--rival: cannot read {rival} as Python: {error}") from error
-    if rival.suffix != ".py" or "BridgeCommunicator" not in names:
+    source = rival.read_bytes() if rival.is_file() else b""
+    if rival.suffix != ".py" or b"class BridgeCommunicator" not in source:
         raise InputError(f"--rival: got {rival}, needs a .py file with class BridgeCommunicator")
     digest = hashlib.sha256(source).hexdigest()[:12]
     return f"Megatron's bridge: {rival} (sha256 {digest}) instead of the installed one."
 
 
-def _on_ranks(case: Case, rows: int, hidden: int, rounds: int, rival: Path | None) -> list[Passage]:
-    args, size = (case, rows, hidden, rounds, rival), case.layout.world_size
+def _on_ranks(workload: Workload, rounds: int, rival: Path | None) -> list[Passage]:
+    args, size = (workload, rounds, rival), workload.case.layout.world_size
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         variables = rank_variables(Path(directory))
         return run_processes("benchmarks.bridge_sides:in_world", args, size, variables)[0]
 
 
 if __name__ == "__main__":
-    command(main)()
+    from benchmarks import bridge as module  # ranks look for its classes there, not in __main__
+
+    command(module.main)()

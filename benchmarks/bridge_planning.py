@@ -34,23 +34,16 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class StepTime:
-    """Median milliseconds of a core to plan a step, on a rank that sends and one that receives.
+    """Median milliseconds of a core to plan a step: the slower of a sending and a receiving rank.
 
     num_ranks: of the language model. packed: sequences of several samples, as many as fit; else of
-    one. samples, items: of the whole step.
+    one. samples: of the whole step.
     """
 
     num_ranks: int
     packed: bool
     samples: int
-    items: int
-    sender_ms: float
-    receiver_ms: float
-
-    @property
-    def ms(self) -> float:
-        """Milliseconds that the slower rank takes."""
-        return max(self.sender_ms, self.receiver_ms)
+    ms: float
 
 
 class DrawnIndex:
@@ -108,7 +101,7 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
     index: Any = DrawnIndex(processor)
     chat: Any = SimpleNamespace(placeholder_ids={_MEDIA: _PLACEHOLDER})
     readers = [SampleReader(index, chat, {_MEDIA: processor})]
-    medians, samples, items = [], 0, 0
+    medians, samples = [], 0
     for rank in (0, layout.language.rank_offset):
         planner = StepPlanner(
             layout,
@@ -143,6 +136,5 @@ def time_step(num_ranks: int, packed: bool, repeats: int = _REPEATS) -> StepTime
             pack_language(loaded, plan, readers, 0, 0)
             times[-1] += time.process_time() - started
             samples = sum(part.num_samples for part in parts)
-            items = sum(len(part.item) for part in parts)
         medians.append(1e3 * statistics.median(times[1:]))
-    return StepTime(num_ranks, packed, samples, items, *medians)
+    return StepTime(num_ranks, packed, samples, max(medians))

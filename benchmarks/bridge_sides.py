@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import bridge_communicator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.bridge import ENCODER, Case, Delivery, Passage, Way, Workload
+from benchmarks.bridge import ENCODER, Passage, Way, Workload
 from benchmarks.harness import Run, take_turns
 from bridge import BridgeEnd, BridgeReceiver, BridgeSender, Exchange, FlatEmbeddings
 from mimo.device import (
@@ -51,22 +50,22 @@ class Bridge(ABC):
     """One contestant, seen from one rank.
 
     values: on an encoder rank the rows that it gives. On a rank of the language model: gradient:
-    what it sends back; places: where the rows that it gets belong, in the order of ``delivery``.
+    what it sends back; places: where the rows that it gets belong.
     """
 
     values: Tensor
     places: Tensor
     gradient: Tensor | None = None
-    delivery: Delivery = "sharded"
 
     def __init__(self, workload: Workload, topology: Topology) -> None:
         self.workload, self.rank = workload, topology.rank
         self.encodes = topology.owns(ENCODER)
         self.grid = workload.case.layout.grids[ENCODER if self.encodes else LANGUAGE]
         self.lane = self.grid.coords(self.rank).dp
+        if self.encodes:
+            self.values = workload.values_of(self.lane, self.grid.dp).to(local_device())
 
-    @abstractmethod
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Do what is not timed, before every run."""
 
     @abstractmethod
@@ -77,13 +76,16 @@ class Bridge(ABC):
         `backward` the gradients on a rank of the encoder.
         """
 
+    def expected(self) -> Tensor:
+        """The rows that must arrive at this rank of the language model."""
+        return self.workload.values_at(self.rank, self.places.cpu())
+
     def check(self) -> None:
         """Rows arrive as planned; gradients of twice the rows come back as twice the rows."""
         self.prepare()
         arrived = self.run(backward=False).detach()
         if not self.encodes:
-            expected = self.workload.values_at(self.rank, self.places.cpu(), self.delivery)
-            assert torch.equal(arrived.cpu(), expected), f"{self}: wrong rows arrived"
+            assert torch.equal(arrived.cpu(), self.expected()), f"{self}: wrong rows arrived"
             if self.gradient is None:
                 self.gradient = torch.empty_like(arrived)
             torch.mul(arrived, 2, out=self.gradient)
@@ -96,12 +98,10 @@ class Bridge(ABC):
 class OurBridge(Bridge):
     """`bridge` as the training loop uses it."""
 
-    def __init__(self, workload: Workload, topology: Topology, delivery: Delivery) -> None:
+    def __init__(self, workload: Workload, topology: Topology) -> None:
         super().__init__(workload, topology)
-        self.delivery = delivery
         groups, grid = topology.bridges[Link(ENCODER)], self.grid
-        all_gathers = not grid.sp and delivery == "sharded"
-        shares = grid.tp > 1 and (self.encodes or all_gathers)
+        shares = grid.tp > 1 and (self.encodes or not grid.sp)
         end = BridgeEnd(
             name=ENCODER,
             rank=self.rank,
@@ -118,13 +118,13 @@ class OurBridge(Bridge):
         if self.encodes:
             self.sender = BridgeSender(end, self.lane, run_ahead=1)
             self.sizes = workload.runs.split_sizes(self.lane)
-            self.values = workload.encoder_values(self.lane).to(end.device).requires_grad_()
+            self.values.requires_grad_()
         else:
             self.receiver = BridgeReceiver(end, run_ahead=1, posted_ahead=1)
 
     def prepare(self) -> None:
         """Make and stage a fresh plan, as training does in the background."""
-        self.plan = self.workload.build_plan(self.delivery)
+        self.plan = self.workload.build_plan()
         self.end.stage(self.plan, lambda tensor: tensor.to(self.end.device))
 
     def run(self, backward: bool) -> Tensor:
@@ -147,21 +147,15 @@ class OurBridge(Bridge):
 class TheirBridge(Bridge):
     """Megatron's bridge. Its leaders get complete gradients at no cost, which is in its favour."""
 
-    delivery = "replicated"
-
     def __init__(self, workload: Workload, topology: Topology, file: Path | None) -> None:
         super().__init__(workload, topology)
         layout = workload.case.layout
         grids = comm_grid(layout.encoders[ENCODER]), comm_grid(layout.language)
         self.bridge = megatron_bridge(*grids, DTYPE, backend(), file)
-        if self.encodes:
-            self.values = workload.encoder_values(self.lane).to(local_device())
-        else:  # every rank of a lane gets all its rows, in their order
-            index = workload.build_plan(self.delivery).receives(self.rank).index
-            self.places = torch.from_numpy(np.sort(index))
 
-    def prepare(self) -> None:
-        """It has no plan."""
+    def expected(self) -> Tensor:
+        """Every rank of a lane gets all its rows, in their order."""
+        return self.workload.values_of(self.lane, self.grid.dp)
 
     def run(self, backward: bool) -> Tensor:
         """The bridge's calls of one microbatch, in the order of a pipeline schedule."""
@@ -213,7 +207,7 @@ class BareMessages(Bridge):
 
     def __init__(self, workload: Workload, topology: Topology) -> None:
         super().__init__(workload, topology)
-        plan, groups = workload.build_plan("sharded"), topology.bridges[Link(ENCODER)]
+        plan, groups = workload.build_plan(), topology.bridges[Link(ENCODER)]
         exchange = plan.sends(self.rank) if self.encodes else plan.receives(self.rank)
         self.places = torch.from_numpy(exchange.index)
         if not self.encodes:
@@ -222,7 +216,7 @@ class BareMessages(Bridge):
             self.out = [_calls("irecv", self.rows, exchange, groups.forward)]
             self.back = [_calls("isend", self.gradient, exchange, groups.backward)]
             return
-        self.values = workload.encoder_values(self.lane)[self.places].to(local_device())
+        self.values = self.values[self.places]
         self.rows = torch.zeros_like(self.values)
         self.out = [_calls("isend", self.values, exchange, groups.forward)]
         # Then each replica tells the others the gradients that it got.
@@ -234,9 +228,6 @@ class BareMessages(Bridge):
                 shares.append(("isend", self.rows, sibling, group))
                 shares.append(("irecv", share, sibling, group))
         self.back = [_calls("irecv", self.rows, exchange, groups.backward), shares]
-
-    def prepare(self) -> None:
-        """Its plan is no part of the floor."""
 
     def run(self, backward: bool) -> Tensor:
         """Send all messages of a direction at once, one direction after the other."""
@@ -254,7 +245,7 @@ def _calls(how: _How, rows: Tensor, exchange: Exchange, group: dist.ProcessGroup
 
 
 def _timed(bridge: Bridge, backward: bool) -> Run:
-    """From a start that all ranks of the machine agree on to the end of this rank's part."""
+    """From a start that all ranks of the machine agree on until the last one is done."""
     bridge.prepare()
     synchronize()
     barrier()
@@ -264,7 +255,9 @@ def _timed(bridge: Bridge, backward: bool) -> Run:
     time.sleep(max(0.0, start.item() - time.perf_counter()))
     bridge.run(backward)
     synchronize()
-    return Run(time.perf_counter() - start.item())
+    seconds = time.perf_counter() - start
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return Run(seconds.item())
 
 
 def _received(bridge: Bridge, backward: bool) -> list[int]:
@@ -279,22 +272,17 @@ def _received(bridge: Bridge, backward: bool) -> list[int]:
 
 
 def compete(
-    case: Case,
-    rows: int,
-    hidden: int,
-    rounds: int,
-    topology: Topology,
-    rival: Path | None = None,
+    workload: Workload, rounds: int, topology: Topology, rival: Path | None = None
 ) -> list[Passage]:
     """Check all contestants, count their bytes, then time them; every rank calls it.
 
     rival: the file of Megatron's bridge; None for the installed one.
     """
-    workload, layout = Workload(case, rows, hidden), case.layout
+    case, rows, layout = workload.case, workload.rows, workload.case.layout
+    row_bytes = workload.hidden * DTYPE.itemsize
     bridges: dict[str, Bridge] = {
-        "ours": OurBridge(workload, topology, "sharded"),
+        "ours": OurBridge(workload, topology),
         "megatron": TheirBridge(workload, topology, rival),
-        "replicated": OurBridge(workload, topology, "replicated"),
     }
     if case.sp:
         bridges["bare messages"] = BareMessages(workload, topology)
@@ -312,39 +300,35 @@ def compete(
         backward = way != "forward"
         received = {name: _received(bridge, backward) for name, bridge in bridges.items()}
         turns = {name: partial(_timed, one, backward) for name, one in bridges.items()}
-        runs = take_turns(turns, rounds)
-        # A run ends when its last rank is done.
-        seconds = [[run.seconds for run in turns] for turns in runs.values()]
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=local_device())
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         passages.append(
             Passage(
-                case,
-                rows,
-                way,
-                {name: [*map(Run, own)] for name, own in zip(runs, slowest.tolist(), strict=True)},
-                {
+                name=f"{case}, {rows} rows, {way}",
+                runs=take_turns(turns, rounds),
+                case=case,
+                rows=rows,
+                way=way,
+                received={
                     name: [num_bytes[rank] for rank in needed_rows]
                     for name, num_bytes in received.items()
                 },
-                [number * hidden * DTYPE.itemsize for number in needed_rows.values()],
+                bound=[number * row_bytes for number in needed_rows.values()],
             )
         )
     return passages
 
 
-def in_world(case: Case, rows: int, hidden: int, rounds: int, rival: Path | None) -> list[Passage]:
+def in_world(workload: Workload, rounds: int, rival: Path | None) -> list[Passage]:
     """Be one rank: join the world and `compete`."""
     environment = rank_environment()
     assert environment is not None, "runs inside a launched job"
     rank, world_size = environment.rank, environment.world_size
     set_threads(None, world_size)
-    set_variables(variables_of(case.layout, rank))
+    set_variables(variables_of(workload.case.layout, rank))
     initialize_distributed(
         rank, world_size, environment.rendezvous, _TIMEOUT_SECONDS, environment.local_rank
     )
-    topology = build_topology(case.layout, _TIMEOUT_SECONDS)
-    passages = compete(case, rows, hidden, rounds, topology, rival)
+    topology = build_topology(workload.case.layout, _TIMEOUT_SECONDS)
+    passages = compete(workload, rounds, topology, rival)
     barrier()
     return passages
 

@@ -6,10 +6,8 @@ bytes, and each rank its own half of them.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +27,10 @@ from benchmarks.harness import (
     Contest,
     Figures,
     Quick,
-    Report,
     Run,
     Worker,
     command,
+    conclude,
     take_turns,
     timed,
 )
@@ -52,43 +50,36 @@ OURS = ("async", "sync")
 SAVE, SYNCED = "torch.save", "torch.save, synced"
 CONTESTANTS = (*OURS, SAVE, SYNCED, "DCP", "DCP async")
 _TIMEOUT_SECONDS = 1800.0
-_LAYER_PARAMETERS = 11.8e6  # of the larger model
 _TOKENS, _WIDTH = 128, 1024  # of products that stand in for a step
+_SIZES = {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_layers": 9}  # 106 M parameters
 _QUICK = {"hidden_size": 64, "ffn_hidden_size": 176, "num_layers": 2}
+_RECIPE = """
+name: bench
+language:
+  family: qwen3
+  grid: {dp: 2}
+  model:
+    num_attention_heads: 16
+    num_query_groups: 8
+    head_size: 64
+    rotary_base: 1.0e+6
+    mrope_section: [16, 8, 8]
+data: {sources: [{path: nothing.tar}], sequence_length: 128}
+train: {steps: 1, global_batch_size: 2, keep_checkpoints: 1}
+"""
 
 
 def recipe_of(directory: Path, optimizer: str, overlap: bool, sizes: Mapping[str, int]) -> Recipe:
     """A language model of which two ranks are replicas."""
-    content = {
-        "name": "bench",
-        "language": {
-            "family": "qwen3",
-            "grid": {"dp": RANKS},
-            "model": {
-                "num_attention_heads": 16,
-                "num_query_groups": 8,
-                "head_size": 64,
-                "rotary_base": 1e6,
-                "mrope_section": [16, 8, 8],
-                **sizes,
-            },
-        },
-        "data": {
-            "sources": [{"path": str(directory / "*.tar")}],  # nothing is read of it
-            "tokenizer": str(directory / "tokenizer"),
-            "sequence_length": _TOKENS,
-        },
-        "train": {
-            "steps": 1,
-            "global_batch_size": RANKS,
-            "distributed_optimizer": optimizer == "distributed",
-            "async_save": overlap,
-            "keep_checkpoints": 1,
-        },
-    }
     path = directory / f"{optimizer} {os.getpid()}.yaml"
-    path.write_text(json.dumps(content))  # which is YAML as well
-    return load_recipe(path)
+    path.write_text(_RECIPE)
+    overrides = {f"language.model.{name}": size for name, size in sizes.items()}
+    overrides |= {
+        "data.tokenizer": directory / "tokenizer",
+        "train.distributed_optimizer": str(optimizer == "distributed").lower(),
+        "train.async_save": str(overlap).lower(),
+    }
+    return load_recipe(path, [f"{key}={value}" for key, value in overrides.items()])
 
 
 def peak_growth(action: Callable[[], Any]) -> int:
@@ -218,9 +209,8 @@ def together(ranks: Sequence[Callable[[], Run]]) -> Run:
     with ThreadPoolExecutor(len(ranks)) as pool:
         runs = [future.result() for future in [pool.submit(rank) for rank in ranks]]
     results = [run.result for run in runs]
-    merged = {
-        name: max(result[name] for result in results) for name in ("longer", "total", "growth")
-    }
+    names = ("longer", "total", "growth")
+    merged = {name: max(result[name] for result in results) for name in names}
     merged["share"] = max(result["growth"] / result["state"] for result in results)
     merged["state"] = sum(result["state"] for result in results)
     merged["files"] = results[0]["files"]
@@ -229,11 +219,6 @@ def together(ranks: Sequence[Callable[[], Run]]) -> Run:
 
 def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> list[Bound]:
     """Every promise, kept or not. runs: the first of each contestant is not timed."""
-
-    def ratio(ours: str, figure: Callable[[Run], float]) -> float:
-        pairs = zip(runs[ours][1:], runs[SAVE][1:], strict=True)
-        return statistics.median(figure(a) / figure(b) for a, b in pairs)
-
     state = runs[SAVE][0].result["state"]
     more = max(abs(run.result["files"] / state - 1) for own in runs.values() for run in own)
     bounds = [Bound(f"{optimizer}: bytes of files beside the state, as a share", more, 0.05, True)]
@@ -241,28 +226,22 @@ def judge(optimizer: str, runs: Mapping[str, Sequence[Run]], speed: bool) -> lis
         return bounds
     share = max(run.result["share"] for run in runs["async"])
     bounds.append(Bound(f"{optimizer}, async: memory, times what a rank saves", share, 1.2, True))
+    contest = Contest("", {name: runs[name][1:] for name in (SAVE, *OURS)})
     name = f"{optimizer}, async: blocked, times torch.save"
-    bounds.append(Bound(name, ratio("async", lambda run: run.seconds), 0.3, True))
+    bounds.append(Bound(name, contest.ratio("async"), 0.3, True))
     for way in OURS:
         name = f"{optimizer}, {way}: total, times torch.save"
-        bounds.append(Bound(name, ratio(way, lambda run: run.result["total"]), 2.0, True))
+        bounds.append(Bound(name, contest.ratio(way, "total"), 2.0, True))
     return bounds
 
 
 def main(
-    millions: Annotated[int, typer.Option(min=1, help="Parameters, in millions.")] = 100,
     rounds: Annotated[int, typer.Option(min=1, help="Timed saves of each contestant.")] = 3,
     quick: Quick = False,
     json_path: Figures = None,
-    picture: Path = Path("runs/bench_checkpoint.png"),
 ) -> int:
-    """Let both ranks save in every way, in turns; 1 when a bound is missed.
-
-    millions: of parameters, at least. Quick runs judge the bytes alone.
-    """
-    layers = -(-millions * 1_000_000 // int(_LAYER_PARAMETERS))
-    large = {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_layers": layers}
-    sizes, rounds = (_QUICK, 1) if quick else (large, rounds)
+    """Let both ranks save in every way, in turns; exit code 1 when a bound is missed."""
+    sizes, rounds = (_QUICK, 1) if quick else (_SIZES, rounds)
     contests, bounds, memory = list[Contest](), list[Bound](), dict[tuple[str, str], int]()
     for optimizer in OPTIMIZERS:
         with tempfile.TemporaryDirectory(prefix="mimo-bench-") as folder, ExitStack() as stack:
@@ -279,28 +258,18 @@ def main(
         contests.append(Contest(optimizer, {name: runs[name][1:] for name in CONTESTANTS}))
         bounds += judge(optimizer, runs, speed=not quick)
     state = contests[0].runs[SAVE][0].result["state"]
-    report = Report(
-        title=f"Saving {state / 2**20:.0f} MiB of weights and Adam's moments, fp32, {RANKS} ranks",
-        notes=[
-            "In every way each rank writes its own half into a file. `total`: until the save is "
-            "complete, with nothing beside it. Ours and DCP also wait until it is on disk, as does "
-            "`torch.save, synced`; `torch.save` does not.",
-            f"`blocked`: how long training stands still for a save that a step of {_TOKENS} tokens "
-            "follows, be it at once or before its update. `step`: by how much that step is longer, "
-            "where the processor computes it that also copies and writes.",
-            f"{rounds} rounds after one that is not timed; in every round each runs once, in "
-            "another order. Memory is the peak growth of a rank, in the first round too.",
-        ],
-        contests=contests,
-        columns={
+    return conclude(
+        f"Saving {state / 2**20:.0f} MiB of weights and Adam's moments, fp32, {RANKS} ranks",
+        contests,
+        {
             "blocked, s": lambda contest, name: f"{contest.median(name):.2f}",
             "step, s": lambda contest, name: f"{contest.median(name, 'longer'):+.2f}",
             "total, s": lambda contest, name: f"{contest.median(name, 'total'):.2f}",
             "memory, MiB": lambda contest, name: f"{memory[contest.name, name] / 2**20:.0f}",
         },
-        bounds=bounds,
+        bounds,
+        json_path,
     )
-    return report.conclude(picture, json_path)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from PIL import Image
 from benchmarks.data_rival import (
     BATCH,
     ENERGON,
-    INSTALL,
+    OPTIONAL,
     PLACEHOLDER,
     RIVALS,
     Batch,
@@ -44,10 +44,10 @@ from benchmarks.harness import (
     Contest,
     Figures,
     Quick,
-    Report,
     Run,
     Worker,
     command,
+    conclude,
     in_subprocess,
     take_turns,
     timed,
@@ -78,17 +78,7 @@ _PHOTO, _LARGE = (1024, 768), (4000, 3000)
 _TINY, _TINIER = (200, 150), (90, 120)
 _LANE_RANKS = (2, 4)
 _GOALS = {"webdataset": 1.5, "energon": 1.2, "DataLoader": 1.2}  # times our CPU seconds
-_NOTES = (
-    "A pass reads, decodes, prepares, tokenizes and packs all samples, up to what is given to the "
-    "device. It runs in processes of its own, after one that is not timed; loaders take turns. "
-    "Figures are medians; CPU time is of all processes of a loader.",
-    f"Batches of {BATCH} samples, one thread in each process; nothing is done with a batch. With 0 "
-    "workers, ours decodes in a thread beside the one that packs.",
-    "Ours gives the device bytes, once for both frames of a patch, and positions; theirs fp32 "
-    "values of both frames.",
-    "Ranks of a lane (TP or CP) need the same samples and have one worker each. DataLoader has our "
-    "plan as its batch sampler and our reader as its dataset.",
-)
+_ROUNDING = 0.05  # of values: torchvision rounds in another way
 _VISION, _ENDLESS = "vision", 1_000_000  # steps
 
 Size = tuple[int, int]
@@ -299,8 +289,8 @@ def judge(
     bounds = [Bound("samples that a pass left out", left_out, 0, True)]
     for rival, (pixels, tokens) in differences.items():
         bounds.append(Bound(f"{rival}: samples with other tokens", tokens, 0, True))
-        if rival.endswith("pil"):  # torchvision rounds in another way
-            bounds.append(Bound(f"{rival}: difference of pixel values", pixels, 0, True))
+        most = 0.0 if rival.endswith("pil") else _ROUNDING
+        bounds.append(Bound(f"{rival}: difference of pixel values", pixels, most, True))
     for contest in contests:
         for rival in [*contest.runs][1:]:
             name = f"CPU time of {rival}: {contest.name}, by ours"
@@ -315,15 +305,10 @@ def main(
     workers: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
     quick: Quick = False,
     json_path: Figures = None,
-    picture: Path = Path("runs/bench_data.png"),
 ) -> int:
-    """Write the photos, let all loaders take turns, and judge; 1 when a bound is missed.
-
-    samples: at least this many. workers: processes of each loader beside none; None for all cores.
-    Quick runs judge no speed.
-    """
+    """Compare loaders on the same photos; exit code 1 when a bound is missed."""
     workers, rounds = workers or len(os.sched_getaffinity(0)), 1 if quick else rounds
-    missing = {package: how for package, how in INSTALL.items() if not is_installed(package)}
+    missing = [package for package in OPTIONAL if not is_installed(package)]
     rivals: dict[str, Loader] = {}
     for backend in ("pil", "torchvision") if "torchvision" not in missing else ("pil",):
         for name, batches in RIVALS.items():
@@ -331,7 +316,7 @@ def main(
                 rivals[f"{name}, {backend}"] = partial(batches, backend=backend)
     samples = -(-samples // (BATCH * workers)) * BATCH * workers  # workers have equal parts
     sizes = [(_TINY, _TINIER)] if quick else [(_PHOTO, _PHOTO), (_LARGE, _PHOTO)]
-    notes = [f"left out: {package} (pip install {how})" for package, how in missing.items()]
+    notes = [f"left out: {package} (pip install {package})" for package in missing]
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         workloads = [
             Workload(Path(directory) / str(number), pair, samples, workers)
@@ -355,18 +340,15 @@ def main(
             for name, loader in {"ours": OURS, "DataLoader": DATALOADER}.items():
                 where = f"{workloads[0]}, {number} ranks of a lane"
                 turns[where, name] = partial(one_pass, loader, workloads[0], 1, number)
-        named = {f"{name}: {where}": turn for (where, name), turn in turns.items()}
-        passes = take_turns(named, rounds, verbose=True)
+        passes = take_turns(turns, rounds, verbose=True)
     runs: dict[str, dict[str, list[Run]]] = {}
-    for where, name in turns:
-        runs.setdefault(where, {})[name] = passes[f"{name}: {where}"]
+    for (where, name), of_loader in passes.items():
+        runs.setdefault(where, {})[name] = of_loader
     contests = [Contest(place, of_place) for place, of_place in runs.items()]
-    installed = sorted(INSTALL[package] for package in INSTALL.keys() - missing)
-    report = Report(
-        title="The input path of loaders on the same photos",
-        notes=[*notes, *_NOTES],
-        contests=contests,
-        columns={
+    return conclude(
+        "The input path of loaders on the same photos",
+        contests,
+        {
             "samples/s": lambda contest, name: f"{samples / contest.median(name):.1f}",
             "CPU ms / sample": lambda contest, name: (
                 f"{1e3 * contest.median(name, 'processor_seconds') / samples:.1f}"
@@ -375,17 +357,11 @@ def main(
                 f"{contest.median(name, 'bytes') / samples / 1e6:.2f}"
             ),
         },
-        bounds=judge(contests, samples, differences),
-        figure="processor_seconds",
-        tables={
-            "differences to ours": [
-                {"loader": name, "largest of a pixel": pixels, "samples with other tokens": tokens}
-                for name, (pixels, tokens) in differences.items()
-            ]
-        },
-        software=("torch", "transformers", "webdataset", *installed),
+        judge(contests, samples, differences),
+        json_path,
+        notes=notes,
+        judge_speed=not quick,
     )
-    return report.conclude(picture, json_path, judge_speed=not quick)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,16 +36,13 @@ IGNORED = -100  # what transformers leaves out of the loss
 _END = "<|im_end|>"
 PLACEHOLDER, BATCH = "<|image_pad|>", 8  # samples that are packed together
 Backend = Literal["pil", "torchvision"]
-ENERGON = "megatron.energon"
-INSTALL = {ENERGON: "megatron-energon", "torchvision": "torchvision"}  # optional, by its import
+ENERGON = "megatron-energon"
+OPTIONAL = (ENERGON, "torchvision")
 
 
 def is_installed(package: str) -> bool:
     """Whether an optional package is there; it is not imported."""
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent
-        return False
+    return any(distributions(name=package))
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,18 @@
 """How every benchmark compares and reports.
 
-Contestants take turns, ratios are taken within a round; the report is tables, one picture, all
-figures as JSON, and the bounds that must hold.
+Contestants take turns, ratios are taken within a round; the report is tables, all figures as JSON,
+and the bounds that must hold.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import wraps
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -25,11 +20,11 @@ from typing import Annotated, Any, Self
 import psutil
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from mimo.cli.options import readable_errors
 from mimo.device import backend
-from mimo.errors import InputError
+from mimo.report.tables import Table, check_writable, show, write_json
+from mimo.runtime.run_files import versions
 
 Figures = Annotated[Path | None, typer.Option("--json", help="Write all figures there.")]
 _IDLE_SECONDS = 0.02  # a process that uses the processor less than a tenth of this time is idle
@@ -38,18 +33,8 @@ Quick = Annotated[bool, typer.Option("--quick", help="One round of a tiny case; 
 
 def command(main: Callable[..., int]) -> typer.Typer:
     """Return a command line: options are `main`'s parameters, the exit code is its result."""
-    app = typer.Typer(add_completion=False)
-
-    @app.command(help=main.__doc__)
-    @wraps(main)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = main(*args, **kwargs)
-        except InputError as error:
-            print(error, file=sys.stderr)
-            code = 2
-        raise typer.Exit(code)
-
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(readable_errors(main))
     return app
 
 
@@ -62,12 +47,12 @@ class Run:
     result: Any = None
 
 
-def take_turns(
-    contestants: Mapping[str, Callable[[], Run]], rounds: int, verbose: bool = False
-) -> dict[str, list[Run]]:
+def take_turns[Name](
+    contestants: Mapping[Name, Callable[[], Run]], rounds: int, verbose: bool = False
+) -> dict[Name, list[Run]]:
     """Let every contestant run once a round, each round beginning with another."""
     names = [*contestants]
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    runs = {name: list[Run]() for name in names}
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -92,17 +77,21 @@ class Contest:
 
     def ratios(self, rival: str, figure: str = "seconds") -> list[float]:
         """How many times as much as ours a rival took in each round."""
-        pairs = zip(self.runs[rival], self.runs[self.ours], strict=True)
-        return [getattr(theirs, figure) / getattr(ours, figure) for theirs, ours in pairs]
+        pairs = zip(self.figures(rival, figure), self.figures(self.ours, figure), strict=True)
+        return [theirs / ours for theirs, ours in pairs]
 
     def ratio(self, rival: str, figure: str = "seconds") -> float:
         """The median of the rounds' ratios."""
         return statistics.median(self.ratios(rival, figure))
 
     def median(self, contestant: str, figure: str = "seconds") -> float:
-        """The median of a figure of `Run`, or of its result."""
-        runs = [vars(run) | (run.result or {}) for run in self.runs[contestant]]
-        return statistics.median(run[figure] for run in runs)
+        """The median of the rounds' figures."""
+        return statistics.median(self.figures(contestant, figure))
+
+    def figures(self, contestant: str, figure: str) -> list[float]:
+        """A figure of each `Run`, or of its result."""
+        runs = self.runs[contestant]
+        return [(vars(run) | (run.result or {}))[figure] for run in runs]
 
 
 def timed(function: Callable[[], Any], until_idle: bool = False) -> Run:
@@ -189,140 +178,74 @@ class Bound:
         """Whether it was kept."""
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
-    def __str__(self) -> str:
-        """For example `plan for 1024 ranks, ms: 3.1, at most 5`."""
-        way = "at most" if self.at_most else "at least"
-        return f"{self.name}: {self.value:.4g}, {way} {self.limit:g}"
 
+def conclude[Kind: Contest](
+    title: str,
+    contests: Sequence[Kind],
+    columns: Mapping[str, Callable[[Kind, str], str]],
+    bounds: Sequence[Bound],
+    json_path: Path | None,
+    *,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    notes: Sequence[str] = (),
+    judge_speed: bool = True,
+) -> int:
+    """Print and write everything; return 1 when a bound is missed.
 
-@dataclass(frozen=True)
-class Report:
-    """The result of a benchmark.
-
-    notes: what a reader must know to judge it. contests: with ratios in the table and the picture.
-    columns: of the contests' table: name -> a contestant's cell. figure: of `Run`, whose ratios are
-    drawn. tables: further ones, by title: records with equal names. others: further figures for the
-    JSON file, by name. software: packages whose versions are shown.
+    columns: of the contests' table: name -> a contestant's cell. tables: further ones, by title:
+    records with equal names. judge_speed: false where only what is bounded from above must hold.
     """
-
-    title: str
-    notes: Sequence[str]
-    contests: Sequence[Contest]
-    columns: Mapping[str, Callable[[Contest, str], str]]
-    bounds: Sequence[Bound]
-    figure: str = "seconds"
-    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    others: Mapping[str, Any] = field(default_factory=dict)
-    software: Sequence[str] = ("torch", "megatron-core")
-
-    def conclude(self, picture: Path, json_path: Path | None, judge_speed: bool = True) -> int:
-        """Print, draw and write everything; return 1 when a bound is missed.
-
-        judge_speed: false where only what is bounded from above must hold.
-        """
-        console = Console() if sys.stdout.isatty() else Console(width=140)
-        machine = {
-            "cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            **{package: version(package) for package in self.software},
-            "backend": backend(),
-        }
-        console.print(*(f"{name} {value}" for name, value in machine.items()), sep=", ")
-        console.print(self._contests())
-        for title, records in self.tables.items():
-            rows = [
-                [f"{v:.4g}" if isinstance(v, float) else str(v) for v in record.values()]
-                for record in records
-            ]
-            console.print(_table(title, list(records[0]), rows))
-        for note in self.notes:
-            console.print(f"- {note}", highlight=False, soft_wrap=True)
-        bounds = [
-            (
-                bound.name,
-                f"{bound.value:.4g}",
-                f"{'≤' if bound.at_most else '≥'} {bound.limit:g}",
-                "holds" if bound.holds else "[bold red]missed[/]",
-            )
-            for bound in self.bounds
-        ]
-        console.print(_table("what must hold", ("bound", "measured", "limit", ""), bounds))
-        self._draw(picture)
-        print(f"picture: {picture}")
-        if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            runs = {
-                contest.name: {name: [*map(asdict, runs)] for name, runs in contest.runs.items()}
-                for contest in self.contests
-            }
-            content = {
-                "machine": machine,
-                "notes": self.notes,
-                "runs": runs,
-                "bounds": [{**asdict(bound), "holds": bound.holds} for bound in self.bounds],
-                "tables": self.tables,
-                **self.others,
-            }
-            json_path.write_text(json.dumps(content, indent=1) + "\n")
-            print(f"figures: {json_path}")
-        judged = [bound for bound in self.bounds if bound.at_most or judge_speed]
-        missed = [bound for bound in judged if not bound.holds]
-        for bound in missed:
-            print(f"missed: {bound}")
-        print(f"bounds_kept={len(judged) - len(missed)} bounds_missed={len(missed)}")
-        return 1 if missed else 0
-
-    def _contests(self) -> Table:
-        """All contests; ratios are to ours: median, least and most."""
-        ratios = {"time / ours": "seconds"}
-        if all(run.processor_seconds for one in self.contests for run in one.runs[one.ours]):
-            ratios["CPU / ours"] = "processor_seconds"
-        rows = []
-        for contest in self.contests:
-            for name in contest.runs:
-                cells = [contest.name if name == contest.ours else "", name]
-                cells += [cell(contest, name) for cell in self.columns.values()]
-                for figure in ratios.values() if name != contest.ours else ():
-                    all_ratios = contest.ratios(name, figure)
-                    spread = f"({min(all_ratios):.2f} to {max(all_ratios):.2f})"
-                    cells.append(f"{contest.ratio(name, figure):.2f} × {spread}")
-                rows.append(cells)
-        return _table(self.title, ("", "contestant", *self.columns, *ratios), rows)
-
-    def _draw(self, path: Path) -> None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        bars = [
-            (f"{contest.name}: {rival}", contest.ratios(rival, self.figure))
-            for contest in reversed(self.contests)
-            for rival in reversed([*contest.runs])
-            if rival != contest.ours
-        ]
-        size = (11, 1.5 + 0.25 * len(bars))
-        figure, axis = pyplot.subplots(figsize=size, layout="constrained")
-        for place, (_, ratios) in enumerate(bars):
-            axis.barh(place, statistics.median(ratios), color="#d4722b")
-            axis.hlines(place, min(ratios), max(ratios), color="#222222", linewidth=1)
-            text = f" {statistics.median(ratios):.2f} ×"
-            axis.text(max(ratios), place, text, va="center", fontsize=8)
-        axis.axvline(1, color="#1f6feb")
-        axis.margins(x=0.1, y=0.01)
-        axis.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-        axis.set_xlabel(f"{self.figure.replace('_', ' ')}, times ours")
-        axis.set_title(self.title)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        pyplot.close(figure)
+    machine = {"cores": str(len(os.sched_getaffinity(0))), "backend": backend()}
+    machine |= versions()
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    show(_contests(title, contests, columns))
+    for heading, records in (tables or {}).items():
+        rows = [[_cell(value) for value in record.values()] for record in records]
+        show(Table([*records[0]], rows, title=heading))
+    for note in notes:
+        print(f"- {note}")
+    results = [
+        (
+            bound.name,
+            _cell(float(bound.value)),
+            f"{'≤' if bound.at_most else '≥'} {bound.limit:g}",
+            "holds" if bound.holds else "missed",
+        )
+        for bound in bounds
+    ]
+    show(Table(("bound", "measured", "limit", ""), results, title="what must hold"))
+    if json_path is not None:
+        content = {"machine": machine, "notes": notes, "tables": tables}
+        content["runs"] = {contest.name: contest.runs for contest in contests}
+        content["bounds"] = [{**asdict(bound), "holds": bound.holds} for bound in bounds]
+        check_writable(json_path)
+        write_json(json_path, content)
+    judged = [bound for bound in bounds if bound.at_most or judge_speed]
+    missed = sum(not bound.holds for bound in judged)
+    print(f"bounds_kept={len(judged) - missed} bounds_missed={missed}")
+    return int(missed > 0)
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table; its first column is words, the others are numbers."""
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _contests[Kind: Contest](
+    title: str, contests: Sequence[Kind], columns: Mapping[str, Callable[[Kind, str], str]]
+) -> Table:
+    """All contests; ratios are to ours: median, least and most."""
+    ratios = {"time / ours": "seconds"}
+    if all(run.processor_seconds for contest in contests for run in contest.runs[contest.ours]):
+        ratios["CPU / ours"] = "processor_seconds"
+    rows = []
+    for contest in contests:
+        for name in contest.runs:
+            cells = [contest.name if name == contest.ours else "", name]
+            cells += [cell(contest, name) for cell in columns.values()]
+            for figure in ratios.values():
+                all_ratios = contest.ratios(name, figure)
+                spread = f"({min(all_ratios):.2f} to {max(all_ratios):.2f})"
+                text = f"{contest.ratio(name, figure):.2f} × {spread}"
+                cells.append("" if name == contest.ours else text)
+            rows.append(cells)
+    return Table(("", "contestant", *columns, *ratios), rows, title=title)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

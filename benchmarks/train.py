@@ -24,10 +24,10 @@ from benchmarks.harness import (
     Contest,
     Figures,
     Quick,
-    Report,
     Run,
     Worker,
     command,
+    conclude,
     in_subprocess,
     take_turns,
 )
@@ -46,9 +46,8 @@ LENGTHS: tuple[Lengths, ...] = ("long-tailed", "equal")
 OURS = ("packed", "packed equal")
 THEIRS = ("padded", "sorted", "batched equal")
 """Contestants. Of transformers: `padded`, batches of 8 in the samples' order; `sorted`, by length
-into batches of at most a microbatch's tokens, padding included; `batched equal`, all samples, which
-are equally long, in one batch as in one of our microbatches."""
-
+into batches of limited tokens, padding included; `batched equal`, all samples, which are equally
+long, in one batch as in one of our microbatches."""
 
 PADDED_BATCH = 8
 # Contestants that are compared: ours, theirs, and the least times faster that is promised.
@@ -69,8 +68,8 @@ def lengths_of(contestant: str) -> Lengths:
 class Sizes:
     """Sizes of the model and of its samples.
 
-    width, num_layers: of `TinyCheckpoint`. samples: of one step. tokens: of a microbatch, about.
-    median_words: of a sample's text.
+    width, num_layers: of `TinyCheckpoint`. samples: of one step. tokens: most in a batch of
+    `sorted`. median_words: of a sample's text.
     """
 
     width: int = 4
@@ -78,14 +77,6 @@ class Sizes:
     samples: int = 32
     tokens: int = 4096
     median_words: int = 120
-
-    def __str__(self) -> str:
-        """The distribution of lengths, in words."""
-        return (
-            f"words: log-normal, median {self.median_words}, sigma {_SPREAD}, at most "
-            f"{_MOST_WORDS}; one sample in two has 1 or 2 images of 4 to {_MAX_ROWS} rows, "
-            f"square or not"
-        )
 
 
 QUICK = Sizes(width=1, num_layers=4, samples=8, tokens=256, median_words=12)
@@ -109,7 +100,7 @@ class Workload:
 
     def num_samples(self, lengths: Lengths) -> int:
         """Samples of a step."""
-        return self.sizes.samples if lengths == "long-tailed" else max(1, self.sizes.samples // 2)
+        return self.sizes.samples if lengths == "long-tailed" else self.sizes.samples // 2
 
     def write(self) -> None:
         """Write everything that is read later."""
@@ -122,11 +113,8 @@ class Workload:
         for lengths in LENGTHS:
             write_shard(self.shard(lengths), self._samples(lengths))
 
-    def recipe(self, lengths: Lengths, steps: int, mean_tokens: float, threads: int) -> Recipe:
-        """Our recipe: one step per pass over the samples, on one rank.
-
-        mean_tokens: of a sample.
-        """
+    def recipe(self, lengths: Lengths, steps: int, threads: int) -> Recipe:
+        """Our recipe: one step per pass over the samples, on one rank."""
         content = {
             "name": "bench",
             "init_from": str(self.checkpoint),
@@ -139,7 +127,7 @@ class Workload:
             "train": {
                 "steps": steps,
                 "global_batch_size": self.num_samples(lengths),
-                "micro_batch_size": self._samples_together(lengths, mean_tokens),
+                "micro_batch_size": self.sizes.samples // 2,
                 "learning_rate": 1e-4,
                 "min_learning_rate_ratio": 1.0,
                 "weight_decay": 0.01,
@@ -150,12 +138,6 @@ class Workload:
         path = self.directory / f"{lengths}.yaml"
         path.write_text(json.dumps(content))  # which is YAML as well
         return load_recipe(path)
-
-    def _samples_together(self, lengths: Lengths, mean_tokens: float) -> int:
-        samples = self.num_samples(lengths)
-        wanted = max(1.0, self.sizes.tokens / mean_tokens)
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-        return min(divisors, key=lambda n: abs(n - wanted))
 
     def _samples(self, lengths: Lengths) -> Iterable[dict[str, Any]]:
         """Members of each sample's files, for the tar writer: a question about images."""
@@ -237,13 +219,8 @@ COLUMNS: dict[str, Callable[[Contest, str], str]] = {
     "tokens/s": lambda contest, name: (
         f"{contest.median(name, 'tokens') / contest.median(name):.0f}"
     ),
-    "s / step": lambda contest, name: f"{contest.median(name):.2f}",
     "real tokens": lambda contest, name: f"{contest.median(name, 'tokens'):.0f}",
     "computed": lambda contest, name: f"{contest.median(name, 'computed'):.0f}",
-    "batches": lambda contest, name: f"{contest.median(name, 'batches'):.0f}",
-    "data wait, ms": lambda contest, name: (
-        f"{1e3 * contest.median(name, 'data_wait_seconds'):.1f}" if name == contest.ours else ""
-    ),
 }
 
 
@@ -259,27 +236,20 @@ def _side(name: str, *args: Any) -> Callable[[str], Any]:
 
 
 def main(
-    samples: Annotated[int, typer.Option(min=8, help="Samples of a step.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each contestant.")] = 4,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
     quick: Quick = False,
     json_path: Figures = None,
-    picture: Path = Path("runs/bench_train.png"),
 ) -> int:
-    """Write the samples, let both sides train in turns, and judge; 1 when a bound is missed.
-
-    threads: of each side; None for all cores. Quick runs judge no speed, which says nothing of
-    tiny models; that both sides did the same work does.
-    """
-    sizes, rounds = (QUICK, 1) if quick else (Sizes(samples=samples), rounds)
+    """Train on both sides in turns; exit code 1 when a bound is missed."""
+    sizes, rounds = (QUICK, 1) if quick else (Sizes(), rounds)
     threads = threads or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         workload = Workload(Path(directory), sizes)
         in_subprocess(workload.write)
         with Worker(partial(_side, "their_side", workload, threads)) as theirs:
-            mean_tokens: dict[Lengths, float] = theirs("mean tokens")
             # Enough steps that the last timed one still reads ahead.
-            make = partial(_side, "our_side", workload, rounds + 5, threads, mean_tokens)
+            make = partial(_side, "our_side", workload, rounds + 5, threads)
             with Worker(make) as ours:
                 sides = dict.fromkeys(OURS, ours) | dict.fromkeys(THEIRS, theirs)
                 turns = {name: partial(side, name) for name, side in sides.items()}
@@ -288,30 +258,15 @@ def main(
         "long-tailed": ("packed", "padded", "sorted"),
         "equal": ("packed equal", "batched equal"),
     }
-    report = Report(
-        title=f"Training steps of Qwen3-VL, {sizes.num_layers} layers, hidden size "
+    return conclude(
+        f"Training steps of Qwen3-VL, {sizes.num_layers} layers, hidden size "
         f"{128 * sizes.width}, fp32, {threads} threads",
-        notes=[
-            f"Samples: {sizes}.",
-            "A step is data, forward, backward and update; all steps of a contestant train on the "
-            f"same samples. {rounds} rounds after one that is not timed; in every round each runs "
-            "once, in another order. Ratios are medians over rounds.",
-            "Ours and theirs are two processes on the same cores; one sleeps while the other "
-            "trains. What a side prepares for its next step counts in the step that it is "
-            "prepared in.",
-            f"padded: batches of {PADDED_BATCH} in the samples' order. sorted: by length over all "
-            f"samples of the step, as many in a batch as have {sizes.tokens} tokens with their "
-            "padding. transformers can pack only with kernels that need a GPU.",
-            "transformers prepares images by pillow, as ours does, and updates by fused AdamW.",
-        ],
-        contests=[_contest(name, own, runs) for name, own in by_lengths.items()],
-        columns=COLUMNS,
-        bounds=judge(runs),
-        others={
-            "losses": {name: [run.result["loss"] for run in own] for name, own in runs.items()},
-        },
+        [_contest(name, contestants, runs) for name, contestants in by_lengths.items()],
+        COLUMNS,
+        judge(runs),
+        json_path,
+        judge_speed=not quick,
     )
-    return report.conclude(picture, json_path, judge_speed=not quick)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,13 @@ from mimo.train.step import StepObserver
 _TIMEOUT_SECONDS = 1800.0
 
 
-def our_side(
-    workload: Workload, steps: int, threads: int, mean_tokens: Mapping[str, float]
-) -> Callable[[str], Any]:
+def our_side(workload: Workload, steps: int, threads: int) -> Callable[[str], Any]:
     """For a process of its own: a function that lets a contestant do a step."""
     set_threads(threads, 1)
     initialize_distributed(0, 1, HashStore(), _TIMEOUT_SECONDS)
-    contestants = {}
-    for name in OURS:
-        lengths = lengths_of(name)
-        contestants[name] = OurSteps(workload.recipe(lengths, steps, mean_tokens[lengths], threads))
+    contestants = {
+        name: OurSteps(workload.recipe(lengths_of(name), steps, threads)) for name in OURS
+    }
     return lambda name: timed(contestants[name].step, until_idle=True)
 
 
@@ -54,12 +51,7 @@ class Counts(StepObserver):
     def planned(self, step: int, plan: StepPlan) -> None:
         """Count tokens, with and without padding."""
         computed = sum(int(m.samples.lane_tokens.sum()) for m in plan.microbatches)
-        batches = len(plan.microbatches)
-        self.last: dict[str, float] = {
-            "tokens": plan.num_tokens,
-            "computed": computed,
-            "batches": batches,
-        }
+        self.last: dict[str, float] = {"tokens": plan.num_tokens, "computed": computed}
 
 
 class OurSteps:
@@ -74,34 +66,24 @@ class OurSteps:
         self._steps = trainer.train(dataset, None, self.counts)
 
     def step(self) -> dict[str, float]:
-        """One step: the loss per loss token, the wait for data, and what was counted."""
-        metrics = next(self._steps)
-        measured = {name: metrics[name] for name in ("loss", "data_wait_seconds")}
-        return measured | self.counts.last
+        """One step: the loss per loss token, and what was counted."""
+        return {"loss": next(self._steps)["loss"], **self.counts.last}
 
 
 def their_side(workload: Workload, threads: int) -> Callable[[str], Any]:
-    """For a process of its own: a function that lets a contestant do a step.
-
-    For "mean tokens" it returns the mean tokens of a sample, by the kind of lengths.
-    """
+    """For a process of its own: a function that lets a contestant do a step."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     set_threads(threads, 1)
     collators = {name: Collator(workload.checkpoint, workload.shard(name)) for name in LENGTHS}
-    means = {name: sum(c.lengths) / len(c.lengths) for name, c in collators.items()}
-    train = workload.recipe("equal", 1, means["equal"], threads).train
+    train = workload.recipe("equal", 1, threads).train
     contestants = {}
     for name in THEIRS:
         collator = collators[lengths_of(name)]
         batches = batches_of(name, collator.lengths, workload.sizes.tokens)
         contestants[name] = TransformersSteps(workload.checkpoint, collator, batches, train)
-
-    def answer(what: str) -> Any:
-        return means if what == "mean tokens" else timed(contestants[what].step, until_idle=True)
-
-    return answer
+    return lambda name: timed(contestants[name].step, until_idle=True)
 
 
 class Collator:
@@ -168,7 +150,6 @@ class TransformersSteps:
         self.counts = {
             "tokens": sum(lengths),
             "computed": sum(len(batch) * max(lengths[n] for n in batch) for batch in batches),
-            "batches": len(batches),
         }
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
             str(checkpoint), dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from benchmarks import bridge as bench
-from benchmarks.bridge import CASES, Case, Passage, Way, bounds
+from benchmarks.bridge import CASES, Case, Passage, Way, Workload, bounds
 from benchmarks.bridge_planning import StepTime, time_step
 from benchmarks.bridge_sides import ReceivedBytes, compete
 from benchmarks.harness import Bound, Run, command
@@ -27,7 +28,7 @@ SHAPE_BYTES = 2 * 8  # a 2-d shape in int64
 
 
 def run_contest(rank: int, case: Case) -> list[Passage]:
-    return compete(case, ROWS, HIDDEN, 1, build_topology(case.layout))
+    return compete(Workload(case, ROWS, HIDDEN), 1, build_topology(case.layout))
 
 
 def measured(run_ranks: RunRanks, case: Case) -> list[Passage]:
@@ -79,9 +80,7 @@ def test_ours_is_at_the_lower_bound_and_others_deliver_every_row_to_every_rank(
     assert rows.received["ours"] == rows.bound
     # The leader receives shape and rows, the others get both by its broadcast.
     assert rows.received["megatron"] == [ROWS * ROW_BYTES + SHAPE_BYTES] * 4
-    assert rows.received["replicated"] == [ROWS * ROW_BYTES] * 4
     assert gradients.received["ours"] == gradients.bound == [ROWS * ROW_BYTES]
-    assert gradients.received["replicated"] == [ROWS * ROW_BYTES]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +106,7 @@ def test_every_layout_is_checked_by_content_and_reaches_its_lower_bound(
 def test_the_step_that_is_timed_has_all_parts_of_planning(packed: bool) -> None:
     found = time_step(64, packed, repeats=1)
     assert (found.samples > 32 * 4) if packed else (found.samples == 32 * 4)
-    assert found.items > found.samples
-    assert found.ms == max(found.sender_ms, found.receiver_ms) > 0
+    assert found.ms > 0
 
 
 # ------------------------------------------------------------------------- judgement
@@ -124,15 +122,15 @@ def passage(
     runs = {"ours": ours, "megatron": (60.0, 100.0, 40.0)}
     bytes_of = {name: 4 * [own] for name, own in zip(runs, received, strict=True)}
     timed = {name: [*map(Run, own)] for name, own in runs.items()}
-    return Passage(case, 8192, way, timed, bytes_of, 4 * [25])
+    return Passage(way, timed, case, 8192, way, bytes_of, 4 * [25])
 
 
 FORWARD, BOTH = passage(), passage("forward + backward", ours=(20.0, 30.0, 15.0))
-PLAN = StepTime(1024, False, 2048, 5000, sender_ms=50.0, receiver_ms=40.0)
+PLAN = StepTime(1024, False, 2048, ms=50.0)
 
 
 def missed(*changed: Passage, plan: StepTime = PLAN) -> list[str]:
-    found = bounds(changed or [FORWARD, BOTH], [plan])
+    found = bounds(changed or (FORWARD, BOTH), [plan])
     return [bound.name for bound in found if not bound.holds]
 
 
@@ -147,7 +145,7 @@ def test_all_bounds_hold_at_their_limits() -> None:
         (passage("forward + backward", ours=(21.0, 34.0, 13.0)), "backward: times faster"),
         (passage(received=(27, 110)), "bytes / lower bound"),
         (passage(received=(25, 97)), "Megatron's bytes"),
-        ({"plan": replace(PLAN, sender_ms=50.1)}, "plan for 1024 ranks"),
+        ({"plan": replace(PLAN, ms=50.1)}, "plan for 1024 ranks"),
     ],
 )
 def test_each_bound_is_missed_by_name(changed: Passage | dict, name: str) -> None:
@@ -158,8 +156,8 @@ def test_each_bound_is_missed_by_name(changed: Passage | dict, name: str) -> Non
 def test_layouts_and_growth_that_the_bounds_do_not_speak_of_are_not_judged() -> None:
     for other in (CASES[-1], CASES[3]):  # without sp; tp 2
         assert not missed(passage(case=other, ours=(100.0,) * 3))
-    assert not missed(plan=replace(PLAN, num_ranks=16384, sender_ms=99.0))
-    assert not missed(plan=replace(PLAN, packed=True, sender_ms=99.0))
+    assert not missed(plan=replace(PLAN, num_ranks=16384, ms=99.0))
+    assert not missed(plan=replace(PLAN, packed=True, ms=99.0))
 
 
 # --------------------------------------------------------------------------- command
@@ -178,7 +176,7 @@ class BridgeCommunicator(bridge_communicator.BridgeCommunicator):
 
 
 @pytest.mark.parametrize("limit", [1e9, -1.0])
-def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_missed(
+def test_the_command_writes_tables_and_json_and_exits_1_when_a_bound_is_missed(
     limit: float,
     run_ranks: RunRanks,
     tmp_path: Path,
@@ -188,58 +186,51 @@ def test_the_command_writes_table_picture_and_json_and_exits_1_when_a_bound_is_m
     """One small layout from the start of its ranks to the exit code; its time is not judged."""
     only = Bound("plan, any time", 1.0, limit, at_most=True)
     monkeypatch.setattr(bench, "bounds", lambda *_: [only])
+    monkeypatch.setattr(bench, "ROWS", (ROWS, ROWS // 4))
+    monkeypatch.setattr(bench, "HIDDEN", HIDDEN)
     monkeypatch.setattr(bench, "PLAN_RANKS", (64, 128))
-    picture, figures = tmp_path / "new" / "bench.png", tmp_path / "bench.json"
+    figures = tmp_path / "new" / "bench.json"
     rival = tmp_path / "rival.py"
     rival.write_text(RIVAL)
     monkeypatch.setattr(bench, "CASES", (Case(1, 1, 2, 1),))
-    code = bench.main(ROWS, HIDDEN, 1, rival, figures, picture)
+    arguments = ["bridge", "--rounds", "1", "--rival", str(rival), "--json", str(figures)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("benchmarks.bridge", run_name="__main__")
+    code = ended.value.code
+    assert isinstance(code, int)
     assert code == (0 if only.holds else 1)
     text = capsys.readouterr().out
     assert f"Megatron's bridge: {rival} (sha256 " in text
     assert len([*tmp_path.glob("rival.py.*")]) == 2 * 3, "every rank uses it, in both sizes"
-    assert ("missed: plan, any time: 1, at most -1" in text) == (code == 1)
+    assert ("missed" in text.partition("what must hold")[2].partition("bounds_kept")[0]) == code
     assert text.splitlines()[-1] == f"bounds_kept={1 - code} bounds_missed={code}"
     assert "backend gloo" in text
-    assert "was mapped to the backend of ours" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "were mapped to the backend of ours" in " ".join(text.split())
     found = json.loads(figures.read_text())
     assert found["bounds"] == [{**asdict(only), "holds": only.holds}]
     case = Case(1, 1, 2, 1)
     ways = ("forward", "forward + backward")
     names = [f"{case}, {rows} rows, {way}" for rows in (ROWS, ROWS // 4) for way in ways]
-    assert [*found["runs"]] == [*found["traffic"]] == names
+    assert [*found["runs"]] == names
     for runs in found["runs"].values():
-        assert [*runs] == ["ours", "megatron", "replicated", "bare messages"]
+        assert [*runs] == ["ours", "megatron", "bare messages"]
         assert all(own[0]["seconds"] > 0 for own in runs.values())
     (plans,) = found["tables"].values()
     assert [plan["num_ranks"] for plan in plans] == [64, 64, 128, 128]
 
 
-def test_rows_that_do_not_divide_over_lanes_are_refused_with_exit_code_2() -> None:
-    result = CliRunner().invoke(command(bench.main), ["--rows", "1001"])
-    assert result.exit_code == 2
-    assert "--rows: got 1001, needs a multiple of 8" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        (None, "cannot read"),
-        ("class BridgeCommunicator", "cannot read"),
-        ("x = 1", "needs a .py file with class BridgeCommunicator"),
-    ],
-)
+@pytest.mark.parametrize("source", [None, "x = 1"])
 def test_a_rival_without_a_bridge_is_refused_with_exit_code_2(
-    source: str | None, reason: str, tmp_path: Path
+    source: str | None, tmp_path: Path
 ) -> None:
     rival = tmp_path / "rival.py"
     if source is not None:
         rival.write_text(source)
     result = CliRunner().invoke(command(bench.main), ["--rival", str(rival)])
     assert result.exit_code == 2
-    assert "--rival: " in result.stderr
-    assert reason in result.stderr
+    assert "--rival: got " in result.stderr
+    assert "needs a .py file with class BridgeCommunicator" in result.stderr
 
 
 def test_the_launcher_does_not_load_the_engine_nor_print_its_warnings() -> None:

@@ -21,19 +21,14 @@ LENGTHS = [30, 10, 90, 20, 10, 40, 10, 10, 50]
 def test_a_quick_run_trains_both_sides_on_the_same_samples_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture, figures = tmp_path / "new" / "bench.png", tmp_path / "bench.json"
-    assert bench.main(8, 3, 1, True, figures, picture) == 0
+    figures = tmp_path / "new" / "bench.json"
+    assert bench.main(3, 1, True, figures) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == "bounds_kept=6 bounds_missed=0"
-    assert "log-normal" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(figures.read_text())
     runs = found["runs"]["long-tailed"] | found["runs"]["equal"]
-    assert {*runs} == {*found["losses"]} == {*OURS, *THEIRS}
-    for name, own in runs.items():
-        assert len(own) == 1
-        first, second = found["losses"][name]
-        assert second < first, "the second step profits from the first"
+    assert {*runs} == {*OURS, *THEIRS}
+    assert all(len(of_contestant) == 1 for of_contestant in runs.values())
     steps = {name: own[0]["result"] for name, own in runs.items()}
     assert steps["packed"]["computed"] == steps["packed"]["tokens"] == steps["padded"]["tokens"]
     assert steps["sorted"]["computed"] < steps["padded"]["computed"]
