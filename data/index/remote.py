@@ -24,7 +24,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-
 State = tuple[int, str]
 """Size in bytes and version of a file; the version is empty where none is known."""
 

@@ -175,6 +175,7 @@ class BridgeCommunicator(bridge_communicator.BridgeCommunicator):
 """
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("limit", [1e9, -1.0])
 def test_the_command_writes_tables_and_json_and_exits_1_when_a_bound_is_missed(
     limit: float,
