@@ -22,7 +22,7 @@ from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.load import load_checkpoint
+from mimo.checkpoint.load import load_weights
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.config.phases import PHASE_FOLDER
 from mimo.config.schema import LANGUAGE, Recipe
@@ -141,7 +141,7 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
         return Trainer(alone, build_topology(layout), run, initial_weights(alone))
     stored = open_checkpoint(weights)
     trainer = Trainer(alone, build_topology(layout), run, provided=stored)
-    load_checkpoint(trainer.model.modules, weights, stored, with_optimizer=False)
+    load_weights(trainer.model.modules, weights, stored)
     return trainer
 
 

@@ -21,10 +21,9 @@ from data.packing import Used
 from mimo.checkpoint.manifest import (
     MANIFEST,
     Sum,
-    Unreadable,
+    parsing,
     read_document,
     reading,
-    reason_of,
     sync_and_sum,
     sync_folder,
     write_manifest,
@@ -45,11 +44,9 @@ class Progress:
 
     samples, passed_over: the samples of the order that are used, see `data.packing.Used`; a run
     with another batch size or budget continues with the others.
-    skipped_samples: number of samples that could not be read. It is larger than the length of
-    ``skipped`` if an older checkpoint had only the count.
-    skipped: (data source, sample) of each of them, numbered as in the order of samples, so
-    independent of layout and batch size.
-    mixtures: the order of samples, of all positions so far; none in an older checkpoint.
+    skipped_samples: number of samples that could not be read, also of sources that were left out
+    since. skipped: (data source, sample) of the others, independent of layout and batch size.
+    mixtures: the order of samples, of all positions so far.
     skipped_steps: number of steps that updated no module, because a number was not finite.
     """
 
@@ -97,14 +94,8 @@ def write_progress(folder: Path, progress: Progress) -> None:
 
 def read_progress(checkpoint: Path) -> Progress:
     """Return where the run stood when ``checkpoint`` was written. Raises InputError if damaged."""
-    try:
+    with parsing(checkpoint / _PROGRESS):
         return TypeAdapter(Progress).validate_python(read_document(checkpoint / _PROGRESS))
-    except Unreadable:
-        raise
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{checkpoint / _PROGRESS} is damaged ({reason_of(error)}); copy the checkpoint again"
-        ) from error
 
 
 def complete(
@@ -241,21 +232,12 @@ def final_checkpoint(recipe: Recipe) -> Path:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """Return the latest checkpoint in a run or ``checkpoints`` folder, or ``path`` if it is one.
-
-    Raises InputError if ``latest`` names anything but a checkpoint beside it.
-    """
+    """Return the latest checkpoint in a run or ``checkpoints`` folder, or ``path`` if it is one."""
     for folder in (path, path / "checkpoints"):
         if (folder / _PROGRESS).is_file():
             return folder
-        if (folder / _LATEST).is_file():
-            if not _STEP_FOLDER.fullmatch(name := _read_latest(folder)):
-                raise InputError(
-                    f"{folder / _LATEST}: names {name[:80]!r}, which is no checkpoint of this "
-                    f"folder; write the name of one there, such as step_100"
-                )
-            if (folder / name / _PROGRESS).is_file():
-                return folder / name
+        if (name := _named_by_latest(folder)) and (folder / name / _PROGRESS).is_file():
+            return folder / name
     return None
 
 
@@ -272,8 +254,8 @@ def find_checkpoint(path: Path) -> Path:
     if (checkpoint := newest_checkpoint(path)) is not None:
         return checkpoint
     raise InputError(
-        f"{path}: no checkpoint there; give a run folder or a checkpoint folder such as "
-        f"runs/<name>/checkpoints/step_<n>"
+        f"{path}: no checkpoint there, or `latest` does not name one; give a run folder or a "
+        f"checkpoint folder such as runs/<name>/checkpoints/step_<n>"
     )
 
 
@@ -304,27 +286,23 @@ def resumable(run_dir: Path) -> list[Path]:
     folder = run_dir / "checkpoints"
     with reading(folder):
         by_age = _by_age(folder)
-    named = [folder / name] if (name := _valid_latest(folder)) else []
+    named = [folder / name] if (name := _named_by_latest(folder)) else []
     best = (named or by_age[-1:])[:1]
     before = (path for path in by_age if _step_of(path) < _step_of(best[0]))
     return best + sorted(before, key=_step_of, reverse=True)
 
 
-def _read_latest(checkpoints: Path) -> str:
-    return (checkpoints / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
-
-
-def _valid_latest(checkpoints: Path) -> str:
-    """Return the checkpoint that `latest` names; empty if it names none."""
+def _named_by_latest(checkpoints: Path) -> str:
+    """Return the name of a checkpoint in ``latest``; empty if there is none."""
     name = ""
     with suppress(OSError), reading(checkpoints / _LATEST):
-        name = _read_latest(checkpoints)
+        name = (checkpoints / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
     return name if _STEP_FOLDER.fullmatch(name) else ""
 
 
 def named_by_latest(checkpoint: Path) -> bool:
     """Return whether `latest` beside a checkpoint names it."""
-    return _valid_latest(checkpoint.parent) == checkpoint.name
+    return _named_by_latest(checkpoint.parent) == checkpoint.name
 
 
 def belongs_to(checkpoint: Path, run_dir: Path) -> bool:

@@ -3,8 +3,6 @@
 ``manifest.json`` lists every other file with its size and CRC-32. For files of tensors it also has,
 by block of `BLOCK_BYTES`, the CRC-32 of the file up to the end of that block. CRC-32 can continue
 from any earlier value, so a block is checked alone, as it is read, from the value before it.
-
-Checkpoints of earlier versions have no such values, or no manifest at all.
 """
 
 from __future__ import annotations
@@ -16,15 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Any
 from zlib import crc32
 
-from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
-
-from mimo.config.bounds import STRICT
 from mimo.errors import InputError, StartError
 
 MANIFEST = "manifest.json"
+_FORMAT = "mimo checkpoint 1"
 BLOCK_BYTES = 1 << 18
 """Bytes of a block: few beside what a rank reads at a time, and 8 digits in the manifest."""
 _CHECKSUM_BYTES = 4
@@ -41,12 +37,14 @@ class Unreadable(StartError):
 class Sum:
     """Size and CRC-32 of a file, as in the manifest: 8 hexadecimal digits.
 
-    blocks: 8 more digits for each block, the CRC-32 up to its end; only for files of tensors.
+    blocks: 8 more digits for each block, the CRC-32 up to its end. header: a digest of the header,
+    which lists the pieces. Both only for files of tensors.
     """
 
     bytes: int
     crc32: str
     blocks: str = ""
+    header: str = ""
 
 
 @contextmanager
@@ -102,24 +100,24 @@ def sync_and_sum(path: Path) -> Sum:
         return Sum(file.tell(), f"{crc:08x}")
 
 
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Turn the errors of a file that is missing or has other content into InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error}; copy the checkpoint again") from error
+
+
 def read_document(path: Path, checksum: int | None = None) -> Any:
-    """Return the content of a JSON file. Raises ValueError, OSError or Unreadable."""
+    """Return the content of a JSON file; call it in `parsing`. Raises Unreadable."""
     with reading(path):
         content = path.read_bytes()
     if checksum is not None and (actual := crc32(content)) != checksum:
         raise ValueError(f"it has checksum {actual:08x}, not {checksum:08x}")
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def reason_of(error: Exception) -> str:
-    """Return the message of an error, or that of the first field that pydantic refused."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return json.loads(content)
 
 
 # ------------------------------------------------------------------- writing the manifest
@@ -142,17 +140,17 @@ class Summing:
                 self._block_ends += self._crc.to_bytes(_CHECKSUM_BYTES)
             rest = rest[len(part) :]
 
-    def sum(self) -> Sum:
+    def sum(self, header: str) -> Sum:
         """Return the sum of the whole file, whose last byte has been added."""
         last = self._crc.to_bytes(_CHECKSUM_BYTES) if self.num_bytes % BLOCK_BYTES else b""
-        return Sum(self.num_bytes, f"{self._crc:08x}", (self._block_ends + last).hex())
+        return Sum(self.num_bytes, f"{self._crc:08x}", (self._block_ends + last).hex(), header)
 
 
 def write_manifest(folder: Path, files: Mapping[str, Sum]) -> None:
     """Write the manifest of files by name; it is on disk on return."""
     blocks = {name: sum.blocks for name, sum in files.items() if sum.blocks}
     document = {
-        "format": "mimo checkpoint 1",
+        "format": _FORMAT,
         "files": {name: {"bytes": sum.bytes, "crc32": sum.crc32} for name, sum in files.items()},
         "blocks": {"bytes": BLOCK_BYTES, "files": blocks},
     }
@@ -172,77 +170,54 @@ def _manifest_sum(document: object) -> str:
 class Listed:
     """A file of a checkpoint as the manifest lists it.
 
-    name: relative to the checkpoint. crc32: None for a checkpoint without a manifest. blocks: 4
-    bytes for each block of ``block_bytes``, the CRC-32 of the file up to its end; empty if unknown.
+    name: relative to the checkpoint. blocks: 4 bytes for each block of ``block_bytes``, the CRC-32
+    of the file up to its end; empty if the file has no tensors.
     """
 
     name: str
     num_bytes: int
-    crc32: int | None
+    crc32: int
     blocks: bytes = b""
     block_bytes: int = BLOCK_BYTES
 
     def is_intact(self, block: int, content: memoryview) -> bool:
-        """Return whether a block has the bytes that were written; True if that is unknown."""
+        """Return whether a block has the bytes that were written."""
         begin = block * _CHECKSUM_BYTES
         before = self.blocks[max(begin - _CHECKSUM_BYTES, 0) : begin]
         after = self.blocks[begin : begin + _CHECKSUM_BYTES]
-        return not after or crc32(content, int.from_bytes(before)) == int.from_bytes(after)
+        return crc32(content, int.from_bytes(before)) == int.from_bytes(after)
 
 
-def _inside_folder(name: str) -> str:
-    path = PurePosixPath(name)
-    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"{name[:80]!r} is not a valid file name")
-    return name
-
-
-class _File(BaseModel):
-    model_config = STRICT
-    bytes: NonNegativeInt
-    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
-
-
-class _Blocks(BaseModel):
-    model_config = STRICT
-    bytes: PositiveInt
-    files: dict[str, str]
-
-
-class _Manifest(BaseModel):
-    model_config = STRICT
-    format: Literal["mimo checkpoint 1"]
-    files: dict[Annotated[str, AfterValidator(_inside_folder)], _File]
-    blocks: _Blocks | None = None
-
-
-def listed_files(checkpoint: Path) -> list[Listed] | None:
-    """Return all files that the manifest lists; None without a manifest. Raises InputError."""
+def listed_files(checkpoint: Path) -> list[Listed]:
+    """Return all files that the manifest lists. Raises InputError."""
     path = checkpoint / MANIFEST
-    try:
-        document = read_document(path)
-        # Manifests of earlier versions have neither blocks nor a checksum of their own.
-        if "blocks" in document and document.pop("crc32") != _manifest_sum(document):
-            raise ValueError("its own checksum differs")
-        manifest = _Manifest.model_validate(document)
-        blocks = manifest.blocks or _Blocks(bytes=BLOCK_BYTES, files={})
-        return [
-            Listed(
-                *(name, file.bytes, int(file.crc32, 16)),
-                *(bytes.fromhex(blocks.files.get(name, "")), blocks.bytes),
+    with parsing(path):
+        try:
+            document = read_document(path)
+        except FileNotFoundError:
+            document = {}
+        if "blocks" not in document:
+            raise InputError(
+                f"{path} is missing or without checksums of blocks: the checkpoint is incomplete, "
+                f"or an earlier version wrote it; copy it again, or export it with `mimo convert "
+                f"to-hf` of that version and start from the folder (init_from)"
             )
-            for name, file in manifest.files.items()
-        ]
-    except FileNotFoundError:
-        return None
-    except Unreadable:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {reason_of(error)}") from error
+        if document["format"] != _FORMAT or document.pop("crc32") != _manifest_sum(document):
+            raise ValueError("its format or its own checksum differs")
+        blocks = document["blocks"]
+        files: list[Listed] = []
+        for name, file in document["files"].items():
+            relative = PurePosixPath(name)
+            if relative.is_absolute() or ".." in relative.parts:
+                raise ValueError(f"{name[:80]!r} leads out of the folder")
+            block_sums = bytes.fromhex(blocks["files"].get(name, ""))
+            crc = int(file["crc32"], 16)
+            files.append(Listed(name, file["bytes"], crc, block_sums, blocks["bytes"]))
+        return files
 
 
 def wrong_checksums(
-    checkpoint: Path, files: Iterable[Listed], advance: Callable[[int], None]
+    checkpoint: Path, files: Iterable[Listed], advance: Callable[[int], None] = lambda _: None
 ) -> list[str]:
     """Read these files whole; return a problem for each that has changed. Raises Unreadable."""
     problems: list[str] = []

@@ -8,8 +8,6 @@ wants, such as its share of a distributed optimizer, it reads alone.
 from __future__ import annotations
 
 import os
-import pickle
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class _CheckedReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._file, self._descriptor = folder, Listed("", 0, None), -1
+        self._folder, self._file, self._descriptor = folder, Listed("", 0, 0), -1
         self._cache, self._cached_block = memoryview(b""), -1
 
     def close(self) -> None:
@@ -75,7 +73,6 @@ class _CheckedReader:
         while target:
             block, skipped = divmod(begin, file.block_bytes)
             length = min(file.block_bytes, file.num_bytes - block * file.block_bytes)
-            assert skipped < length, "the index was compared with the size"
             if skipped == 0 and len(target) >= length:
                 count = length
                 self._read_block(block, target[:count])
@@ -178,7 +175,11 @@ def _parts_of(
                 f"it was trained with"
             )
         if tensor.matrix != piece.matrix:
-            raise InputError(f"checkpoint {folder}: {_size_difference(piece, tensor)}")
+            raise InputError(
+                f"checkpoint {folder}: {piece.key} is {list(tensor.shape)}, but the model's is "
+                f"{list(piece.shape)}; give the sizes of its training (for a vocabulary: the "
+                f"tokenizer, language.model.vocab_size and language.model.vocab_multiple)"
+            )
         height, width = piece.values.shape
         for stored in tensor.pieces:
             rows = _overlap(stored.row, stored.rows, piece.row, height)
@@ -194,20 +195,6 @@ def _parts_of(
 
 def _overlap(first: int, count: int, other_first: int, other_count: int) -> range:
     return range(max(first, other_first), min(first + count, other_first + other_count))
-
-
-def _size_difference(piece: Piece, tensor: StoredTensor) -> str:
-    (stored_rows, stored_columns), (rows, columns) = tensor.matrix, piece.matrix
-    if stored_columns == columns:
-        return (
-            f"{piece.key} has {stored_rows} rows, but the model has {rows}; give the sizes of its "
-            f"training (for a vocabulary: the tokenizer, language.model.vocab_size and "
-            f"language.model.vocab_multiple)"
-        )
-    return (
-        f"{piece.key} is {list(tensor.shape)}, but the model's is {list(piece.shape)}; give the "
-        f"sizes of its training"
-    )
 
 
 def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
@@ -246,25 +233,20 @@ def read(
 
 
 def from_rank_0[T](call: Callable[[], T]) -> T:
-    """Return what ``call`` returns on rank 0, which alone calls it; every rank calls this.
+    """Return what ``call`` returns on rank 0, which alone calls it, or raise its exception.
 
-    Its exception is raised on all ranks, as a RuntimeError with the traceback if it cannot be sent.
+    Every rank calls this. Result and exception are pickled.
     """
     if dist.get_world_size() == 1:
         return call()  # a world of one, as for generation, need not start NCCL
-    message: list[bytes] = [b""]
+    message: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            message[0] = pickle.dumps((call(), None))
-        except Exception as error:  # of pickling, too: the other ranks wait for a message
-            try:
-                message[0] = pickle.dumps((None, error))
-                pickle.loads(message[0])  # some errors can be pickled, but not unpickled
-            except Exception:
-                text = "".join(traceback.format_exception(error))
-                message[0] = pickle.dumps((None, RuntimeError(f"rank 0 failed:\n{text}")))
+            message[0] = call()
+        except Exception as error:
+            message[1] = error
     dist.broadcast_object_list(message, device=local_device())
-    value, error = pickle.loads(message[0])
+    value, error = message
     if error is not None:
         raise error
     return value

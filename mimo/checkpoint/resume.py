@@ -1,7 +1,6 @@
 """Where a job starts: the checkpoints it may resume from, which of them is intact, what is left.
 
-Needs no engine, so that a launcher can hand a start to its ranks. Checkpoints of earlier versions
-may have no manifest; of them only the sizes that the index needs are checked.
+Needs no engine, so that a launcher can hand a start to its ranks.
 """
 
 from __future__ import annotations
@@ -97,20 +96,13 @@ class Run:
 
 
 def wrong_sizes(checkpoint: Path) -> list[str]:
-    """Return the problems that sizes and small files show. Raises Unreadable."""
-    with reading(checkpoint):
-        if not checkpoint.is_dir():
-            return ["the folder is missing"]
+    """Return the problems that the manifest and sizes show. Raises Unreadable."""
     try:
-        problems = _wrong_files(checkpoint, listed_files(checkpoint) or ())
-        if not problems:
-            read_progress(checkpoint)
-            read_index(checkpoint)
+        return _wrong_files(checkpoint, listed_files(checkpoint))
     except Unreadable:
         raise
     except InputError as error:
         return [str(error)]
-    return problems
 
 
 def _wrong_files(checkpoint: Path, files: Iterable[Listed]) -> list[str]:
@@ -141,13 +133,9 @@ def problems_of(
     checkpoint: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[str]:
     """Read a checkpoint with all cores and return its problems. progress: bytes done and total."""
-    return wrong_sizes(checkpoint) or _compare(checkpoint, listed_files(checkpoint) or [], progress)
-
-
-def _compare(
-    checkpoint: Path, files: Sequence[Listed], progress: Callable[[int, int], None]
-) -> list[str]:
-    """Return `wrong_checksums` of these files, which all cores of this machine compute."""
+    if problems := wrong_sizes(checkpoint):
+        return problems
+    files = listed_files(checkpoint)
     done, total = 0, sum(listed.num_bytes for listed in files)
 
     def advance(count: int) -> None:
@@ -161,18 +149,14 @@ def _compare(
         return [line for problems in results for line in problems]
 
 
-def open_checkpoint(
-    checkpoint: Path, progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, StoredTensor]:
-    """Return the index of a checkpoint to read, after comparing sizes and some checksums.
+def open_checkpoint(checkpoint: Path) -> dict[str, StoredTensor]:
+    """Return the index of a checkpoint to read, after comparing sizes and small files.
 
-    Blocks of tensors are compared while they are read, so here only files without checksums of
-    blocks. Raises InputError for damage.
+    Blocks of tensors are compared while they are read. Raises InputError for damage.
     """
-    files = listed_files(checkpoint) or []
-    without_blocks = [listed for listed in files if not listed.blocks]
-    problems = _wrong_files(checkpoint, files) or _compare(checkpoint, without_blocks, progress)
-    raise_damaged(checkpoint, problems)
+    files = listed_files(checkpoint)
+    small = [listed for listed in files if not listed.blocks]
+    raise_damaged(checkpoint, _wrong_files(checkpoint, files) or wrong_checksums(checkpoint, small))
     return read_index(checkpoint)
 
 
@@ -211,13 +195,6 @@ def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> 
     """
     if not resume and resume_from is None:
         return []
-    names = {phase.recipe.run_dir.name for phase in phased.phases}
-    for number, folder in phase_folders(phased.run_dir).items() if phased.has_phases else ():
-        if folder.name not in names:
-            raise InputError(
-                f"{folder}: phase {number} of the run to resume has this name, but the recipe's "
-                f"phases are {', '.join(sorted(names))}; name them as before, or start another run"
-            )
     if resume_from is not None:
         checkpoint = find_checkpoint(resume_from)
         folders = (phased.run_dir, *(phase.recipe.run_dir for phase in phased.phases))

@@ -14,7 +14,6 @@ backward passes: only an update changes it, and waits for the copy (CheckFreq, M
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import threading
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, latest_checkpoint, publish
 from mimo.checkpoint.manifest import Sum, write_synced
-from mimo.checkpoint.tensors import Written, file_of, write_index, write_pieces
+from mimo.checkpoint.tensors import file_of, write_index, write_pieces
 from mimo.config.schema import Recipe
 from mimo.device import (
     Timestamp,
@@ -99,7 +98,7 @@ class Saver:
         self._memory, self._stream = host_memory(0), copy_stream("host")
         self._blocked_seconds = 0.0  # for which training was blocked by a save after `begin`
         # The index is a function of the headers of all files; usually they stay the same.
-        self._headers, self._index = "", ""
+        self._headers, self._index = list[str](), ""
 
     def __enter__(self) -> Self:
         return self
@@ -264,12 +263,12 @@ class Saver:
         """Make a checkpoint of the files of all ranks, on rank 0."""
         folder, train = save.folder, self._recipe.train
         ranks = range(dist.get_world_size())
-        files = [self._wait_for_file(save, rank) for rank in ranks]
+        sums = [self._wait_for_file(save, rank) for rank in ranks]
         for rank in ranks:
             _report_path(folder, rank).unlink()
-        headers = hashlib.sha256("".join(file.header for file in files).encode()).hexdigest()
+        headers = [sum.header for sum in sums]
         known = self._index if self._headers == headers else None
-        self._index, self._headers = write_index(folder, len(files), known), headers
+        self._index, self._headers = write_index(folder, len(sums), known), headers
         # First those of the last checkpoint, in case the recipe's folders have since moved.
         before = latest_checkpoint(self._checkpoints)
         if before is not None and (before / ASSETS).is_dir():
@@ -288,11 +287,11 @@ class Saver:
             self._recipe.to_yaml(),
             keep=train.keep_checkpoints,
             keep_every=train.keep_every,
-            sums={file_of(rank): file.sum for rank, file in enumerate(files)},
+            sums={file_of(rank): sum for rank, sum in enumerate(sums)},
             when_complete=when_complete,
         )
 
-    def _wait_for_file(self, save: _Save, rank: int) -> Written:
+    def _wait_for_file(self, save: _Save, rank: int) -> Sum:
         """Wait for the file of a rank while it grows. Raises if that rank fails or is gone."""
         path, last_size, since = save.folder / file_of(rank), -1, time.monotonic()
         while True:
@@ -300,8 +299,8 @@ class Saver:
                 report = json.loads(_report_path(save.folder, rank).read_text())
                 if "failure" in report:
                     raise _OtherRankFailed
-                written = Written(Sum(**report["sum"]), report["header"])
-                if path.stat().st_size == written.sum.bytes:  # as this machine sees it
+                written = Sum(**report)
+                if path.stat().st_size == written.bytes:  # as this machine sees it
                     return written
             size = _size_of(path)
             if size != last_size:

@@ -16,14 +16,12 @@ import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, TypeAdapter
 from torch import Tensor
 
 from mimo.checkpoint.manifest import (
@@ -32,9 +30,8 @@ from mimo.checkpoint.manifest import (
     Summing,
     listed_files,
     naming,
+    parsing,
     read_document,
-    reading,
-    reason_of,
     write_synced,
 )
 from mimo.engines.contract import EMA, Piece, key_of
@@ -49,7 +46,6 @@ TORCH_DTYPES = {
     "F16": torch.float16,
 }
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_FILE = re.compile(r"tensors_[0-9]+\.safetensors")
 _CHUNK_BYTES = 1 << 22
 """Bytes that are copied between a tensor and a file at a time."""
 
@@ -92,20 +88,12 @@ def file_of(rank: int) -> str:
     return f"tensors_{rank}.safetensors"
 
 
-@dataclass(frozen=True)
-class Written:
-    """A rank's file that is on disk. header: a digest of the header, which lists its pieces."""
-
-    sum: Sum
-    header: str
-
-
 def write_pieces(
     folder: Path,
     rank: int,
     pieces: Sequence[Piece],
     values_of: Callable[[Piece], Tensor] = lambda piece: piece.values,
-) -> Written:
+) -> Sum:
     """Write this rank's pieces, if any, into its file; it is on disk on return.
 
     values_of: called for a piece's values when it is written; before, only shape and dtype are
@@ -139,7 +127,7 @@ def write_pieces(
                 flushed += pending
         file.flush()
         os.fsync(file.fileno())
-    return Written(summing.sum(), hashlib.sha256(header).hexdigest())
+    return summing.sum(hashlib.sha256(header).hexdigest())
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:
@@ -177,7 +165,7 @@ def _index_of(folder: Path, num_ranks: int) -> str:
             tensor = tensors.setdefault(key, StoredTensor(shape, dtype))
             assert (tensor.shape, tensor.dtype) == (shape, dtype), f"{key} differs between ranks"
             position = (8 + length + entry["data_offsets"][0], row, column, *entry["shape"])
-            tensor.pieces.append(Stored(Listed(file_name, 0, None), *position))
+            tensor.pieces.append(Stored(Listed(file_name, 0, 0), *position))
     for key, tensor in tensors.items():
         gap = _gap(tensor)
         assert gap is None, f"{key}: {gap}"
@@ -213,77 +201,24 @@ def _gap(tensor: StoredTensor) -> str | None:
 # ------------------------------------------------------------------------------- reading
 
 
-class _Entry(BaseModel):
-    """A tensor in the index. pieces: file, then the numbers of `Stored`."""
-
-    shape: Annotated[list[PositiveInt], Field(min_length=1)]
-    dtype: Literal["F64", "F32", "BF16", "F16"]
-    pieces: list[tuple[str, NonNegativeInt, NonNegativeInt, NonNegativeInt, int, int]]
-
-
-_ENTRIES = TypeAdapter(dict[str, _Entry])
-
-
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint by key.
 
-    Raises InputError if the index is missing, damaged or of another version, or if its pieces are
-    not whole tensors in files of this folder.
+    Raises InputError if the index is missing, damaged or of another version.
     """
-    path = folder / _INDEX
-    with reading(path):
-        exists = path.exists()
-    if not exists and (folder / ".metadata").exists():
-        raise InputError(
-            f"checkpoint {folder}: it was written by a former version, in Megatron's format; "
-            f"export it with `mimo convert to-hf` of that version and start from the folder "
-            f"(init_from)"
-        )
-    if not exists:
-        raise InputError(f"checkpoint {folder}: {_INDEX} is missing; copy it again")
-    try:
-        manifest = listed_files(folder)
-        listed = {file.name: file for file in manifest or ()}
-        document = read_document(path, listed[_INDEX].crc32 if _INDEX in listed else None)
-        if (version := document.get("format")) != _FORMAT:
-            raise InputError(
-                f"checkpoint {folder}: {_INDEX} has format {version!r}, this version reads "
-                f"{_FORMAT!r}; use the version that wrote it"
+    files = {file.name: file for file in listed_files(folder)}
+    with parsing(folder / _INDEX):
+        document = read_document(folder / _INDEX, files[_INDEX].crc32)
+        if (version := document["format"]) != _FORMAT:
+            raise ValueError(f"its format is {version!r}, this version reads {_FORMAT!r}")
+        return {
+            key: StoredTensor(
+                shape=tuple(entry["shape"]),
+                dtype=TORCH_DTYPES[entry["dtype"]],
+                pieces=[Stored(files[name], *place) for name, *place in entry["pieces"]],
             )
-        entries = _ENTRIES.validate_python(document["tensors"])
-        files = dict[str, Listed]()
-        for name in {name for entry in entries.values() for name, *_ in entry.pieces}:
-            size = _size_of(folder, name)
-            files[name] = listed[name] if manifest is not None else Listed(name, size, None)
-            if files[name].num_bytes != size:
-                raise ValueError(f"{name} has {size} bytes, not {files[name].num_bytes}")
-        index = dict[str, StoredTensor]()
-        for key, entry in entries.items():
-            pieces = [Stored(files[name], *place) for name, *place in entry.pieces]
-            dtype = TORCH_DTYPES[entry.dtype]
-            tensor = index[key] = StoredTensor(tuple(entry.shape), dtype, pieces)
-            for piece in pieces:
-                end, file = piece.begin + piece.rows * piece.columns * dtype.itemsize, piece.file
-                if end > file.num_bytes:
-                    raise ValueError(f"{file.name} has {file.num_bytes} bytes, not {end}")
-            if gap := _gap(tensor):
-                raise ValueError(f"{key}: {gap}")
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"checkpoint {folder}: {_INDEX} or a file of it is damaged ({reason_of(error)}); copy "
-            f"it again"
-        ) from error
-    return index
-
-
-def _size_of(folder: Path, name: str) -> int:
-    """Return the size of a file of tensors. Raises ValueError or OSError if it is none."""
-    if not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of tensors")
-    with reading(folder / name):
-        return (folder / name).stat().st_size
+            for key, entry in document["tensors"].items()
+        }
 
 
 def averages(stored: Collection[str]) -> dict[str, str]:
@@ -312,9 +247,9 @@ def write(
         whole_piece(key, torch.empty(shape, dtype=dtype, device="meta"))
         for key, shape in shapes.items()
     ]
-    written = write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))
+    sums = {file_of(0): write_pieces(folder, 0, pieces, lambda piece: tensor_of(piece.key))}
     write_index(folder, 1)
-    return {file_of(0): written.sum}
+    return sums
 
 
 def whole_piece(key: str, tensor: Tensor) -> Piece:

@@ -97,7 +97,7 @@ def checkpoint_inspect(path: RunArgument) -> None:
 def checkpoint_verify(path: RunArgument) -> int:
     """Compare checkpoints with their checksums. Exit code 1 if one is damaged."""
     from mimo.checkpoint.folder import all_checkpoints
-    from mimo.checkpoint.resume import listed_files, problems_of
+    from mimo.checkpoint.resume import problems_of
     from mimo.runtime.progress import progress_of
 
     damaged = 0
@@ -108,8 +108,7 @@ def checkpoint_verify(path: RunArgument) -> int:
         for problem in problems:
             print(f"{checkpoint}: {problem}")
         if not problems:
-            state = "intact" if listed_files(checkpoint) is not None else "readable, no checksums"
-            print(f"{checkpoint}: {state}")
+            print(f"{checkpoint}: intact")
     return 1 if damaged else 0
 
 
@@ -158,7 +157,6 @@ def convert_from_hf(
 def convert_to_hf(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    shard_size: Annotated[str, typer.Option(help="Largest file, such as 500MB or 5GB.")] = "5GB",
     adapter: Annotated[
         bool,
         typer.Option("--adapter", help="Write only the LoRA adapters, for peft."),
@@ -175,9 +173,8 @@ def convert_to_hf(
         convert_adapter(run, out, ema)
         return
     from mimo.checkpoint.hf.export import convert_to_hf as write
-    from mimo.checkpoint.hf.export import parse_size
 
-    write(run, out, parse_size(shard_size), ema)
+    write(run, out, average=ema)
 
 
 def tiny(

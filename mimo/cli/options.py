@@ -38,6 +38,7 @@ _REMOVED = {
     "--against": "compare each engine or layout with transformers",
     "--elastic": "after a loss of nodes, override language.grid.dp with fewer lanes",
     "--dtype": "tiny checkpoints are fp32",
+    "--shard-size": "convert to-hf writes files of up to 5 GB",
     "--tie": "tiny checkpoints tie embedding and head as their family does",
 }
 """Commands and options of earlier versions, and what to use instead."""

@@ -7,7 +7,6 @@ training computes, item attention and windows included, and is meant for checks.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -22,7 +21,7 @@ from data.index.samples import Processors
 from data.modalities.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
 from data.text.messages import Mention, PlaceholderError
-from mimo.checkpoint.assets import changed_assets, portable_recipe
+from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.errors import InputError
@@ -92,8 +91,6 @@ class Generator:
         checkpoint = find_checkpoint(path)
         stored = open_checkpoint(checkpoint)
         recipe = portable_recipe(checkpoint)
-        if changed := ", ".join(map(str, changed_assets(checkpoint))):
-            print(f"{changed}: changed since training; {checkpoint} uses its own", file=sys.stderr)
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.media = {name: [*part.media_tokens] for name, part in recipe.encoders.items()}

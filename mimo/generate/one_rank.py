@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from data.batch import PackedLane
 from mimo.checkpoint.hf.initial import InitialWeights
-from mimo.checkpoint.load import Index, load_checkpoint
+from mimo.checkpoint.load import Index, load_weights
 from mimo.config.modules import Grid
 from mimo.config.schema import Recipe
 from mimo.device import gpu_memory, initialize_distributed, machine_memory, send
@@ -109,7 +109,7 @@ class LocalModel:
         check_memory(alone, one_rank_layout(alone), range(1), gpu_memory() or machine_memory())
         local = cls(recipe, tokenizer_size, provided=stored)
         modules = local.model.modules
-        load_checkpoint(modules, checkpoint, stored, with_optimizer=False, average=average)
+        load_weights(modules, checkpoint, stored, average)
         for module in modules.values():
             module.whole.eval()
         return local

@@ -139,7 +139,7 @@ def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment:
 
     def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
         problems = wrong_sizes(checkpoint)
-        files = [] if problems else listed_files(checkpoint) or []
+        files = [] if problems else listed_files(checkpoint)
         return [(problems, share) for share in split_by_bytes(files, environment.world_size)]
 
     def problems(checkpoint: Path) -> list[str]:

@@ -18,7 +18,7 @@ from mimo.checkpoint.assets import ASSETS
 from mimo.checkpoint.folder import Progress, read_progress, resumable
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.resume import Choice, FromScratch, Resume, Run, listed_files
+from mimo.checkpoint.resume import Choice, FromScratch, Resume, Run
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.config.source import Location, dotted
@@ -148,8 +148,6 @@ def report_choice(choice: Choice, run_dir: Path) -> None:
         )
         print(text, flush=True)
         record(run_dir, "checkpoint", text, checkpoint=str(path), problems=[*problems])
-    if choice.checkpoint is not None and listed_files(choice.checkpoint) is None:
-        print(f"{choice.checkpoint} has no checksums: nothing could be verified", flush=True)
 
 
 def check_start(run: Run) -> list[str]:

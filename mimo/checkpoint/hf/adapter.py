@@ -27,7 +27,6 @@ from mimo.runtime.progress import counter_of
 
 _PREFIX = "base_model.model."
 _COMPARED_BYTES = 10**9
-_LISTED = 10
 
 
 def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
@@ -99,11 +98,9 @@ def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, An
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": usual.rank,
-        "lora_alpha": _number(usual.alpha),
+        "lora_alpha": usual.alpha,
         "rank_pattern": {m: lora.rank for m, lora in loras.items() if lora.rank != usual.rank},
-        "alpha_pattern": {
-            m: _number(lora.alpha) for m, lora in loras.items() if lora.alpha != usual.alpha
-        },
+        "alpha_pattern": {m: lora.alpha for m, lora in loras.items() if lora.alpha != usual.alpha},
         # Whole paths: a tower's linears may be called like those of the language model.
         "target_modules": sorted(loras),
         "modules_to_save": saved or None,
@@ -114,10 +111,6 @@ def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, An
         "use_rslora": False,
         "use_dora": False,
     }
-
-
-def _number(alpha: float) -> int | float:
-    return int(alpha) if alpha.is_integer() else alpha
 
 
 def _module_of(key: str) -> str:
@@ -163,7 +156,6 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
         raise RecipeError(
             f"{trained.checkpoint}: other weights than adapters and projectors were trained, and "
             f"an adapter folder would lack them; leave --adapter out to write the whole model:",
-            *(f"  {key}" for key in others[:_LISTED]),
-            *([f"  and {len(others) - _LISTED} more"] if len(others) > _LISTED else []),
+            *(f"  {key}" for key in others),
         )
     return modules

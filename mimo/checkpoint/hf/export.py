@@ -45,11 +45,10 @@ from mimo.families.hf_config import (
     read_processors,
     write_json,
 )
-from mimo.families.keymap import Weight, adapter_names, adapter_shapes, is_adapter, merged_weight
+from mimo.families.keymap import Weight, adapter_names, is_adapter, merged_weight
 from mimo.families.registry import encoder_settings, language_settings
-from mimo.runtime.progress import counter_of, progress_of
+from mimo.runtime.progress import counter_of
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 # Settings that no configuration of theirs has: initialization of weights, and padding.
 _OURS = {"init_std", "vocab_multiple", "folder"}
 # Of the image processor: their name by ours. Limits of pixels are written in several ways.
@@ -61,15 +60,16 @@ _IMAGE_KEYS = {"pan_and_scan": "do_pan_and_scan", **{key: key for key in _SAME}}
 Shape = tuple[torch.Size, torch.dtype]
 
 
-def convert_to_hf(run: Path, target: Path, shard_bytes: int, average: bool = False) -> None:
+def convert_to_hf(
+    run: Path, target: Path, shard_bytes: int = 5 * 10**9, average: bool = False
+) -> None:
     """Write the folder ``target``: weights, index, configuration, tokenizer and processor files.
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
     the largest size of a file; a larger tensor has a file to itself. average: write the moving
     average of the weights. Tensors and files of the folder that the recipe starts from, but that
     are not trained, are copied, such as the tower if the language model was trained alone. Raises
-    InputError for a checkpoint of another kind or if those tensors are gone, and RecipeError with
-    every tensor that is missing, unknown or has another shape.
+    InputError for a checkpoint of another kind or if those tensors are gone.
     """
     trained = open_trained(run, average)
     changed = _changed_settings(trained.recipe, trained.architecture, trained.assets)
@@ -95,14 +95,6 @@ def convert_to_hf(run: Path, target: Path, shard_bytes: int, average: bool = Fal
         _set_dtype(folder / "config.json", trained.weights[0].dtype)
         _write_files(folder, files, advance)
     trained.print_left_out()
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as "5GB". Raises InputError."""
-    number, unit = text[:-2], text[-2:].upper()
-    if unit not in _UNITS or not number.isdigit() or int(number) < 1:
-        raise InputError(f"--shard-size {text}: give a whole number of KB, MB or GB, such as 5GB")
-    return int(number) * _UNITS[unit]
 
 
 def _whole_groups(
@@ -163,13 +155,25 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A parameter of ours in a checkpoint: its key, shape and dtype there. lora: what adapts it."""
+    """A parameter of ours in a checkpoint.
+
+    stored: shape and dtype by key: the parameter, then what adapts it. lora: of its module.
+    """
 
     key: str
     weight: Weight
-    shape: torch.Size
-    dtype: torch.dtype
+    stored: Mapping[str, Shape]
     lora: LoRA | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape, with padding."""
+        return self.stored[self.key][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's dtype."""
+        return self.stored[self.key][1]
 
     @property
     def num_bytes(self) -> int:
@@ -177,19 +181,9 @@ class TrainedWeight:
         columns = self.shape.numel() // self.shape[0]
         return self.weight.num_rows * columns * self.dtype.itemsize
 
-    def stored(self) -> dict[str, Shape]:
-        """Return shape and dtype by key: the parameter, then what adapts it."""
-        shapes = {self.key: (self.shape, self.dtype)}
-        if self.lora is not None:
-            forms = zip(
-                adapter_names(self.key), adapter_shapes(self.shape, self.lora.rank), strict=True
-            )
-            shapes |= {key: (torch.Size(form), self.dtype) for key, form in forms}
-        return shapes
-
     def merged(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the parameter with its adapter, (R, ...); removes both from ``tensors``."""
-        weight, *adapter = [tensors.pop(key) for key in self.stored()]
+        weight, *adapter = [tensors.pop(key) for key in self.stored]
         if self.lora is None:
             return weight
         lora_a, lora_b = adapter
@@ -211,13 +205,10 @@ class TrainedModel:
 
     def print_left_out(self) -> None:
         """Print which encoders the format has no place for."""
-        tower = self.architecture.tower_of(self.recipe)
-        names = ", ".join(f"encoders.{name}" for name in self.recipe.encoders if name != tower)
-        if names:
-            print(
-                f"{names}: no part of {self.architecture.model_type} in Hugging Face format, so "
-                f"not written; kept in {self.checkpoint} only"
-            )
+        tower, kind = self.architecture.tower_of(self.recipe), self.architecture.model_type
+        for name in self.recipe.encoders:
+            if name != tower:
+                print(f"encoders.{name}: no part of {kind} in Hugging Face format, so not written")
 
     @property
     def assets(self) -> Path:
@@ -235,7 +226,7 @@ class TrainedModel:
         sources = {
             key: (self.averages.get(key, key), shape)
             for weight in weights
-            for key, shape in weight.stored().items()
+            for key, shape in weight.stored.items()
             if is_adapter(key) or not only_adapters
         }
         tensors = read(self.checkpoint, dict(sources.values()))
@@ -245,12 +236,10 @@ class TrainedModel:
 def open_trained(run: Path, average: bool = False) -> TrainedModel:
     """Open the trained model in a run or checkpoint folder. average: read the moving average.
 
-    Raises InputError for a model that did not start from a Hugging Face checkpoint, and RecipeError
-    with every tensor that does not fit.
+    Raises InputError for a model that did not start from a Hugging Face checkpoint.
     """
     checkpoint = find_checkpoint(run)
-    with progress_of("verifying") as progress:
-        open_checkpoint(checkpoint, progress)
+    open_checkpoint(checkpoint)
     recipe = recipe_of(checkpoint)
     assets = checkpoint / ASSETS
     if recipe.init_from is None or not (assets / "config.json").is_file():
@@ -260,53 +249,16 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
         )
     architecture = architecture_of_recipe(recipe, assets)
     described = describe(checkpoint)
-    weights = _trained_weights(checkpoint, described, recipe, architecture)
+    weights: list[TrainedWeight] = []
+    for module, of_module in architecture.weights_of(recipe).items():
+        lora = recipe.module(module).lora
+        for weight in of_module:
+            key = f"{module}.{weight.name}"
+            keys = [key, *(name for name in adapter_names(key) if name in described)]
+            stored = {name: described[name] for name in keys}
+            weights.append(TrainedWeight(key, weight, stored, lora if len(keys) > 1 else None))
     average_keys = averages(described) if average else {}
     return TrainedModel(checkpoint, recipe, architecture, weights, average_keys)
-
-
-def _trained_weights(
-    checkpoint: Path,
-    described: Mapping[str, Shape],
-    recipe: Recipe,
-    architecture: Architecture,
-) -> list[TrainedWeight]:
-    trained: list[TrainedWeight] = []
-    problems: list[str] = []
-    for module, weights in architecture.weights_of(recipe).items():
-        lora, adapters = recipe.module(module).lora, dict[str, Shape]()
-        for weight in weights:
-            key = f"{module}.{weight.name}"
-            if key not in described:
-                problems.append(f"  {key} is missing")
-                continue
-            shape, dtype = described[key]
-            if shape[0] < weight.num_rows:
-                problems.append(f"  {key} is {list(shape)}, needs {weight.num_rows} rows at least")
-            is_adapted = not described.keys().isdisjoint(adapter_names(key))
-            trained.append(TrainedWeight(key, weight, shape, dtype, lora if is_adapted else None))
-            adapters |= {k: form for k, form in trained[-1].stored().items() if k != key}
-        problems += _adapter_problems(module, lora, adapters, described)
-    if problems:
-        raise RecipeError(f"{checkpoint} is not a whole {architecture.model_type}:", *problems)
-    return trained
-
-
-def _adapter_problems(
-    module: str, lora: LoRA | None, expected: Mapping[str, Shape], described: Mapping[str, Shape]
-) -> Iterator[str]:
-    """Yield a module's adapters that are incomplete, unknown, or of another size than expected."""
-    for key, (shape, _) in expected.items():
-        if key not in described:
-            yield f"  {key} is missing"
-        elif described[key][0] != shape:
-            yield f"  {key} is {list(described[key][0])}, the recipe asks for {list(shape)}"
-    for key in sorted(described.keys() - expected.keys()):
-        # The optimizers' keys for the adapters have other prefixes.
-        if is_adapter(key) and key.startswith(f"{module}."):
-            yield f"  {key} is unknown: the recipe has no adapter there"
-    if lora is not None and not expected:
-        yield f"  the adapters of {module} are missing"
 
 
 # ----------------------------------------------------------------------- its configuration

@@ -26,7 +26,7 @@ from mimo.checkpoint.hf.recipes import (
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.tensors import TORCH_DTYPES, write
 from mimo.config.schema import LANGUAGE, Recipe
-from mimo.errors import InputError, RecipeError, StartError
+from mimo.errors import InputError, RecipeError, kind_of
 from mimo.families.hf_config import new_folder, read_config
 from mimo.families.keymap import Run, Source, Weight
 from mimo.families.registry import language_settings
@@ -175,11 +175,10 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
         architecture = architecture_of_recipe(recipe)
         weights = architecture.weights_of(recipe)
         return InitialWeights(HFCheckpoint(folder, architecture, weights), weights)
-    except StartError as error:
-        raise StartError(recipe.problem(("init_from",), str(error))) from error
     except InputError as error:
         first, *others = error.args
-        raise RecipeError(recipe.problem(("init_from",), first), *others) from error
+        problem = recipe.problem(("init_from",), first)
+        raise kind_of(error, RecipeError)(problem, *others) from error
 
 
 def original_tower(recipe: Recipe) -> InitialWeights | None:
