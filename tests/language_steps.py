@@ -301,30 +301,31 @@ def state_sizes(rank: int, job: Job) -> int:
 def resume(rank: int, job: Job, directory: Path, saved_after: int) -> dict[str, Any]:
     """A fresh model that loads the checkpoint and does the remaining steps."""
     trainer = Trainer(job)
-    load(trainer, directory, saved_after)
+    load(trainer, directory)
     metrics = [trainer.step(step) for step in range(saved_after, job.steps)]
     return {"metrics": metrics, "shards": trainer.shards()}
 
 
 def save(trainer: Trainer, directory: Path) -> None:
-    from mimo.checkpoint.tensors import write_index, write_pieces
+    from mimo.checkpoint.tensors import write_pieces
+    from tests.mimo.checkpoint.manifests import finish
 
     pieces = list(trainer.module().pieces("save", with_optimizer=True))
     write_pieces(directory, dist.get_rank(), pieces)
     dist.barrier()
     if dist.get_rank() == 0:
-        write_index(directory, dist.get_world_size())
+        finish(directory, dist.get_world_size())
     dist.barrier()
 
 
-def load(trainer: Trainer, directory: Path, step: int) -> None:
+def load(trainer: Trainer, directory: Path) -> None:
     from mimo.checkpoint.load import pieces_to_resume
     from mimo.checkpoint.reading import read_shared
     from mimo.checkpoint.tensors import read_index
 
     index = read_index(directory)
     module = trainer.module()
-    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index, step)
+    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index)
     read_shared(directory, index, pieces, module.replicas)
 
 

@@ -48,8 +48,9 @@ def load_start(
     """
     match start:
         case Resume(checkpoint):
+            progress = from_rank_0(lambda: read_progress(checkpoint))
             _load_all(modules, checkpoint, stored, on_progress)
-            return from_rank_0(lambda: read_progress(checkpoint))
+            return progress
         case FromWeights(checkpoint):
             load_weights(modules, checkpoint, stored, on_progress=on_progress)
         case FromScratch():

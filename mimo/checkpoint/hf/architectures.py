@@ -7,7 +7,7 @@ On disk the names begin differently, depending on the version that wrote them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -73,6 +73,17 @@ class Architecture:
     def tower_of(self, recipe: Recipe) -> str | None:
         """Return the recipe's encoder that belongs to this architecture, if any."""
         return self.tower_among({name: part.family for name, part in recipe.encoders.items()})
+
+    def layout_of(self, names: Collection[str], keys: Collection[str]) -> KeyLayout | None:
+        """Return the layout by which most of these tensors in memory are among the names on disk.
+
+        None if transformers' own rules of conversion hold.
+        """
+        return max(
+            self.layouts,
+            key=lambda layout: sum(layout.on_disk(key) in names for key in keys),
+            default=None,
+        )
 
     def weights(
         self, language: LanguageSettings, towers: Mapping[str, EncoderSettings]

@@ -17,7 +17,7 @@ from torch import Tensor
 from mimo.checkpoint.assets import RECORD, contents_of
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.initial import CARRIED
+from mimo.checkpoint.hf.initial import CARRIED, COMPUTED
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.reading import shards_of
 from mimo.errors import InputError, StartError
@@ -82,11 +82,14 @@ def carried_of(
         stored = None
     contents = contents or {"tensors": {}, "files": []}  # earlier versions wrote no record
     shapes = {name: tuple(shape) for name, shape in contents["tensors"].items()}
-    if architecture.layouts or not shapes:
-        on_disk = architecture.layouts[0].on_disk if architecture.layouts else str
+    layout = architecture.layout_of(shapes, [source.key for source in trained])
+    if layout is not None or not shapes:
+        on_disk = str if layout is None else layout.on_disk
         needed = {on_disk(source.key): source.shape for source in trained}
         conversion = Conversion.of_names({s.key: on_disk(s.key) for s in trained}, needed)
-        names = [name for name in shapes if name.startswith(CARRIED)]
+        beginnings = (*CARRIED, *map(on_disk, architecture.tower_prefixes))
+        names = [n for n in shapes if n.startswith(beginnings) and not n.endswith(COMPUTED)]
+        names = [name for name in names if name not in needed]
     else:
         conversion = Conversion.of_folder(assets, shapes)
         used = {disk for source in trained for disk in conversion.sources(source.key)}

@@ -24,7 +24,6 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.carried import carried_of
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.initial import original_tower
 from mimo.checkpoint.hf.recipes import architecture_of_recipe
 from mimo.checkpoint.hf.weights_folder import INDEX, SINGLE
 from mimo.checkpoint.reading import describe, read, shards_of
@@ -81,12 +80,6 @@ def convert_to_hf(
         partial(_merged_tensors, trained, conversion, shard)
         for shard in _whole_groups(trained, conversion, shard_bytes)
     ]
-    tower = original_tower(trained.recipe) if trained.architecture.layouts else None
-    if tower is not None:
-        stored, to_disk = tower.checkpoint, trained.architecture.layouts[0].on_disk
-        sources = [s for module in tower.weights.values() for w in module for s in w.sources]
-        sizes = ((source, stored.num_bytes(source)) for source in sources)
-        files += [partial(stored.stored, shard, to_disk) for shard in shards_of(sizes, shard_bytes)]
     files += [partial(carried.read, shard) for shard in carried.shards(shard_bytes)]
     with new_folder(target) as folder, counter_of("files", len(files)) as advance:
         carried.copy_files(folder)

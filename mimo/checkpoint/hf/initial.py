@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,21 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, complete
-from mimo.checkpoint.hf.architectures import Architecture, KeyLayout
+from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.recipes import (
-    DEFAULT_ENCODER,
-    architecture_of_recipe,
-    fill_recipe,
-    tower_settings,
-)
+from mimo.checkpoint.hf.recipes import architecture_of_recipe, fill_recipe
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.tensors import TORCH_DTYPES, write
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError, RecipeError, kind_of
-from mimo.families.hf_config import new_folder, read_config
+from mimo.families.hf_config import new_folder
 from mimo.families.keymap import Run, Source, Weight
 from mimo.families.registry import language_settings
 from mimo.families.wire import DTYPES, precision_of
 from mimo.runtime.progress import counter_of
 
 # Buffers that older versions stored; they follow from the configuration.
-_COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")
+COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")
 # Tensors that transformers does not load, but other programs may: heads that predict more tokens.
 CARRIED = ("mtp.",)
 _COMPARED_ROWS = 1 << 14
@@ -55,12 +49,7 @@ class HFCheckpoint:
         self.folder = WeightsFolder(path)
         shapes = self.folder.shapes
         sources = {s.key: s for module in weights.values() for w in module for s in w.sources}
-        # Of the layouts, the one with most of the names on disk; None for transformers' own rules.
-        self.layout: KeyLayout | None = max(
-            architecture.layouts,
-            key=lambda layout: sum(layout.on_disk(key) in shapes for key in sources),
-            default=None,
-        )
+        self.layout = architecture.layout_of(shapes, sources)
         if self.layout is None:
             self.conversion = Conversion.of_folder(path, shapes)
         else:
@@ -98,15 +87,6 @@ class HFCheckpoint:
         assert shape is not None, f"{key} was compared"
         return self._read(key, rows, columns if len(shape) == 2 else None)
 
-    def stored(self, sources: Iterable[Source], name_of: Callable[[str], str]) -> dict[str, Tensor]:
-        """Return whole tensors as they are stored. name_of: the new name by that in memory."""
-        return {name_of(source.key): self._read(source.key, slice(None)) for source in sources}
-
-    def num_bytes(self, source: Source) -> int:
-        """Return the bytes of a whole tensor as it is stored."""
-        dtype = functools.reduce(torch.promote_types, self._dtypes_of(source.key))
-        return math.prod(source.shape) * dtype.itemsize
-
     def order(self, weight: Weight) -> tuple[str, str]:
         """Return a sort key of weights by which files are read one after the other."""
         disk = self.conversion.sources(weight.sources[0].key)[0]
@@ -142,7 +122,7 @@ class HFCheckpoint:
         towers = tuple(self.layout.on_disk(prefix) for prefix in architecture.tower_prefixes)
         unused = towers if modules == {"language"} else ()  # the recipe has no encoders
         for disk in sorted(set(self.folder.shapes) - self._used):
-            if disk.endswith(_COMPUTED) or disk.startswith((*unused, *CARRIED)):
+            if disk.endswith(COMPUTED) or disk.startswith((*unused, *CARRIED)):
                 continue
             if disk != head or not self._are_equal(disk, embedding):
                 yield f"  {disk} is unknown"
@@ -179,29 +159,6 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
         first, *others = error.args
         problem = recipe.problem(("init_from",), first)
         raise kind_of(error, RecipeError)(problem, *others) from error
-
-
-def original_tower(recipe: Recipe) -> InitialWeights | None:
-    """Return the tower of a checkpoint whose language model was trained alone; None without one.
-
-    Raises InputError if the folder is gone, and RecipeError if it does not fit.
-    """
-    if recipe.encoders or recipe.init_from is None:
-        return None
-    folder = Path(recipe.init_from)
-    if not folder.is_dir():
-        raise InputError(
-            f"init_from is {folder}, and no folder is there; the recipe has no encoders, so the "
-            f"weights of the tower are still to be read from it: put it back"
-        )
-    architecture, config = architecture_of_recipe(recipe), read_config(folder)
-    settings = tower_settings(architecture, config, folder)
-    if settings is None:
-        return None
-    tower = architecture.encoder_family().Settings(**settings)
-    weights = architecture.weights(language_settings(recipe), {DEFAULT_ENCODER: tower})
-    checkpoint = HFCheckpoint(folder, architecture, weights)
-    return InitialWeights(checkpoint, {DEFAULT_ENCODER: weights[DEFAULT_ENCODER]})
 
 
 def convert_from_hf(source: Path, target: Path) -> None:

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from mimo.checkpoint import manifest
 from mimo.checkpoint.folder import Progress, write_progress
+from mimo.checkpoint.manifest import Sum, Summing
 from mimo.checkpoint.tensors import write_index, write_pieces
 from mimo.engines.contract import Piece
 
 
 def write_manifest(checkpoint: Path) -> None:
-    """List every file of a checkpoint with its size and checksum."""
-    files = {
-        str(path.relative_to(checkpoint)): {
-            "bytes": path.stat().st_size,
-            "crc32": f"{zlib.crc32(path.read_bytes()):08x}",
-        }
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
-    document = {"format": "mimo checkpoint 1", "files": files}
-    (checkpoint / "manifest.json").write_text(json.dumps(document))
+    """List every file of a checkpoint with its size and checksums."""
+    sums = dict[str, Sum]()
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        if path.name != "manifest.json":
+            summing = Summing()
+            summing.add(path.read_bytes())
+            written = summing.sum("")
+            has_blocks = path.suffix == ".safetensors"
+            name = path.relative_to(checkpoint).as_posix()
+            sums[name] = written if has_blocks else replace(written, blocks="")
+    manifest.write_manifest(checkpoint, sums)
+
+
+def finish(folder: Path, num_ranks: int) -> None:
+    """Add index and manifest to the ranks' files, so that they can be read."""
+    write_index(folder, num_ranks)
+    write_manifest(folder)
 
 
 def small_checkpoint(checkpoints: Path, step: int, recipe: str = "name: x\n") -> Path:

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from data.text.chat import ChatTokenizer
-from mimo.checkpoint.folder import find_checkpoint, resumable
+from mimo.checkpoint.folder import find_checkpoint, read_progress, resumable
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
+from mimo.checkpoint.manifest import listed_files
 from mimo.checkpoint.reading import describe, read
 from mimo.checkpoint.resume import choose, problems_of
 from mimo.checkpoint.tensors import read_index
@@ -54,28 +55,39 @@ def test_the_pickle_of_these_tests_runs_code() -> None:
 
 
 @pytest.mark.parametrize("content", [PICKLE, DEEP, b"\0" * 64], ids=["pickle", "deep", "zeros"])
-@pytest.mark.parametrize("name", ["progress.json", "tensors.json", "manifest.json", "latest"])
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("progress.json", read_progress),
+        ("tensors.json", read_index),
+        ("manifest.json", listed_files),
+    ],
+)
 def test_other_content_in_a_checkpoints_file_is_refused(
-    tmp_path: Path, name: str, content: bytes
+    tmp_path: Path, name: str, load: Callable[[Path], Any], content: bytes
 ) -> None:
     checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
+    (checkpoint / name).write_bytes(content)
     if name != "manifest.json":
-        (checkpoint / "manifest.json").unlink()
-    file = (checkpoint.parent if name == "latest" else checkpoint) / name
-    file.write_bytes(content)
-    if name == "latest":
-        with pytest.raises(InputError, match="which is no checkpoint of this folder"):
-            find_checkpoint(tmp_path)
-        assert choose(resumable(tmp_path)).checkpoint == checkpoint
-    else:
-        with pytest.raises(InputError, match=rf"{name}.*damaged"):
-            choose(resumable(tmp_path))
+        write_manifest(checkpoint)
+    with pytest.raises(InputError, match=rf"{name}.*damaged"):
+        load(checkpoint)
+    assert not Path("PWNED").exists()
+
+
+@pytest.mark.parametrize("content", [PICKLE, b"../step_1", b""], ids=["pickle", "path", "nothing"])
+def test_latest_names_nothing_but_a_checkpoint_beside_it(tmp_path: Path, content: bytes) -> None:
+    checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
+    (checkpoint.parent / "latest").write_bytes(content)
+    with pytest.raises(InputError, match="`latest` does not name one"):
+        find_checkpoint(tmp_path)
+    assert choose(resumable(tmp_path)).checkpoint == checkpoint
     assert not Path("PWNED").exists()
 
 
 def test_files_of_other_formats_and_pickles_for_tensors_are_never_loaded(tmp_path: Path) -> None:
     checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
-    for name in ("common.pt", ".metadata", "__0_0.distcp", "pytorch_model.bin", "optimizer.pt"):
+    for name in ("common.pt", ".metadata", "pytorch_model.bin", "optimizer.pt"):
         (checkpoint / name).write_bytes(PICKLE)
     assert problems_of(checkpoint) == []
     assert read(checkpoint, describe(checkpoint))["language.w"].shape == (40, 100)
@@ -84,9 +96,6 @@ def test_files_of_other_formats_and_pickles_for_tensors_are_never_loaded(tmp_pat
     assert "has checksum" in problems_of(checkpoint)[0]
     write_manifest(checkpoint)
     read(checkpoint, describe(checkpoint))  # numbers, whatever they are
-    (checkpoint / "tensors.json").unlink()
-    with pytest.raises(InputError, match="former version"):
-        read_index(checkpoint)
     assert not Path("PWNED").exists()
 
 

@@ -151,7 +151,7 @@ def test_a_checkpoint_resumes_in_another_layout(
 def masters_and_weights(rank: int, job: Job, directory: Path) -> list[tuple[str, torch.Tensor]]:
     """By parameter, the fp32 numbers that a fresh 16-bit model has after loading."""
     trainer = language_steps.Trainer(job)
-    language_steps.load(trainer, directory, 1)
+    language_steps.load(trainer, directory)
     pieces = trainer.module().pieces("load", with_optimizer=True)
     beginning = "optimizer.fp32_param."
     return [

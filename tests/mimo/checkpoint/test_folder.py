@@ -86,17 +86,13 @@ def test_a_checkpoint_is_on_disk_before_an_older_one_is_removed(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        '{"step": 5, "samples": 2, "passed_over": ["x"]}',
-        '{"step": 5, "samples": -2}',
-        '{"step": 5, "samples": 2, "more": 1}',
-        '{"step": 5, "sam',
-        "[]",
-    ],
+    ['{"step": 5, "samples": 2, "passed_over": ["x"]}', '{"step": 5, "samples": -2}', '{"st', "[]"],
 )
 def test_damaged_progress_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "progress.json").write_text(text)
-    with pytest.raises(InputError, match=r"progress.json is damaged .*copy the checkpoint again"):
+    with pytest.raises(
+        InputError, match=r"(?s)progress.json is damaged: .*copy the checkpoint again"
+    ):
         read_progress(tmp_path)
 
 
@@ -134,14 +130,11 @@ def test_another_batch_size_continues_with_the_next_sample(
     assert first == 61 % len(tiny.IMAGES_PER_SAMPLE)
 
 
-def test_a_count_of_skipped_samples_without_their_names_still_loads(tmp_path: Path) -> None:
-    (tmp_path / "progress.json").write_text('{"step": 5, "samples": 60, "skipped_samples": 3}')
-    before = read_progress(tmp_path)
-    assert before == Progress(step=5, samples=60, skipped_samples=3)
-    after = before.with_skipped({(0, 7)}).with_skipped({(0, 7), (1, 7)})
-    assert after.skipped_samples == 5
-    write_progress(tmp_path, after)
-    assert read_progress(tmp_path) == after
+def test_a_sample_that_is_skipped_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    once = Progress(step=5, samples=60).with_skipped({(0, 7)})
+    write_progress(tmp_path, once)
+    assert read_progress(tmp_path) == once
+    assert once.with_skipped({(0, 7), (1, 7)}).skipped_samples == 2
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
@@ -162,16 +155,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_inspect_shows_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    recipe = tiny.write_recipe(tmp_path).read_text()
-    small_checkpoint(tmp_path / "run" / "checkpoints", 7, recipe)
+    small_checkpoint(tmp_path / "run" / "checkpoints", 7)
     code, printed, _ = call("inspect", tmp_path / "run")
     assert code == 0
-    text = " ".join(printed.split())
-    assert "step 7, 28 samples used" in text
-    assert "in 7 files, with checksums" in text
-    row = [cell.strip() for cell in printed.split("│")[1:7]]
-    assert row[:5] == ["language", "4,000", "-", "float32", "none"]
-    assert "tp 1" in printed
+    assert "step 7, 28 samples used" in " ".join(printed.split())
+    row = [cell.strip() for cell in printed.split("│")[1:5]]
+    assert row == ["language", "4,000", "float32", "none"]
 
 
 def test_verify_names_every_damaged_file_of_every_checkpoint_of_a_run(run: Path) -> None:
@@ -186,7 +175,7 @@ def test_verify_names_every_damaged_file_of_every_checkpoint_of_a_run(run: Path)
     assert code == 1
     assert printed.count(": intact\n") == 2
     lines = printed.splitlines()
-    assert lines[0] == f"{checkpoints / 'step_1'}: readable, no checksums"
+    assert "manifest.json is missing or without checksums of blocks" in lines[0]
     assert sorted(line.split(": ")[1].split(" ")[0] for line in lines if "step_2:" in line) == [
         *("assets/tokenizer.json", "tensors_0.safetensors")
     ]

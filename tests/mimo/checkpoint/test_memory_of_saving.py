@@ -77,7 +77,7 @@ def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:
     dist.all_gather_into_tensor(one.repeat(replicas.size()), one, group=replicas)
     del one
     time.sleep(0.1)  # gloo's thread lets go of it a little later
-    loading = peak_growth(lambda: language_steps.load(trainer, directory, 1))
+    loading = peak_growth(lambda: language_steps.load(trainer, directory))
     assert [piece.values.double().sum().item() for piece in held] == sums
     whole = sum(
         tensor.matrix[0] * tensor.matrix[1] * tensor.dtype.itemsize

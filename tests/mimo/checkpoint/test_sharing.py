@@ -54,7 +54,7 @@ def read_both_ways(rank: int, job: Job, folder: Path) -> tuple[int, int]:
     reading._TURN_BYTES = 1 << 14  # many rounds
     module = language_steps.Trainer(job).module()
     index = read_index(folder)
-    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index, 1)
+    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index)
     alone = read_pieces(folder, index, pieces)
     expected = [piece.values.clone() for piece in pieces]
     for piece in pieces:
@@ -91,7 +91,7 @@ def fails_in_the_middle(rank: int, folder: Path, lost: str) -> tuple[int, str]:
 
     module = language_steps.Trainer(replace(SAVED, grid={"dp": 2})).module()
     index = read_index(folder)
-    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index, 1)
+    pieces = pieces_to_resume(module.pieces("load", with_optimizer=True), index)
     torch.distributed.barrier()
     if rank == 0 and not lost:
         (file,) = folder.glob("tensors_0.safetensors")
@@ -124,36 +124,6 @@ def test_a_file_that_ends_early_is_an_error_of_all_replicas(
 
 
 # -------------------------------------------------------------------------- what rank 0 reads
-
-
-class Unsendable(Exception):
-    """Of an error that can be written, but not read again: its arguments are not what it takes."""
-
-    def __init__(self, rank: int, *, why: str) -> None:
-        super().__init__(f"rank {rank}: {why}")
-
-
-def hear(rank: int) -> list[str]:
-    """What this rank hears of what rank 0 cannot send."""
-    from mimo.checkpoint.reading import from_rank_0
-
-    def fail() -> None:
-        raise Unsendable(rank, why="so")
-
-    messages = []
-    for do in (lambda: hear, lambda: lambda: None, fail):
-        try:
-            assert from_rank_0(do) is hear
-        except (AttributeError, RuntimeError) as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_an_error_that_rank_0_cannot_send_ends_all_ranks(run_ranks: RunRanks) -> None:
-    for value, error in run_ranks(hear, 2):
-        assert "Can't pickle" in value
-        assert "rank 0 failed:" in error
-        assert "Unsendable: rank 0: so" in error
 
 
 def train_noting_files(

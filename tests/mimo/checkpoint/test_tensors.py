@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mimo.checkpoint.reading import read_pieces
 from mimo.checkpoint.tensors import read_index, write_index, write_pieces
 from mimo.engines.contract import Piece
 from mimo.errors import InputError
+from tests.mimo.checkpoint.manifests import finish, write_manifest
 
 ROWS, COLUMNS = 12, 10
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
@@ -51,7 +53,7 @@ def pieces(place: list[tuple[int, int, int, int]], values: Tensor) -> list[Piece
 def write_cut(folder: Path, cut: str) -> None:
     for rank, place in enumerate(CUTS[cut]):
         write_pieces(folder, rank, pieces(place, WHOLE))
-    write_index(folder, len(CUTS[cut]))
+    finish(folder, len(CUTS[cut]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,7 +102,7 @@ def test_a_file_is_safetensors_and_whole_tensors_keep_shape_and_dtype(tmp_path: 
     flat = [Piece(k, tuple(t.shape), 0, 0, t.view(len(t), -1)) for k, t in originals.items()]
     write_pieces(tmp_path, 0, flat)
     write_pieces(tmp_path, 1, [])  # a rank that owns nothing
-    write_index(tmp_path, 2)
+    finish(tmp_path, 2)
     assert load_file(tmp_path / "tensors_1.safetensors") == {}
     stored = load_file(tmp_path / "tensors_0.safetensors")
     assert torch.equal(stored["kernel[0,0]"], originals["kernel"].view(3, 8))
@@ -145,79 +147,43 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     whole = pieces([(0, 0, 12, 10)], WHOLE.clone())
     with pytest.raises(InputError, match="has no tensor other; resume with the recipe"):
         read_pieces(tmp_path, index, [replace(whole[0], key="other")])
-    with pytest.raises(InputError, match=r"w has 12 rows, but the model has 24; .*vocab_multiple"):
-        read_pieces(tmp_path, index, [replace(whole[0], shape=(24, 10))])
-    with pytest.raises(InputError, match=r"w is \[12, 10\], but the model's is \[12, 20\]"):
-        read_pieces(tmp_path, index, [replace(whole[0], shape=(12, 20))])
+    for shape in ((24, 10), (12, 20)):
+        problem = re.escape(f"w is [12, 10], but the model's is {list(shape)}; give the sizes")
+        with pytest.raises(InputError, match=problem):
+            read_pieces(tmp_path, index, [replace(whole[0], shape=shape)])
     last = tmp_path / "tensors_1.safetensors"
     last.write_bytes(last.read_bytes()[:-8])
     with pytest.raises(InputError, match=r"tensors_1.safetensors: the file is cut off"):
         read_pieces(tmp_path, index, whole)
-    with pytest.raises(
-        InputError, match=r"tensors_1.safetensors has \d+ bytes, not \d+.*copy it again"
-    ):
-        read_index(tmp_path)
     last.unlink()
     with pytest.raises(InputError, match=r"tensors_1.safetensors cannot be read"):
         read_pieces(tmp_path, index, whole)
-    with pytest.raises(InputError, match=r"No such file.*tensors_1.safetensors.*copy it again"):
-        read_index(tmp_path)
 
 
-def damaged(**changes: Any) -> str:
-    """An index of the cut "rows", with changes to the entry of its tensor."""
-    pieces = [
-        ["tensors_0.safetensors", 104, 0, 0, 7, 10],
-        ["tensors_1.safetensors", 104, 7, 0, 5, 10],
-    ]
-    entry = {"shape": [12, 10], "dtype": "F32", "pieces": pieces} | changes
-    return json.dumps({"format": "mimo tensors 1", "tensors": {"w": entry}})
-
-
-FIRST = ["tensors_0.safetensors", 104, 0, 0, 7, 10]
-INDEXES = {
-    "cut off": damaged()[:-9],
-    "no text": "\udcff",
-    "a list": "[]",
-    "no tensors": '{"format": "mimo tensors 1"}',
-    "tensors in a list": '{"format": "mimo tensors 1", "tensors": []}',
-    "another dtype": damaged(dtype="F8"),
-    "no pieces": damaged(pieces=[]),
-    "a piece missing": damaged(pieces=[FIRST]),
-    "a piece twice": damaged(pieces=[FIRST, FIRST]),
-    "a short piece": damaged(pieces=[FIRST[:-1]]),
-    "a piece that is a number": damaged(pieces=[3]),
-    "no dimension": damaged(shape=[]),
-    "an empty dimension": damaged(shape=[0, 10], pieces=[]),
-    "a shape of text": damaged(shape="ab"),
-    "more rows than the file": damaged(pieces=[["tensors_0.safetensors", 104, 0, 0, 12, 10]]),
-    "more numbers than memory": damaged(
-        shape=[10**9, 10**6], pieces=[["tensors_0.safetensors", 104, 0, 0, 10**9, 10**6]]
-    ),
-    "a negative row": damaged(shape=[6, 10], pieces=[["tensors_0.safetensors", 104, -1, 0, 7, 10]]),
-    "a file elsewhere": damaged(pieces=[["../tensors_0.safetensors", *FIRST[1:]]]),
-    "an absolute name": damaged(pieces=[["/etc/passwd", *FIRST[1:]]]),
-    "an offset of 2^63": damaged(pieces=[["tensors_0.safetensors", 2**63, 0, 0, 12, 10]]),
-    "a file that is a number": damaged(pieces=[[0, *FIRST[1:]]]),
+ENTRY = {
+    "shape": [12, 10],
+    "dtype": "F32",
+    "pieces": [["tensors_0.safetensors", 104, 0, 0, 7, 10]],
+}
+INDEXES: dict[str, tuple[Any, str]] = {
+    "no tensors": ({}, "'tensors'"),
+    "tensors in a list": ({"tensors": []}, "items"),
+    "another dtype": ({"tensors": {"w": ENTRY | {"dtype": "F8"}}}, "F8"),
+    "a file elsewhere": ({"tensors": {"w": ENTRY | {"pieces": [["/x", 0, 0, 0, 7, 10]]}}}, "/x"),
+    "another version": ({"format": "mimo tensors 9"}, "format is 'mimo tensors 9'"),
 }
 
 
-@pytest.mark.parametrize("text", INDEXES.values(), ids=INDEXES)
-def test_a_damaged_index_is_refused_before_anything_is_read(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("content", "problem"), INDEXES.values(), ids=INDEXES)
+def test_an_index_of_other_content_is_refused(tmp_path: Path, content: Any, problem: str) -> None:
     write_cut(tmp_path, "rows")
-    (tmp_path / "tensors.json").write_text(damaged())
-    assert read_index(tmp_path)["w"].shape == (12, 10), "without changes it is a good one"
-    (tmp_path / "tensors.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(InputError, match="damaged.*copy it again"):
+    index = tmp_path / "tensors.json"
+    index.write_text(json.dumps({"format": "mimo tensors 1"} | content))
+    with pytest.raises(InputError, match="damaged: it has checksum"):
         read_index(tmp_path)
-
-
-def test_a_missing_index_and_one_of_another_version_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="tensors.json is missing"):
+    write_manifest(tmp_path)
+    with pytest.raises(InputError, match=f"tensors.json is damaged: .*{problem}"):
         read_index(tmp_path)
-    (tmp_path / ".metadata").write_bytes(b"")
-    with pytest.raises(InputError, match=r"former version.*mimo convert to-hf"):
-        read_index(tmp_path)
-    (tmp_path / "tensors.json").write_text(json.dumps({"format": "mimo tensors 9"}))
-    with pytest.raises(InputError, match=r"format 'mimo tensors 9'"):
+    index.unlink()
+    with pytest.raises(InputError, match=r"tensors.json is damaged: .*No such file"):
         read_index(tmp_path)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,16 +229,13 @@ def test_generate_uses_the_checkpoints_copies_of_tokenizer_template_and_configur
 def _answer_after_changes(rank: int, directory: Path, folder: Path) -> None:
     from mimo.generate.answer import Generator
 
-    def opened() -> tuple[tuple[list[int], str, dict], list[str]]:
-        with redirect_stderr(io.StringIO()) as printed:
-            generator = Generator(folder)
+    def opened() -> tuple[list[int], str, dict]:
+        generator = Generator(folder)
         sample = generator.chat.encode_prompt([{"role": "user", "content": "read 3 7"}], [])
-        facts = sample.input_ids.tolist(), generator.chat.template, generator.processors
-        return facts, [line for line in printed.getvalue().splitlines() if "since" in line]
+        return sample.input_ids.tolist(), generator.chat.template, generator.processors
 
     base, tokenizer = directory / "base", directory / "tokenizer"
-    before, warnings = opened()
-    assert not warnings
+    before = opened()
     template = tokenizer / "chat_template.jinja"
     template.write_text("{{ 'Answer!' }}" + template.read_text())
     known = json.loads((tokenizer / "tokenizer.json").read_text())
@@ -250,14 +245,10 @@ def _answer_after_changes(rank: int, directory: Path, folder: Path) -> None:
     write_tiny(TinyCheckpoint("gemma3"), directory / "other")  # another model, of another family
     base.rename(directory / "was")
     (directory / "other").rename(base)
-    after, (line,) = opened()
-    assert after == before
-    assert f"{template}, {tokenizer / 'tokenizer.json'}, " in line
-    assert f"{base / 'config.json'}" in line
-    assert line.endswith(f"changed since training; {folder}/checkpoints/step_1 uses its own")
+    assert opened() == before
     shutil.rmtree(base)
     shutil.rmtree(tokenizer)
-    assert opened() == (before, [])
+    assert opened() == before
 
 
 def test_evaluate_allows_the_longest_answer_and_cuts_at_max_new_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,19 +117,21 @@ def test_other_forms_of_a_checkpoint_keep_every_bit_too(
     folders.assert_round_trip(folders.make(family, tmp_path / "model", **settings), tmp_path)
 
 
-def test_transformers_loads_an_export_completely(folder: Path, tmp_path: Path) -> None:
+def load_completely(folder: Path) -> Any:
     from transformers import AutoModelForImageTextToText
 
+    loader: Any = AutoModelForImageTextToText
+    model, report = loader.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model
+
+
+def test_transformers_loads_an_export_completely(folder: Path, tmp_path: Path) -> None:
     from data.modalities.transformers import load_processor
 
     convert_from_hf(folder, tmp_path / "ours")
     convert_to_hf(tmp_path / "ours", tmp_path / "exported", 10**6)
-    loaded: Any = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "exported", output_loading_info=True
-    )
-    model, report = loaded
-    assert not any(report.values()), report
-    original = AutoModelForImageTextToText.from_pretrained(folder)
+    model, original = load_completely(tmp_path / "exported"), load_completely(folder)
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, original(input_ids=ids).logits)
@@ -155,23 +158,28 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize("form", quick(OTHER_NAMES, "gemma3, published"))
-def test_other_names_of_the_same_tensors_are_known(tmp_path: Path, form: str) -> None:
+def test_other_names_of_the_same_tensors_are_known_and_kept(tmp_path: Path, form: str) -> None:
     family, beginnings = OTHER_NAMES[form]
     folder = folders.make(family, tmp_path / "model")
-    copy = folders.make(family, tmp_path / "copy")
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         renamed = {}
         for key, tensor in tensors.items():
             old = next((prefix for prefix in beginnings if key.startswith(prefix)), "")
             renamed[beginnings.get(old, "") + key.removeprefix(old)] = tensor
-        # A buffer that older versions stored.
-        return {**renamed, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        return renamed
 
-    folders.rewrite(copy, rename)
-    convert_from_hf(copy, tmp_path / "ours")
+    def add_buffer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add one that older versions stored."""
+        return {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+
+    folders.rewrite(folder, rename)
+    shutil.copytree(folder, tmp_path / "renamed")
+    folders.rewrite(folder, add_buffer)
+    convert_from_hf(folder, tmp_path / "ours")
     convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
-    folders.assert_same_tensors(tmp_path / "exported", folder)
+    folders.assert_same_tensors(tmp_path / "exported", tmp_path / "renamed")
+    load_completely(tmp_path / "exported")
 
 
 def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:

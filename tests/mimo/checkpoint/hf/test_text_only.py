@@ -127,6 +127,6 @@ def test_an_export_without_the_towers_folder_names_it(tmp_path: Path) -> None:
     recipe.write_text(load_recipe(recipe, ["encoders={}"]).to_yaml())
     write_manifest(recipe.parent)
     folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"init_from is .*model.*the tower .*put it back"):
+    with pytest.raises(InputError, match=r"init_from .* no longer has .*visual.* put the"):
         convert_to_hf(tmp_path / "ours", tmp_path / "exported", GB)
     assert not (tmp_path / "exported").exists()

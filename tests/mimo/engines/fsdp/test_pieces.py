@@ -119,7 +119,7 @@ def megatron_passes_on(
     from tests import language_steps
 
     job_trainer = trainer(dtype)
-    language_steps.load(job_trainer, source, 1)
+    language_steps.load(job_trainer, source)
     language_steps.save(job_trainer, target)
 
 
@@ -129,12 +129,13 @@ def passes_on(
     """Load, do more steps, save; how much of each weight was read when it was built."""
     from mimo.checkpoint.load import pieces_to_resume
     from mimo.checkpoint.reading import read_shared
-    from mimo.checkpoint.tensors import read_index, write_index, write_pieces
+    from mimo.checkpoint.tensors import read_index, write_pieces
+    from tests.mimo.checkpoint.manifests import finish
 
     topology = make_topology(job)
     module = build(job, topology, names(), plain)
     index = read_index(source)
-    wanted = pieces_to_resume(module.pieces("load", with_optimizer=True), index, 0)
+    wanted = pieces_to_resume(module.pieces("load", with_optimizer=True), index)
     read_shared(source, index, wanted, module.replicas)
     for step in range(1, 1 + steps):
         # On fewer lanes, each has the microbatches of several.
@@ -143,7 +144,7 @@ def passes_on(
     write_pieces(target, rank, list(module.pieces("save", with_optimizer=True)))
     dist.barrier()
     if rank == 0:
-        write_index(target, job.world)
+        finish(target, job.world)
     topology.close()
     return module.whole.asked.elements
 
