@@ -232,26 +232,22 @@ def final_checkpoint(recipe: Recipe) -> Path:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """Return the latest checkpoint in a run or ``checkpoints`` folder, or ``path`` if it is one."""
-    for folder in (path, path / "checkpoints"):
-        if (folder / _PROGRESS).is_file():
-            return folder
-        if (name := _named_by_latest(folder)) and (folder / name / _PROGRESS).is_file():
-            return folder / name
-    return None
+    """Return the latest checkpoint of a run, of its last phase that has any, or ``path`` itself.
 
-
-def newest_checkpoint(path: Path) -> Path | None:
-    """Like `latest_checkpoint`; in a run with phases, of the last phase that has any."""
-    for folder in (path, *reversed(phase_folders(path).values())):
-        if (checkpoint := latest_checkpoint(folder)) is not None:
-            return checkpoint
+    path: a folder of a run, of checkpoints, or a checkpoint. None if there is none.
+    """
+    for run in (path, *reversed(phase_folders(path).values())):
+        for folder in (run, run / "checkpoints"):
+            if (folder / _PROGRESS).is_file():
+                return folder
+            if (name := _named_by_latest(folder)) and (folder / name / _PROGRESS).is_file():
+                return folder / name
     return None
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Like `newest_checkpoint`. Raises InputError if there is none."""
-    if (checkpoint := newest_checkpoint(path)) is not None:
+    """Like `latest_checkpoint`. Raises InputError if there is none."""
+    if (checkpoint := latest_checkpoint(path)) is not None:
         return checkpoint
     raise InputError(
         f"{path}: no checkpoint there, or `latest` does not name one; give a run folder or a "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from mimo.checkpoint.folder import newest_checkpoint
+from mimo.checkpoint.folder import latest_checkpoint
 from mimo.errors import InputError
 from mimo.report.runs import RunData, begun_runs, jobs_of, last_output
 from mimo.report.tables import number, percent
@@ -184,7 +184,7 @@ def _state(run: RunData) -> str:
 
 def _checkpoint(folder: Path) -> str:
     try:
-        newest = newest_checkpoint(folder)
+        newest = latest_checkpoint(folder)
         if newest is None:
             return "none yet"
         ago = timedelta(seconds=max(0, round(time.time() - newest.stat().st_mtime)))

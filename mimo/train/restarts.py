@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from mimo.checkpoint.folder import newest_checkpoint
+from mimo.checkpoint.folder import latest_checkpoint
 from mimo.errors import EXIT_CONTINUE, InputError
 from mimo.model.memory import format_bytes
 from mimo.runtime.heartbeat import RANKS, read_states
@@ -132,7 +132,7 @@ def record_restart(
     if of_job and (kind := of_job[-1]["kind"]) != "restart":
         code = EXIT_CONTINUE if kind == "signal" else 1
         raise NotRestarted(f"{of_job[-1]['text']}: not started again", code)
-    newest = newest_checkpoint(run_dir)
+    newest = latest_checkpoint(run_dir)
     checkpoint = newest and newest.name
     if not cause:
         rank, cause = _find_failure(run_dir)
@@ -152,7 +152,7 @@ def record_signal(run_dir: Path, signal_name: str) -> None:
 
     The ranks' files are removed, so that nobody takes the ranks for running.
     """
-    done, checkpoint = max(_steps_done(run_dir), default=0), newest_checkpoint(run_dir)
+    done, checkpoint = max(_steps_done(run_dir), default=0), latest_checkpoint(run_dir)
     last = f"the last checkpoint is {checkpoint.name}" if checkpoint else "without a checkpoint"
     text = f"ended at once by {signal_name} after step {done}; {last}"
     record(run_dir, "signal", text, done - 1, reasons=[signal_name], job=job_name())

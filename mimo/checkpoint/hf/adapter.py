@@ -90,11 +90,13 @@ def _tensors_of(trained: TrainedModel, modules: list[str]) -> dict[str, Tensor]:
 
 
 def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, Any]:
-    """Return peft's `LoraConfig`. loras: by adapted module; saved: modules written whole."""
+    """Return peft's `LoraConfig`; its defaults hold for the other keys.
+
+    loras: by adapted module; saved: modules written whole.
+    """
     usual = next(iter(loras.values()))
     return {
         "peft_type": "LORA",
-        "task_type": None,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": usual.rank,
@@ -104,12 +106,6 @@ def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, An
         # Whole paths: a tower's linears may be called like those of the language model.
         "target_modules": sorted(loras),
         "modules_to_save": saved or None,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
     }
 
 

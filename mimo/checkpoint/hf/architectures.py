@@ -1,13 +1,13 @@
-"""The models that we read and write, and the names of their tensors on disk.
+"""The models that we read and write.
 
-A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the tensors in memory.
-On disk the names begin differently, depending on the version that wrote them.
+A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the tensors in memory;
+`mimo.checkpoint.hf.conversion` finds them on disk.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,20 +22,7 @@ from mimo.families.keymap import Weight
 from mimo.families.registry import GENERAL, encoder_settings, language_settings
 
 LANGUAGE_MODEL = "model.language_model."
-
-
-@dataclass(frozen=True)
-class KeyLayout:
-    """Prefixes of names on disk by those in memory; the first match counts."""
-
-    prefixes: Mapping[str, str] = field(default_factory=dict)
-
-    def on_disk(self, key: str) -> str:
-        """Return the name on disk of the tensor with this name in memory."""
-        for memory, disk in self.prefixes.items():
-            if key.startswith(memory):
-                return disk + key.removeprefix(memory)
-        return key
+_CAUSAL_LM = "causal_lm"
 
 
 @dataclass(frozen=True)
@@ -44,17 +31,20 @@ class Architecture:
 
     language, encoder: families that compute it; a text-only model has no encoder. tower_prefixes,
     language_prefix: of the names of tensors in memory, except the head's. encoder_keys: recipe
-    keys of the encoder's section that follow from the chat template and the processor. layouts: the
-    first is what transformers writes; without any, transformers' own rules of conversion hold.
+    keys of the encoder's section that follow from the chat template and the processor.
     """
 
     model_type: str
     language: str
     encoder: str | None
-    tower_prefixes: tuple[str, ...]
-    encoder_keys: Mapping[str, Any]
-    layouts: tuple[KeyLayout, ...]
+    tower_prefixes: tuple[str, ...] = ()
+    encoder_keys: Mapping[str, Any] = field(default_factory=dict)
     language_prefix: str = LANGUAGE_MODEL
+
+    @property
+    def is_general(self) -> bool:
+        """Whether the model's own class in transformers computes it, not a family of ours."""
+        return self.language in (GENERAL, _CAUSAL_LM)
 
     def language_family(self) -> LanguageFamily:
         """Return the module `mimo.families.languages.<family>`."""
@@ -74,17 +64,6 @@ class Architecture:
         """Return the recipe's encoder that belongs to this architecture, if any."""
         return self.tower_among({name: part.family for name, part in recipe.encoders.items()})
 
-    def layout_of(self, names: Collection[str], keys: Collection[str]) -> KeyLayout | None:
-        """Return the layout by which most of these tensors in memory are among the names on disk.
-
-        None if transformers' own rules of conversion hold.
-        """
-        return max(
-            self.layouts,
-            key=lambda layout: sum(layout.on_disk(key) in names for key in keys),
-            default=None,
-        )
-
     def weights(
         self, language: LanguageSettings, towers: Mapping[str, EncoderSettings]
     ) -> dict[str, list[Weight]]:
@@ -102,30 +81,22 @@ class Architecture:
 
     def _renamed(self, weight: Weight) -> Weight:
         """Use this model's names in memory; families use the names of a model with a tower."""
-        rename = KeyLayout({LANGUAGE_MODEL: self.language_prefix}).on_disk
-        runs = tuple(
-            replace(run, source=replace(run.source, key=rename(run.source.key)))
-            for run in weight.runs
-        )
-        return replace(weight, runs=runs)
+        runs = []
+        for run in weight.runs:
+            key = run.source.key
+            if key.startswith(LANGUAGE_MODEL):
+                key = self.language_prefix + key.removeprefix(LANGUAGE_MODEL)
+            runs.append(replace(run, source=replace(run.source, key=key)))
+        return replace(weight, runs=tuple(runs))
 
 
 _IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
 # The time of each frame stands before it, so each frame needs marks of its own.
 _TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
-_IN_MEMORY = KeyLayout()
-_GEMMA3 = {
-    LANGUAGE_MODEL: "language_model.model.",
-    "model.vision_tower.": "vision_tower.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "lm_head.": "language_model.lm_head.",
-}
 
 
-def _text_only(
-    model_type: str, language: str, layouts: tuple[KeyLayout, ...] = (_IN_MEMORY,)
-) -> Architecture:
-    return Architecture(model_type, language, None, (), {}, layouts, "model.")
+def _text_only(model_type: str, language: str) -> Architecture:
+    return Architecture(model_type, language, None, language_prefix="model.")
 
 
 _ALL = (
@@ -135,10 +106,6 @@ _ALL = (
         encoder="qwen_vl",
         tower_prefixes=("model.visual.",),
         encoder_keys={**_IMAGE, "other_media": {"video": _VIDEO}},
-        layouts=(
-            KeyLayout({LANGUAGE_MODEL: "model.", "model.visual.": "visual."}),  # as published
-            _IN_MEMORY,
-        ),
     ),
     Architecture(
         model_type="qwen3_vl",
@@ -146,7 +113,6 @@ _ALL = (
         encoder="qwen3_vl",
         tower_prefixes=("model.visual.",),
         encoder_keys={**_IMAGE, "other_media": {"video": _TIMED_VIDEO}},
-        layouts=(_IN_MEMORY,),
     ),
     Architecture(
         model_type="gemma3",
@@ -158,13 +124,6 @@ _ALL = (
             "template_token": "<start_of_image>",
             "item_text": "\n\n<start_of_image>{placeholder}<end_of_image>\n\n",
         },
-        layouts=(
-            # Of transformers 5, as published, and of transformers 4.52.
-            KeyLayout(_GEMMA3),
-            KeyLayout(_GEMMA3 | {"model.vision_tower.": "vision_tower.vision_model."}),
-            KeyLayout({"model.vision_tower.": "model.vision_tower.vision_model."}),
-            _IN_MEMORY,
-        ),
     ),
     _text_only("qwen2", "qwen2_5"),
     _text_only("qwen3", "qwen3"),
@@ -186,9 +145,9 @@ def architecture_of(model_type: object, family: object = None) -> Architecture:
 
     with_items = name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if with_items:
-        return Architecture(name, GENERAL, GENERAL, (), {}, ())
+        return Architecture(name, GENERAL, GENERAL)
     if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return _text_only(name, "causal_lm", ())
+        return _text_only(name, _CAUSAL_LM)
     raise ValueError(
         f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported, and with "
         f"engine: fsdp every causal language model and vision-language model that transformers has"

@@ -15,9 +15,8 @@ from pathlib import Path
 from torch import Tensor
 
 from mimo.checkpoint.assets import RECORD, contents_of
-from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.initial import CARRIED, COMPUTED
+from mimo.checkpoint.hf.initial import COMPUTED
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.reading import shards_of
 from mimo.errors import InputError, StartError
@@ -64,9 +63,7 @@ def _first(names: Iterable[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def carried_of(
-    folder: Path, assets: Path, architecture: Architecture, trained: list[Source]
-) -> Carried:
+def carried_of(folder: Path, assets: Path, trained: list[Source]) -> Carried:
     """Return the tensors and files to carry. folder: `init_from`, which may no longer exist.
 
     assets: the checkpoint's, with a record of the folder. trained: the trained tensors.
@@ -80,20 +77,16 @@ def carried_of(
         raise
     except InputError:  # it was moved, or its weights removed
         stored = None
-    contents = contents or {"tensors": {}, "files": []}  # earlier versions wrote no record
+    contents = contents or {"tensors": {}, "files": []}
     shapes = {name: tuple(shape) for name, shape in contents["tensors"].items()}
-    layout = architecture.layout_of(shapes, [source.key for source in trained])
-    if layout is not None or not shapes:
-        on_disk = str if layout is None else layout.on_disk
-        needed = {on_disk(source.key): source.shape for source in trained}
-        conversion = Conversion.of_names({s.key: on_disk(s.key) for s in trained}, needed)
-        beginnings = (*CARRIED, *map(on_disk, architecture.tower_prefixes))
-        names = [n for n in shapes if n.startswith(beginnings) and not n.endswith(COMPUTED)]
-        names = [name for name in names if name not in needed]
-    else:
-        conversion = Conversion.of_folder(assets, shapes)
-        used = {disk for source in trained for disk in conversion.sources(source.key)}
-        names = [name for name in shapes if name not in used]
+    if not shapes:
+        raise InputError(
+            f"init_from is {folder}, whose tensors cannot be read, and the checkpoint has no "
+            f"record of their names: put the folder back"
+        )
+    conversion = Conversion.of_folder(assets, shapes)
+    used = {disk for source in trained for disk in conversion.sources(source.key)}
+    names = [name for name in shapes if name not in used and not name.endswith(COMPUTED)]
     now = stored.shapes if stored else {}
     if lost := [name for name in names if now.get(name) != shapes[name]]:
         raise InputError(

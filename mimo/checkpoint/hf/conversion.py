@@ -52,7 +52,7 @@ class Conversion:
     """The tensors on disk that make up each tensor in memory. stored: shapes by name on disk.
 
     problems: why a tensor cannot be converted, by name in memory. It holds no tensors, so rank 0
-    can send it to other ranks. Build it with `of_names`, `of_folder` or `of_model`.
+    can send it to other ranks. Build it with `of_folder` or `of_model`.
     """
 
     def __init__(self, stored: Mapping[str, Shape]) -> None:
@@ -61,17 +61,6 @@ class Conversion:
         self._prefix = ""  # of the base model; folders may have been saved from it or the whole
         self._groups: dict[str, _Group] = {}
         self._ties: dict[str, list[str]] = {}
-
-    @classmethod
-    def of_names(cls, disk_by_memory: Mapping[str, str], stored: Mapping[str, Shape]) -> Conversion:
-        """Return a conversion that only renames; names that are not stored are missing."""
-        conversion = cls(stored)
-        conversion._groups = {
-            name: _Group(name, None, {"": [disk]}, {name: disk}, {name: stored[disk]})
-            for name, disk in disk_by_memory.items()
-            if disk in stored
-        }
-        return conversion
 
     @classmethod
     def of_folder(cls, folder: Path, stored: Mapping[str, Shape]) -> Conversion:
@@ -200,6 +189,11 @@ class Conversion:
     def sources(self, key: str) -> list[str]:
         """Return the names on disk of all sources of a tensor, also of duplicates."""
         return [disk for group in self._groups_of(key) for disk in group.on_disk.values()]
+
+    def in_memory(self, disk: str) -> str:
+        """Return the name in memory of the tensor with this name on disk; itself if unknown."""
+        groups = self._groups.values()
+        return next((group.name for group in groups if disk in group.on_disk.values()), disk)
 
     def is_tied(self, key: str) -> bool:
         """Return whether several parameters of the model share this tensor."""

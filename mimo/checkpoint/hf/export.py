@@ -74,7 +74,7 @@ def convert_to_hf(
     changed = _changed_settings(trained.recipe, trained.architecture, trained.assets)
     sources = [source for weight in trained.weights for source in weight.weight.sources]
     folder = Path(trained.recipe.init_from or "")
-    carried = carried_of(folder, trained.assets, trained.architecture, sources)
+    carried = carried_of(folder, trained.assets, sources)
     conversion = carried.to_disk
     files: list[Callable[[], dict[str, Tensor]]] = [
         partial(_merged_tensors, trained, conversion, shard)

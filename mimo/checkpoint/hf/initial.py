@@ -49,14 +49,12 @@ class HFCheckpoint:
         self.folder = WeightsFolder(path)
         shapes = self.folder.shapes
         sources = {s.key: s for module in weights.values() for w in module for s in w.sources}
-        self.layout = architecture.layout_of(shapes, sources)
-        if self.layout is None:
-            self.conversion = Conversion.of_folder(path, shapes)
-        else:
-            names = {key: self.layout.on_disk(key) for key in sources}
-            self.conversion = Conversion.of_names(names, shapes)
+        self.conversion = Conversion.of_folder(path, shapes)
         self._used = {disk for key in sources for disk in self.conversion.sources(key)}
-        problems = [*self._unfit(sources), *self._unknown(architecture, set(weights))]
+        problems = [*self._unfit(sources)]
+        if not architecture.is_general:  # else transformers ignores it, and an export carries it
+            untrained = architecture.tower_prefixes if set(weights) == {LANGUAGE} else ()
+            problems += self._unknown(untrained)
         problems = problems or [*self._differing_copies(sources)]
         if problems:
             raise RecipeError(f"{path} does not fit the model:", *problems)
@@ -94,17 +92,16 @@ class HFCheckpoint:
 
     def _unfit(self, sources: Mapping[str, Source]) -> Iterator[str]:
         for key, source in sources.items():
-            name = key if self.layout is None else self.layout.on_disk(key)
             shape, needed = self.conversion.shape(key), list(source.shape)
             if (problem := self.conversion.problems.get(key)) is not None:
-                yield f"  {name} {problem}"
+                yield f"  {key} {problem}"
             elif shape is None:
-                yield f"  {name} is missing"
+                yield f"  {key} is missing"
             elif odd := self._dtypes_of(key) - {*TORCH_DTYPES.values()}:
                 kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in odd)
-                yield f"  {name} is {kinds}; only {', '.join(TORCH_DTYPES)} can be trained"
+                yield f"  {key} is {kinds}; only {', '.join(TORCH_DTYPES)} can be trained"
             elif list(shape) != needed:
-                yield f"  {name} is {list(shape)}, the configuration asks for {needed}"
+                yield f"  {key} is {list(shape)}, the configuration asks for {needed}"
 
     def _differing_copies(self, sources: Iterable[str]) -> Iterator[str]:
         """Yield tensors that the model ties, but that are stored with other numbers."""
@@ -114,22 +111,16 @@ class HFCheckpoint:
                 if not self._are_equal(other, first):
                     yield f"  {other} is tied to {first}, but holds other numbers"
 
-    def _unknown(self, architecture: Architecture, modules: set[str]) -> Iterator[str]:
-        if self.layout is None:
-            return  # transformers ignores it, and an export carries it
-        head = self.layout.on_disk("lm_head.weight")
-        embedding = self.layout.on_disk(architecture.language_prefix + "embed_tokens.weight")
-        towers = tuple(self.layout.on_disk(prefix) for prefix in architecture.tower_prefixes)
-        unused = towers if modules == {"language"} else ()  # the recipe has no encoders
+    def _unknown(self, untrained: tuple[str, ...]) -> Iterator[str]:
+        """Yield tensors that no weight is read from. untrained: beginnings of names in memory."""
         for disk in sorted(set(self.folder.shapes) - self._used):
-            if disk.endswith(COMPUTED) or disk.startswith((*unused, *CARRIED)):
-                continue
-            if disk != head or not self._are_equal(disk, embedding):
+            is_known = disk.endswith(COMPUTED) or disk.startswith(CARRIED)
+            if not is_known and not self.conversion.in_memory(disk).startswith(untrained):
                 yield f"  {disk} is unknown"
 
     def _are_equal(self, disk: str, other: str) -> bool:
-        shape, read = self.folder.shapes.get(other), self.folder.read
-        if shape is None or shape != self.folder.shapes[disk]:
+        shape, read = self.folder.shapes[other], self.folder.read
+        if shape != self.folder.shapes[disk]:
             return False
         parts = (slice(n, n + _COMPARED_ROWS) for n in range(0, shape[0], _COMPARED_ROWS))
         return all(torch.equal(read(disk, rows), read(other, rows)) for rows in parts)

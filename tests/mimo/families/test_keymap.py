@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
+from mimo.checkpoint.hf.conversion import Conversion
+from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.families.hf_config import read_config, read_processors
 from mimo.families.keymap import Weight, fused_qkv, grouped_qkv, plain, stacked
 from tests.mimo.checkpoint.hf import folders
@@ -118,9 +120,12 @@ def test_the_key_map_covers_every_tensor_of_transformers(family: str, tmp_path: 
     maps = architecture.weights(settings, {"vision": encoder})
     every = [weight for own in maps.values() for weight in own]
     check_complete(every)
-    written = {key: tuple(tensor.shape) for key, tensor in folders.tensors(folder).items()}
-    to_disk = architecture.layouts[0].on_disk
-    assert {to_disk(s.key): s.shape for w in every for s in w.sources} == written
+    written = WeightsFolder(folder).shapes
+    conversion = Conversion.of_folder(folder, written)
+    sources = {source.key: source for weight in every for source in weight.sources}
+    for key, source in sources.items():
+        assert conversion.shape(key) == source.shape, key
+    assert sorted(disk for key in sources for disk in conversion.sources(key)) == sorted(written)
 
 
 # What the models of transformers call it.

@@ -59,7 +59,7 @@ def conversion_of(folder: Path) -> Conversion:
 
 
 def general(model_type: str) -> Architecture:
-    return Architecture(model_type, "transformers", "transformers", (), {}, ())
+    return Architecture(model_type, "transformers", "transformers")
 
 
 def weights_of(model: Any) -> list[Weight]:
