@@ -103,7 +103,7 @@ PAIRS = [
     ("megatron dp2", "fsdp tp2 sp"),
     ("fsdp hybrid", "megatron dp2"),
 ]
-QUICK = ["megatron dp2 -> fsdp hybrid"]
+QUICK = ["megatron dp2 -> fsdp hybrid", "dp2, optimizer shared -> 3 to 2 lanes"]
 
 
 @pytest.fixture(scope="module")
