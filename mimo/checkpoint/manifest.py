@@ -222,16 +222,19 @@ def wrong_checksums(
     """Read these files whole; return a problem for each that has changed. Raises Unreadable."""
     problems: list[str] = []
     for listed in files:
-        crc, path = 0, checkpoint / listed.name
+        crc, size, path = 0, 0, checkpoint / listed.name
         try:
             with reading(path), path.open("rb") as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     crc = crc32(chunk, crc)
+                    size += len(chunk)
                     advance(len(chunk))
-        except OSError as error:
-            problems.append(f"{listed.name} cannot be read: {error}")
+        except OSError:
+            problems.append(f"{listed.name} is missing")
             continue
-        if crc != listed.crc32:
+        if size != listed.num_bytes:
+            problems.append(f"{listed.name} has {size} bytes, not {listed.num_bytes}")
+        elif crc != listed.crc32:
             problems.append(f"{listed.name} has checksum {crc:08x}, not {listed.crc32:08x}")
     return problems
 

@@ -219,13 +219,11 @@ def describe(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {key: (torch.Size(tensor.shape), tensor.dtype) for key, tensor in index.items()}
 
 
-def read(
-    checkpoint: Path, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, Tensor]:
-    """Return whole tensors by key; wanted: their shapes and dtypes, as from `describe`."""
-    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in wanted.items()}
-    pieces = [whole_piece(key, tensor) for key, tensor in tensors.items()]
-    read_pieces(checkpoint, read_index(checkpoint), pieces)
+def read(checkpoint: Path, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Return whole tensors by key. Raises InputError."""
+    index = read_index(checkpoint)
+    tensors = {key: torch.empty(index[key].shape, dtype=index[key].dtype) for key in keys}
+    read_pieces(checkpoint, index, [whole_piece(key, tensor) for key, tensor in tensors.items()])
     return tensors
 
 

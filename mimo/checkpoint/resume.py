@@ -24,7 +24,6 @@ from mimo.checkpoint.manifest import (
     Unreadable,
     listed_files,
     raise_damaged,
-    reading,
     wrong_checksums,
 )
 from mimo.checkpoint.tensors import StoredTensor, read_index
@@ -95,30 +94,14 @@ class Run:
 # ------------------------------------------------------------------------ what is intact
 
 
-def wrong_sizes(checkpoint: Path) -> list[str]:
-    """Return the problems that the manifest and sizes show. Raises Unreadable."""
+def files_to_compare(checkpoint: Path) -> tuple[list[Listed], list[str]]:
+    """Return the listed files, and the problems of the manifest itself. Raises Unreadable."""
     try:
-        return _wrong_files(checkpoint, listed_files(checkpoint))
+        return listed_files(checkpoint), []
     except Unreadable:
         raise
     except InputError as error:
-        return [str(error)]
-
-
-def _wrong_files(checkpoint: Path, files: Iterable[Listed]) -> list[str]:
-    """Return a problem for each listed file that is missing or has another size."""
-    problems: list[str] = []
-    for listed in files:
-        path = checkpoint / listed.name
-        try:
-            with reading(path):
-                size = path.stat().st_size
-        except OSError:
-            problems.append(f"{listed.name} is missing")
-            continue
-        if size != listed.num_bytes:
-            problems.append(f"{listed.name} has {size} bytes, not {listed.num_bytes}")
-    return problems
+        return [], [str(error)]
 
 
 def split_by_bytes(files: Sequence[Listed], count: int) -> list[list[Listed]]:
@@ -133,9 +116,9 @@ def problems_of(
     checkpoint: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[str]:
     """Read a checkpoint with all cores and return its problems. progress: bytes done and total."""
-    if problems := wrong_sizes(checkpoint):
+    files, problems = files_to_compare(checkpoint)
+    if problems:
         return problems
-    files = listed_files(checkpoint)
     done, total = 0, sum(listed.num_bytes for listed in files)
 
     def advance(count: int) -> None:
@@ -150,13 +133,12 @@ def problems_of(
 
 
 def open_checkpoint(checkpoint: Path) -> dict[str, StoredTensor]:
-    """Return the index of a checkpoint to read, after comparing sizes and small files.
+    """Return the index of a checkpoint to read, after comparing the files without tensors.
 
     Blocks of tensors are compared while they are read. Raises InputError for damage.
     """
-    files = listed_files(checkpoint)
-    small = [listed for listed in files if not listed.blocks]
-    raise_damaged(checkpoint, _wrong_files(checkpoint, files) or wrong_checksums(checkpoint, small))
+    small = [listed for listed in listed_files(checkpoint) if not listed.blocks]
+    raise_damaged(checkpoint, wrong_checksums(checkpoint, small))
     return read_index(checkpoint)
 
 

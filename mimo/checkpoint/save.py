@@ -3,9 +3,8 @@
 Nothing is gathered. A rank reports how its file ended in a small file beside it; rank 0 waits for
 all of these, adds index and manifest, and gives the folder its name.
 
-A thread writes, not a process. Copying, writing, summing and syncing release Python's lock, so
-training waits for it some microseconds per chunk. A thread needs neither shared memory nor a fork
-of a process that has a device, and it ends with its rank: no killed run publishes afterwards.
+A thread writes, not a process: it needs neither shared memory nor a fork of a process that has a
+device, releases Python's lock, and ends with its rank, so that no killed run publishes.
 
 With `train.async_save` the thread first copies the state beside the next step's forward and
 backward passes: only an update changes it, and waits for the copy (CheckFreq, Mohan et al., FAST
@@ -59,7 +58,7 @@ class _OtherRankFailed(Exception):
 
 @dataclass(eq=False)
 class _Save:
-    """A save in flight; the thread sets its events.
+    """A save in flight.
 
     since: time on the device at which the pieces had the values to save. begun: rank 0 has made the
     folder. copied: the modules may change. complete: only the final name is missing. done: it is
@@ -151,10 +150,9 @@ class Saver:
         return seconds + time.perf_counter() - started
 
     def wait_for_copy(self, on_progress: Callable[[], None] = lambda: None) -> float:
-        """Wait until the modules may be updated; before every update. Returns the seconds.
+        """Wait until the modules may be updated, and return the seconds; before every update.
 
-        on_progress: called whenever more has been copied. If the copy fails, `has_failed` turns
-        true.
+        on_progress: called whenever more has been copied. A failure makes `has_failed` true.
         """
         save, started = self._save, time.perf_counter()
         if save is None or save.copied.is_set():

@@ -1,10 +1,8 @@
 """The tensors of a checkpoint: one safetensors file per rank, and an index of all pieces.
 
-Every rank writes the rectangles of tensors (`Piece`) that it owns, straight from their memory;
-nothing is gathered. The index, `tensors.json`, says where each piece is. A reader takes the
-rectangles that it wants from the pieces that overlap them, so any layout reads what another wrote.
-
-Nothing is pickled: a file is a header in JSON and plain numbers, as safetensors defines it.
+Every rank writes the rectangles of tensors (`Piece`) that it owns, straight from their memory. The
+index, `tensors.json`, says where each piece is. A reader takes the rectangles that it wants from
+the pieces that overlap them, so any layout reads what another wrote. Nothing is pickled.
 
 Letters: R rows, C columns of a whole tensor as a matrix.
 """
@@ -73,11 +71,7 @@ class StoredTensor:
     @property
     def matrix(self) -> tuple[int, int]:
         """R and C."""
-        return _matrix(self.shape)
-
-
-def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
+        return self.shape[0], math.prod(self.shape[1:])
 
 
 # ------------------------------------------------------------------------------- writing
@@ -254,5 +248,4 @@ def write(
 
 def whole_piece(key: str, tensor: Tensor) -> Piece:
     """Return a piece that covers a whole tensor."""
-    shape = tuple(tensor.shape)
-    return Piece(key, shape, 0, 0, tensor.view(_matrix(shape)))
+    return Piece(key, tuple(tensor.shape), 0, 0, tensor.view(len(tensor), -1))

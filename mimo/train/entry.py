@@ -21,10 +21,9 @@ from mimo.checkpoint.resume import (
     Listed,
     Run,
     choose,
-    listed_files,
+    files_to_compare,
     split_by_bytes,
     wrong_checksums,
-    wrong_sizes,
 )
 from mimo.config.schema import Recipe
 from mimo.device import has_gpu, local_device
@@ -138,8 +137,7 @@ def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment:
     """
 
     def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
-        problems = wrong_sizes(checkpoint)
-        files = [] if problems else listed_files(checkpoint)
+        files, problems = files_to_compare(checkpoint)
         return [(problems, share) for share in split_by_bytes(files, environment.world_size)]
 
     def problems(checkpoint: Path) -> list[str]:

@@ -13,9 +13,7 @@ from typing import Any, cast
 
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.contracts import (
-    EncoderSettings,
     LanguageFamily,
-    LanguageSettings,
     PublishedEncoderFamily,
 )
 from mimo.families.keymap import Weight
@@ -64,20 +62,14 @@ class Architecture:
         """Return the recipe's encoder that belongs to this architecture, if any."""
         return self.tower_among({name: part.family for name, part in recipe.encoders.items()})
 
-    def weights(
-        self, language: LanguageSettings, towers: Mapping[str, EncoderSettings]
-    ) -> dict[str, list[Weight]]:
-        """Return every parameter, by module. towers: settings of this architecture's encoder."""
-        weights = {LANGUAGE: [*map(self._renamed, self.language_family().weights_in_hf(language))]}
-        for name, settings in towers.items():
-            weights[name] = self.encoder_family().weights_in_hf(settings, language.hidden_size)
-        return weights
-
     def weights_of(self, recipe: Recipe) -> dict[str, list[Weight]]:
         """Return every parameter of a recipe's modules that this architecture has, by module."""
-        tower = self.tower_of(recipe)
-        towers = {} if tower is None else {tower: encoder_settings(recipe, tower)}
-        return self.weights(language_settings(recipe), towers)
+        language = language_settings(recipe)
+        weights = {LANGUAGE: [*map(self._renamed, self.language_family().weights_in_hf(language))]}
+        if (tower := self.tower_of(recipe)) is not None:
+            settings = encoder_settings(recipe, tower)
+            weights[tower] = self.encoder_family().weights_in_hf(settings, language.hidden_size)
+        return weights
 
     def _renamed(self, weight: Weight) -> Weight:
         """Use this model's names in memory; families use the names of a model with a tower."""

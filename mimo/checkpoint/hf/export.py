@@ -216,14 +216,10 @@ class TrainedModel:
         self, weights: Iterable[TrainedWeight], only_adapters: bool = False
     ) -> dict[str, Tensor]:
         """Return parameters and what adapts them, or only the latter, by key."""
-        sources = {
-            key: (self.averages.get(key, key), shape)
-            for weight in weights
-            for key, shape in weight.stored.items()
-            if is_adapter(key) or not only_adapters
-        }
-        tensors = read(self.checkpoint, dict(sources.values()))
-        return {key: tensors[source] for key, (source, _) in sources.items()}
+        keys = [key for weight in weights for key in weight.stored]
+        sources = {k: self.averages.get(k, k) for k in keys if is_adapter(k) or not only_adapters}
+        tensors = read(self.checkpoint, sources.values())
+        return {key: tensors[source] for key, source in sources.items()}
 
 
 def open_trained(run: Path, average: bool = False) -> TrainedModel:

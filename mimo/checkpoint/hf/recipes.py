@@ -20,7 +20,7 @@ from mimo.families.registry import GENERAL
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DEFAULT_ENCODER = "vision"
+_DEFAULT_ENCODER = "vision"
 _UNREAD = "unread"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -80,7 +80,7 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     section = _section(data, "language")
     yield from _fill_module(("language",), section, architecture.language, language)
     _section(data, "data").setdefault("tokenizer", str(folder))
-    data.setdefault("encoders", {} if tower is None else {DEFAULT_ENCODER: {}})
+    data.setdefault("encoders", {} if tower is None else {_DEFAULT_ENCODER: {}})
     encoders = _section(data, "encoders")
     if tower is None or architecture.encoder is None:
         for name in encoders:

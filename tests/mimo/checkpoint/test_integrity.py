@@ -27,7 +27,6 @@ from mimo.checkpoint.resume import (
     open_checkpoint,
     problems_of,
     split_by_bytes,
-    wrong_sizes,
 )
 from mimo.checkpoint.tensors import file_of, write_index, write_pieces
 from mimo.engines.contract import Piece
@@ -64,44 +63,32 @@ def test_damage_is_named_and_the_previous_checkpoint_is_chosen(
         choose(resumable(run_dir))
 
 
-UNREADABLE = {
-    f"{name}, {call}": (name, call)
-    for name, call in [
-        *((name, "open") for name in ("manifest.json", "progress.json", "tensors.json")),
-        *(("tensors_1.safetensors", call) for call in ("open", "stat")),
-        ("../latest", "open"),
-    ]
-}
-
-
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
-@pytest.mark.parametrize(("name", "call"), UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("name", ["manifest.json", "tensors_1.safetensors", "../latest"])
 def test_an_unreadable_file_does_not_count_as_damaged(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str, code: int
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
     sick = (run_dir / "checkpoints" / "step_3" / name).resolve()
-    called = getattr(Path, call)
+    open_file = Path.open
 
     def fail(path: Path, *args: Any, **settings: Any) -> Any:
         if path == sick:
             raise OSError(code, os.strerror(code))
-        return called(path, *args, **settings)
+        return open_file(path, *args, **settings)
 
-    monkeypatch.setattr(Path, call, fail)
+    monkeypatch.setattr(Path, "open", fail)
     refusal = rf"{sick} cannot be read: {os.strerror(code)}; that need"
     with pytest.raises(Unreadable, match=refusal) as error:
         choose(resumable(run_dir))
     assert error.value.exit_code == 1  # a batch script tries again
 
 
-def test_all_damage_is_named_and_sizes_are_checked_without_reading(run_dir: Path) -> None:
+def test_all_damage_is_named(run_dir: Path) -> None:
     latest = run_dir / "checkpoints" / "step_3"
     for name in ("tensors_0.safetensors", "recipe.yaml"):
         flip_bit(latest / name)
-    assert wrong_sizes(latest) == []
     problems = problems_of(latest)
     assert [line.split()[0] for line in problems] == ["tensors_0.safetensors", "recipe.yaml"]
-    assert "has checksum" in problems[0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.checkpoint.hf.conversion import Conversion
+from mimo.checkpoint.hf.initial import minimal_recipe
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.families.hf_config import read_config, read_processors
 from mimo.families.keymap import Weight, fused_qkv, grouped_qkv, plain, stacked
@@ -111,13 +112,7 @@ def test_groups_of_queries_keys_and_values_lie_as_megatron_wants_them() -> None:
 @pytest.mark.parametrize("family", folders.FAMILIES)
 def test_the_key_map_covers_every_tensor_of_transformers(family: str, tmp_path: Path) -> None:
     folder = folders.make(family, tmp_path / "model")
-    architecture = ARCHITECTURES[family]
-    config = read_config(folder)
-    language: Any = architecture.language_family()
-    tower: Any = architecture.encoder_family()
-    settings = language.Settings(**language.settings_from_hf(config))
-    encoder = tower.Settings(**tower.settings_from_hf(config, read_processors(folder)))
-    maps = architecture.weights(settings, {"vision": encoder})
+    maps = ARCHITECTURES[family].weights_of(minimal_recipe(folder))
     every = [weight for own in maps.values() for weight in own]
     check_complete(every)
     written = WeightsFolder(folder).shapes
