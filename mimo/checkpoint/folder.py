@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter
+from pydantic import TypeAdapter
 
 from data.order import Mixture
 from data.packing import Used
@@ -50,10 +50,8 @@ class Progress:
     skipped_steps: number of steps that updated no module, because a number was not finite.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    step: NonNegativeInt
-    samples: NonNegativeInt
+    step: int
+    samples: int
     skipped_samples: int = 0
     skipped: frozenset[tuple[int, int]] = frozenset()
     passed_over: tuple[int, ...] = ()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mimo.checkpoint.hf.export import TrainedModel, open_trained
 from mimo.checkpoint.hf.initial import initial_weights, whole_tensor
+from mimo.checkpoint.reading import shards_of
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE
 from mimo.errors import InputError, RecipeError
@@ -120,18 +121,12 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
     The last recipe of several phases does not tell. Raises RecipeError for weights that are not a
     projector's.
     """
-    folder = trained.recipe.init_from
-    if folder is None or not Path(folder).is_dir():
-        raise InputError(
-            f"{trained.checkpoint}: init_from is {folder or 'not given'}, and no folder is there; "
-            f"adapters are written beside the model that they adapt, so put it back (or leave "
-            f"--adapter out to write the whole model)"
-        )
     base = initial_weights(trained.recipe)
     assert base is not None, "the recipe starts from the folder"
     modules: set[str] = set()
     others: list[str] = []
-    shards = list(trained.shards(_COMPARED_BYTES))
+    sizes = ((weight, weight.num_bytes) for weight in trained.weights)
+    shards = list(shards_of(sizes, _COMPARED_BYTES))
     with counter_of("comparisons", len(shards)) as advance:
         for shard in shards:
             ours = trained.read(shard)

@@ -208,10 +208,6 @@ class TrainedModel:
         """The folder with the configuration, the tokenizer and the processor's files."""
         return self.checkpoint / ASSETS
 
-    def shards(self, num_bytes: int) -> Iterator[list[TrainedWeight]]:
-        """Yield consecutive parameters of ``num_bytes`` at most together; a larger is alone."""
-        return shards_of(((weight, weight.num_bytes) for weight in self.weights), num_bytes)
-
     def read(
         self, weights: Iterable[TrainedWeight], only_adapters: bool = False
     ) -> dict[str, Tensor]:

@@ -31,7 +31,6 @@ from mimo.runtime.progress import counter_of
 COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")
 # Tensors that transformers does not load, but other programs may: heads that predict more tokens.
 CARRIED = ("mtp.",)
-_COMPARED_ROWS = 1 << 14
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -64,9 +63,6 @@ class HFCheckpoint:
         """The smallest dtype that holds every number of all tensors."""
         return functools.reduce(torch.promote_types, {self.folder.dtypes[k] for k in self._used})
 
-    def _dtypes_of(self, key: str) -> set[torch.dtype]:
-        return {self.folder.dtypes[disk] for disk in self.conversion.sources(key)}
-
     def matrix(self, run: Run, columns: slice | None = None) -> Tensor:
         """Return the rows of a run, (count, C) or (count,); of a matrix only these columns."""
         key, rows = run.source.key, slice(run.start, run.start + run.count)
@@ -93,11 +89,12 @@ class HFCheckpoint:
     def _unfit(self, sources: Mapping[str, Source]) -> Iterator[str]:
         for key, source in sources.items():
             shape, needed = self.conversion.shape(key), list(source.shape)
+            dtypes = {self.folder.dtypes[disk] for disk in self.conversion.sources(key)}
             if (problem := self.conversion.problems.get(key)) is not None:
                 yield f"  {key} {problem}"
             elif shape is None:
                 yield f"  {key} is missing"
-            elif odd := self._dtypes_of(key) - {*TORCH_DTYPES.values()}:
+            elif odd := dtypes - {*TORCH_DTYPES.values()}:
                 kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in odd)
                 yield f"  {key} is {kinds}; only {', '.join(TORCH_DTYPES)} can be trained"
             elif list(shape) != needed:
@@ -108,7 +105,7 @@ class HFCheckpoint:
         for key in sources:
             first, *others = self.conversion.sources(key)
             for other in others if self.conversion.is_tied(key) else ():
-                if not self._are_equal(other, first):
+                if not torch.equal(self.folder.read(other), self.folder.read(first)):
                     yield f"  {other} is tied to {first}, but holds other numbers"
 
     def _unknown(self, untrained: tuple[str, ...]) -> Iterator[str]:
@@ -117,13 +114,6 @@ class HFCheckpoint:
             is_known = disk.endswith(COMPUTED) or disk.startswith(CARRIED)
             if not is_known and not self.conversion.in_memory(disk).startswith(untrained):
                 yield f"  {disk} is unknown"
-
-    def _are_equal(self, disk: str, other: str) -> bool:
-        shape, read = self.folder.shapes[other], self.folder.read
-        if shape != self.folder.shapes[disk]:
-            return False
-        parts = (slice(n, n + _COMPARED_ROWS) for n in range(0, shape[0], _COMPARED_ROWS))
-        return all(torch.equal(read(disk, rows), read(other, rows)) for rows in parts)
 
 
 # ------------------------------------------------------------------------ start of a recipe

@@ -20,8 +20,6 @@ from mimo.checkpoint.folder import (
 from mimo.cli.main import app
 from mimo.errors import InputError
 from mimo.runtime.run_lock import run_lock
-from tests.conftest import RunRanks
-from tests.mimo import tiny
 from tests.mimo.checkpoint.manifests import flip_bit, small_checkpoint
 
 
@@ -86,7 +84,7 @@ def test_a_checkpoint_is_on_disk_before_an_older_one_is_removed(
 
 @pytest.mark.parametrize(
     "text",
-    ['{"step": 5, "samples": 2, "passed_over": ["x"]}', '{"step": 5, "samples": -2}', '{"st', "[]"],
+    ['{"step": 5, "samples": 2, "passed_over": ["x"]}', '{"step": 5', "[]"],
 )
 def test_damaged_progress_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "progress.json").write_text(text)
@@ -94,40 +92,6 @@ def test_damaged_progress_is_refused(tmp_path: Path, text: str) -> None:
         InputError, match=r"(?s)progress.json is damaged: .*copy the checkpoint again"
     ):
         read_progress(tmp_path)
-
-
-def positions_after_resume(rank: int, path: Path) -> tuple[int, int, int]:
-    from data.packing import Used
-    from mimo.checkpoint.hf.recipes import load_recipe
-    from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
-    from mimo.model.step_plan import StepPlanner
-    from mimo.parallel.build import build_layout
-
-    recipe = load_recipe(path)
-    chat = open_tokenizer(recipe)
-    dataset = open_dataset(recipe, "sources", chat, item_processors(recipe))
-    assert dataset is not None
-    planner = StepPlanner(
-        build_layout(recipe),
-        {"vision": ("image",)},
-        dataset.indexes,
-        dataset.order,
-        2,
-        1,
-        done=(5, Used(61)),
-    )
-    first = planner.microbatches(5)[0].samples.sample[0]
-    return planner.used_before(5).samples, planner.used_before(6).samples, int(first)
-
-
-def test_another_batch_size_continues_with_the_next_sample(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
-    tiny.write_samples(tmp_path)
-    # 61 samples are done, which steps of 2 do not divide; the next has samples 61 and 62.
-    before, after, first = run_ranks(positions_after_resume, 1, tiny.write_recipe(tmp_path))[0]
-    assert (before, after) == (61, 63)
-    assert first == 61 % len(tiny.IMAGES_PER_SAMPLE)
 
 
 def test_a_sample_that_is_skipped_again_after_a_resume_counts_once(tmp_path: Path) -> None:
