@@ -18,7 +18,7 @@ from bridge import ItemRows
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.export import differences
 from mimo.checkpoint.hf.initial import InitialWeights
-from mimo.checkpoint.hf.recipes import architecture_of_recipe, transformers_config
+from mimo.checkpoint.hf.recipes import architecture_of_recipe, config_of_folder
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe, key_of
 from mimo.device import local_device
@@ -81,7 +81,7 @@ def fsdp_module(
         reduce_gradients=part.reduce_gradients,
         adapters=part.lora and Adapters(part.lora.rank, part.lora.scale, groups),
     )
-    config = transformers_config(recipe)
+    config = config_of_folder(Path(recipe.init_from))
     try:
         wrapper: Wrapper
         if recipe.language.family == GENERAL:
@@ -212,11 +212,8 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
         )
         return
     try:
-        config = transformers_config(recipe)
+        config = config_of_folder(folder)
         architecture = architecture_of_recipe(recipe)
-    except RecipeError as error:
-        yield from error.problems
-        return
     except InputError as error:
         yield recipe.problem(("init_from",), str(error))
         return
@@ -326,7 +323,8 @@ def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> 
     is_half = architecture.language == GENERAL
     linears: set[str] | None = None
     if lora and is_half:
-        modules = build_whole(transformers_config(recipe), torch.float32).named_modules()
+        config = config_of_folder(Path(recipe.init_from or ""))
+        modules = build_whole(config, torch.float32).named_modules()
         linears = {f"{path}.weight" for path, module in modules if type(module) is nn.Linear}
     for target in lora.targets if lora else ():
         single = LoRA(targets=(target,))

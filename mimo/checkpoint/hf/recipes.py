@@ -13,7 +13,7 @@ from mimo.checkpoint.hf.architectures import Architecture, architecture_of
 from mimo.config.phases import PhasedRecipe, read_phases
 from mimo.config.schema import Recipe, read_recipe
 from mimo.config.source import Location
-from mimo.errors import InputError, RecipeError, StartError, kind_of
+from mimo.errors import InputError, StartError, kind_of
 from mimo.families.hf_config import Config, read_config, read_json, read_processors
 from mimo.families.registry import GENERAL
 
@@ -198,17 +198,6 @@ def _fill_module(
     model = _section(section, "model")
     for key, value in settings.items():
         model.setdefault(key, copy.deepcopy(value))
-
-
-def transformers_config(recipe: Recipe) -> PretrainedConfig:
-    """Return the configuration of the whole model in the folder of `init_from`.
-
-    Raises RecipeError for a model that is code in the folder, or that transformers does not know.
-    """
-    try:
-        return config_of_folder(Path(recipe.init_from or ""))
-    except InputError as error:
-        raise kind_of(error, RecipeError)(recipe.problem(("init_from",), str(error))) from error
 
 
 def config_of_folder(folder: Path) -> PretrainedConfig:
