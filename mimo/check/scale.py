@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from mimo.check.workload import Items, Workload
 from mimo.checkpoint.hf.architectures import ARCHITECTURES, Architecture
-from mimo.checkpoint.hf.recipes import architecture_of_recipe, tower_settings
+from mimo.checkpoint.hf.recipes import architecture_of_folder, tower_settings
 from mimo.checkpoint.hf.tiny import FAMILIES, TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 from mimo.config.source import dotted
@@ -344,7 +344,7 @@ def _tiny_checkpoint(
 def _architecture_of(recipe: Recipe) -> Architecture | None:
     """Return the architecture of the recipe's folder, or without one of its families."""
     if recipe.init_from is not None and Path(recipe.init_from).is_dir():
-        return architecture_of_recipe(recipe)
+        return architecture_of_folder(Path(recipe.init_from), recipe.language.family)
     towers = {encoder.family for encoder in recipe.encoders.values()} or {None}
     known = (a for a in ARCHITECTURES.values() if a.language == recipe.language.family)
     return next((a for a in known if a.encoder in towers), None)

@@ -260,12 +260,9 @@ def all_checkpoints(path: Path) -> list[Path]:
     """
     if _STEP_FOLDER.fullmatch(path.name) or (path / _PROGRESS).is_file():
         return [path]
-    checkpoints = [
-        checkpoint
-        for run in (path, *phase_folders(path).values())
-        for folder in (run, run / "checkpoints")
-        for checkpoint in sorted(_by_age(folder), key=_step_of)
-    ]
+    runs = (path, *phase_folders(path).values())
+    folders = [folder for run in runs for folder in (run, run / "checkpoints")]
+    checkpoints = [path for folder in folders for path in sorted(_by_age(folder), key=_step_of)]
     if not checkpoints:
         raise InputError(f"{path}: no checkpoint there; give a run folder or a checkpoint folder")
     return checkpoints

@@ -18,7 +18,7 @@ from bridge import ItemRows
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.export import differences
 from mimo.checkpoint.hf.initial import InitialWeights
-from mimo.checkpoint.hf.recipes import architecture_of_recipe, config_of_folder
+from mimo.checkpoint.hf.recipes import architecture_of_folder, config_of_folder
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe, key_of
 from mimo.device import local_device
@@ -65,7 +65,9 @@ def fsdp_module(
     """
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
-    weights = architecture_of_recipe(recipe).weights_of(recipe)[name]
+    folder = Path(recipe.init_from)
+    architecture = architecture_of_folder(folder, recipe.language.family)
+    weights = architecture.weights_of(recipe)[name]
     groups = tuple(
         tuple(source.key.removesuffix(".weight") for source in weight.sources)
         for weight in weights
@@ -81,7 +83,7 @@ def fsdp_module(
         reduce_gradients=part.reduce_gradients,
         adapters=part.lora and Adapters(part.lora.rank, part.lora.scale, groups),
     )
-    config = config_of_folder(Path(recipe.init_from))
+    config = config_of_folder(folder)
     try:
         wrapper: Wrapper
         if recipe.language.family == GENERAL:
@@ -213,7 +215,7 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
         return
     try:
         config = config_of_folder(folder)
-        architecture = architecture_of_recipe(recipe)
+        architecture = architecture_of_folder(folder, recipe.language.family)
     except InputError as error:
         yield recipe.problem(("init_from",), str(error))
         return

@@ -24,7 +24,7 @@ from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.carried import carried_of
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.recipes import architecture_of_recipe
+from mimo.checkpoint.hf.recipes import architecture_of_folder
 from mimo.checkpoint.hf.weights_folder import INDEX, SINGLE
 from mimo.checkpoint.reading import describe, read, shards_of
 from mimo.checkpoint.resume import open_checkpoint
@@ -232,7 +232,7 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
             f"{checkpoint}: its model did not start from a checkpoint in Hugging Face format, so "
             f"there is no configuration that describes it (train with init_from)"
         )
-    architecture = architecture_of_recipe(recipe, assets)
+    architecture = architecture_of_folder(assets, recipe.language.family)
     described = describe(checkpoint)
     weights: list[TrainedWeight] = []
     for module, of_module in architecture.weights_of(recipe).items():

@@ -16,7 +16,7 @@ from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, complete
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.recipes import architecture_of_recipe, fill_recipe
+from mimo.checkpoint.hf.recipes import architecture_of_folder, fill_recipe
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.tensors import TORCH_DTYPES, write
 from mimo.config.schema import LANGUAGE, Recipe
@@ -133,7 +133,7 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
         return None
     folder = Path(recipe.init_from)
     try:
-        architecture = architecture_of_recipe(recipe)
+        architecture = architecture_of_folder(folder, recipe.language.family)
         weights = architecture.weights_of(recipe)
         return InitialWeights(HFCheckpoint(folder, architecture, weights), weights)
     except InputError as error:

@@ -149,14 +149,6 @@ def tower_settings(
     return architecture.encoder_family().settings_from_hf(config, read_processors(folder))
 
 
-def architecture_of_recipe(recipe: Recipe, folder: Path | None = None) -> Architecture:
-    """Return the architecture of a recipe's model, from ``folder`` or else from `init_from`.
-
-    Raises InputError if it is no known model.
-    """
-    return architecture_of_folder(folder or Path(recipe.init_from or ""), recipe.language.family)
-
-
 def architecture_of_folder(folder: Path, family: str | None = None) -> Architecture:
     """Return the architecture of a folder. Raises InputError if it is no known model.
 

@@ -19,9 +19,6 @@ from tests import language_steps
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job, assert_same, outcome
-from tests.mimo import tiny
-from tests.mimo.runs import metrics
-from tests.mimo.runs import run as train_recipe
 
 TOLERANCE = 1e-5
 ADAM = Job(optimizer="adam", learning_rate=0.003, steps=2)
@@ -153,43 +150,3 @@ def test_bf16_steps_follow_plain_bf16_adam(run_ranks: RunRanks) -> None:
     assert shared.losses == plain.losses
     for name, values in plain.parameters.items():
         np.testing.assert_array_equal(shared.parameters[name]["weight"], values["weight"], name)
-
-
-# ------------------------------------------------------- whole recipes, with an encoder
-
-RECIPE = [
-    "train.optimizer=adam",
-    "train.adam_eps=1e-4",
-    "train.learning_rate=0.003",
-    "train.clip_grad_norm=0.5",
-    "train.micro_batch_size=2",
-    "train.steps=4",
-    "train.save_every=2",
-    "train.overlap_grad_reduce=true",
-    "language.grid.dp=2",
-    "encoders.vision.grid.tp=2",
-    "train.distributed_optimizer=true",
-    "train.validate_every=1",
-]
-
-
-@pytest.mark.slow
-def test_a_late_gather_changes_no_step_no_validation_and_no_checkpoint(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
-    tiny.write_samples(tmp_path)
-    recipe = tiny.write_recipe(tmp_path)
-    settings = [*RECIPE, f'data.validation=[{{path: "{tmp_path}/train-*.tar"}}]']
-    late = "train.overlap_param_gather=true"
-    train_recipe(run_ranks, recipe, *settings, "name=at_once")
-    train_recipe(run_ranks, recipe, *settings, late, "name=late")
-    checkpoint = tmp_path / "runs" / "late" / "checkpoints" / "step_2"
-    train_recipe(run_ranks, recipe, *settings, "name=resumed", resume_from=checkpoint)
-
-    def figures(name: str) -> list[tuple[float, ...]]:
-        keys = ("step", "loss", "grad_norm", "validation_loss")
-        return [tuple(m[key] for key in keys if key in m) for m in metrics(recipe, name)]
-
-    assert len(figures("at_once")) == 8
-    assert figures("late") == figures("at_once")
-    assert figures("resumed") == figures("at_once")[4:]

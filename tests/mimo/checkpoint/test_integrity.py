@@ -319,19 +319,3 @@ def test_resuming_from_another_folder_moves_the_run_aside_and_changes_neither(
     shutil.copytree(other, run_dir / "copy")
     with pytest.raises(InputError, match=r"copy: is in the run's own folder, but is none of its"):
         Request(recipe, resume_from=run_dir / "copy").check(None).begin()
-
-
-def test_without_an_intact_checkpoint_a_run_ends_with_all_reasons(tmp_path: Path) -> None:
-    tiny.write_samples(tmp_path)
-    recipe = tiny.write_recipe(tmp_path)
-    checkpoints = load_recipe(recipe).run_dir / "checkpoints"
-    for step in (1, 2):
-        flip_bit(small_checkpoint(checkpoints, step) / "tensors_0.safetensors")
-    with pytest.raises(InputError) as caught:
-        Request(recipe, resume=True).check(None).begin()
-    assert caught.value.exit_code == 2
-    assert [line.partition(" is damaged")[0] for line in str(caught.value).splitlines()[:2]] == [
-        str(checkpoints / "step_2"),
-        str(checkpoints / "step_1"),
-    ]
-    assert (checkpoints / "step_2").is_dir(), "nothing is moved"

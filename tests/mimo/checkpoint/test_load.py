@@ -82,7 +82,6 @@ AFRESH = "weights whose optimizer state is not in the checkpoint"
 # Settings before and after; notes by module; updates of language and vision.
 CHANGES = {
     "unfrozen": ([FROZEN], [], {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
-    "unfrozen, optimizer shared": ([FROZEN], [SHARED], {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
     "unfrozen, by fsdp": ([FROZEN], FSDP, {f"vision: {AFRESH}"}, ({2.0}, {0.0})),
     "unfrozen in part": (
         ["encoders.vision.freeze=tower"],
@@ -100,12 +99,6 @@ CHANGES = {
     "with adapters": (
         [],
         ["language.lora={rank: 2}"],
-        {"language: the checkpoint lacks its adapters"},
-        ({0.0}, {2.0}),
-    ),
-    "with adapters, by fsdp": (
-        [],
-        ["language.lora={rank: 2}", *FSDP],
         {"language: the checkpoint lacks its adapters"},
         ({0.0}, {2.0}),
     ),

@@ -58,9 +58,16 @@ def write_cut(folder: Path, cut: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("saved", CUTS)
+@pytest.mark.parametrize("chunk_bytes", [1 << 22, 64])  # 16 numbers: a row and a half
 def test_any_cut_is_read_in_any_other_and_nothing_else_is_read(
-    tmp_path: Path, saved: str, dtype: torch.dtype
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: str,
+    dtype: torch.dtype,
+    chunk_bytes: int,
 ) -> None:
+    for module in (tensors, reading):
+        monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
     write_cut(tmp_path, saved)
     for wanted in CUTS.values():
         for place in wanted:
@@ -74,24 +81,6 @@ def test_any_cut_is_read_in_any_other_and_nothing_else_is_read(
                 top, first = piece.row, piece.column
                 piece.values.copy_(WHOLE[top : top + rows, first : first + columns])
             assert torch.equal(result, expected)
-
-
-def test_pieces_larger_than_a_chunk_are_read_in_any_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (tensors, reading):
-        monkeypatch.setattr(module, "_CHUNK_BYTES", 64)  # 16 numbers: a row and a half
-    for saved in CUTS:
-        folder = tmp_path / saved
-        folder.mkdir()
-        write_cut(folder, saved)
-        for place in (place for cut in CUTS.values() for place in cut):
-            result = torch.zeros_like(WHOLE)
-            read_pieces(folder, read_index(folder), pieces(place, result))
-            is_wanted = torch.zeros_like(WHOLE, dtype=torch.bool)
-            for piece in pieces(place, is_wanted):
-                piece.values.fill_(True)
-            assert torch.equal(result, torch.where(is_wanted, WHOLE, 0))
 
 
 def test_a_file_is_safetensors_and_whole_tensors_keep_shape_and_dtype(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from mimo.check.compare import (
 )
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.export import convert_to_hf
-from mimo.checkpoint.hf.recipes import architecture_of_recipe, load_recipe
+from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
 from mimo.checkpoint.resume import Resume
 from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_data, check_recipe
@@ -127,7 +127,9 @@ def test_two_halves_learn_as_the_family_with_code_of_its_own(
 def reference_of_family(recipe: Recipe, ranks: list[RankSteps]) -> Reference:
     """Return what ranks of a family of ours hold, by names of transformers."""
     reference = Reference([], {})
-    for module, weights in architecture_of_recipe(recipe).weights_of(recipe).items():
+    assert recipe.init_from is not None
+    architecture = architecture_of_folder(Path(recipe.init_from), recipe.language.family)
+    for module, weights in architecture.weights_of(recipe).items():
         by_name = {f"{module}.{weight.name}": weight for weight in weights}
         of_module = reference_of(ranks, {name: [] for name in by_name})
         reference.steps[:] = of_module.steps
