@@ -18,7 +18,6 @@ from typing import Any, override
 
 from torch import Tensor, nn
 
-from mimo.checkpoint.assets import recipe_of
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
@@ -120,7 +119,7 @@ def _nearest_checkpoint(run: Path, step: int) -> tuple[Path | None, Recipe]:
     checkpoints = sorted((read_progress(path).step, path) for path in paths)
     earlier = [path for done, path in checkpoints if done <= step]
     later = [path for done, path in checkpoints if done > step]
-    recipe = recipe_of(later[0]) if later else load_recipe(run / "recipe.yaml")
+    recipe = load_recipe((later[0] if later else run) / "recipe.yaml")
     return (earlier[-1] if earlier else None), recipe
 
 

@@ -10,7 +10,6 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,32 +89,19 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def recipe_of(checkpoint: Path) -> Recipe:
-    """Return the recipe of a checkpoint, with its copy of the tokenizer. Raises RecipeError."""
-    return _with_folders(checkpoint, {"data.tokenizer": _tokenizer_copy(checkpoint)})
-
-
 def portable_recipe(checkpoint: Path) -> Recipe:
     """Return the recipe of a checkpoint with its copies as the folders of tokenizer and model.
 
     A folder without a copy stays. Raises RecipeError.
     """
-    folders, copies = {"data.tokenizer": _tokenizer_copy(checkpoint)}, checkpoint / ASSETS
+    path, copies = checkpoint / "recipe.yaml", checkpoint / ASSETS
+    with_tokenizer = [c for c in (copies / _TOKENIZER, copies) if (c / "tokenizer.json").is_file()]
+    overrides = [f"data.tokenizer={json.dumps(str(folder))}" for folder in with_tokenizer[:1]]
     # The recipe is complete, so no folder need be read to know this.
-    if read_recipe(checkpoint / "recipe.yaml", (), lambda data: ()).init_from is not None:
-        folders["init_from"] = copies if (copies / "config.json").is_file() else None
-    return _with_folders(checkpoint, folders)
-
-
-def _with_folders(checkpoint: Path, folders: Mapping[str, Path | None]) -> Recipe:
-    overrides = [f"{key}={json.dumps(str(path))}" for key, path in folders.items() if path]
-    return load_recipe(checkpoint / "recipe.yaml", overrides)
-
-
-def _tokenizer_copy(checkpoint: Path) -> Path | None:
-    """Return the folder in ``assets/`` with a tokenizer; None if there is none."""
-    copies = (checkpoint / ASSETS / _TOKENIZER, checkpoint / ASSETS)
-    return next((copy for copy in copies if (copy / "tokenizer.json").is_file()), None)
+    starts_from_folder = read_recipe(path, (), lambda data: ()).init_from is not None
+    if starts_from_folder and (copies / "config.json").is_file():
+        overrides.append(f"init_from={json.dumps(str(copies))}")
+    return load_recipe(path, overrides)
 
 
 def overview(checkpoint: Path) -> Group:

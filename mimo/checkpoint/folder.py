@@ -59,11 +59,6 @@ class Progress:
     skipped_steps: int = 0
 
     @property
-    def updates(self) -> int:
-        """Number of steps that updated the modules."""
-        return self.step - self.skipped_steps
-
-    @property
     def used(self) -> Used:
         """The samples of the order that are used."""
         return Used(self.samples, self.passed_over)

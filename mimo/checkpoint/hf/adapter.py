@@ -20,7 +20,7 @@ from mimo.checkpoint.hf.initial import initial_weights, whole_tensor
 from mimo.checkpoint.reading import shards_of
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE
-from mimo.errors import InputError, RecipeError
+from mimo.errors import InputError
 from mimo.families.hf_config import new_folder, write_json
 from mimo.families.keymap import adapter_names
 from mimo.families.registry import encoder_family
@@ -35,8 +35,8 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
 
     run: a run or checkpoint folder. The Hugging Face folder that it started from must still be
     there: every weight is compared with it, so that nothing trained is lost. average: write the
-    moving average. Raises InputError for a checkpoint without adapters, and RecipeError if other
-    weights than adapters and a projector's were trained.
+    moving average. Raises InputError for a checkpoint without adapters, or if other weights than
+    adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
     if not any(weight.lora for weight in trained.weights):
@@ -118,7 +118,7 @@ def _module_of(key: str) -> str:
 def _changed_modules(trained: TrainedModel) -> set[str]:
     """Return the modules in transformers whose weights differ from the base model's.
 
-    The last recipe of several phases does not tell. Raises RecipeError for weights that are not a
+    The last recipe of several phases does not tell. Raises InputError for weights that are not a
     projector's.
     """
     base = initial_weights(trained.recipe)
@@ -144,9 +144,9 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
                     others.append(weight.key)
             advance()
     if others:
-        raise RecipeError(
-            f"{trained.checkpoint}: other weights than adapters and projectors were trained, and "
-            f"an adapter folder would lack them; leave --adapter out to write the whole model:",
-            *(f"  {key}" for key in others),
+        raise InputError(
+            f"{trained.checkpoint}: {len(others)} other weights than adapters and projectors were "
+            f"trained, such as {others[0]}, and an adapter folder would lack them; leave --adapter "
+            f"out to write the whole model"
         )
     return modules

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mimo.checkpoint.assets import ASSETS, copy_assets, recipe_of
+from mimo.checkpoint.assets import ASSETS, copy_assets
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.carried import carried_of
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.recipes import architecture_of_folder
+from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
 from mimo.checkpoint.hf.weights_folder import INDEX, SINGLE
 from mimo.checkpoint.reading import describe, read, shards_of
 from mimo.checkpoint.resume import open_checkpoint
@@ -225,7 +225,7 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
     """
     checkpoint = find_checkpoint(run)
     open_checkpoint(checkpoint)
-    recipe = recipe_of(checkpoint)
+    recipe = load_recipe(checkpoint / "recipe.yaml")
     assets = checkpoint / ASSETS
     if recipe.init_from is None or not (assets / "config.json").is_file():
         raise InputError(

@@ -328,9 +328,7 @@ def test_adapters_without_their_base_model_are_refused(converted: Path) -> None:
 def test_other_trained_weights_than_adapters_are_refused(converted: Path) -> None:
     norm = "language.decoder.final_layernorm.weight"
     change(converted, {**ADAPTER, norm: (128,), "vision.merger.linear_fc2.bias": (128,)})
-    with pytest.raises(InputError) as caught:
+    message = f"1 other weights than adapters and projectors were trained, such as {norm}, and"
+    with pytest.raises(InputError, match=message):
         convert_adapter(converted, converted.with_name("out"))
-    first, *others = str(caught.value).splitlines()
-    assert "other weights than adapters and projectors were trained" in first
-    assert others == [f"  {norm}"]
     assert not converted.with_name("out").exists()
