@@ -140,9 +140,7 @@ def publish(
 
 
 def _point_latest_to(checkpoint: Path) -> None:
-    pointer = checkpoint.with_name(f".{_LATEST}")
-    write_synced(pointer, checkpoint.name)
-    pointer.replace(checkpoint.with_name(_LATEST))
+    write_synced(checkpoint.with_name(_LATEST), checkpoint.name)
     sync_folder(checkpoint.parent)
 
 

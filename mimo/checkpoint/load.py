@@ -42,9 +42,8 @@ def load_start(
     """Load the state in which the run starts; every rank of the world calls it.
 
     stored: from `read_start_index`. on_progress: called whenever replicas have read some of it.
-    What the checkpoint of a resumed run lacks starts afresh, and rank 0 prints it: new adapters,
-    and state of weights that were frozen or had another optimizer. Raises ValueError if a
-    checkpoint does not fit the model.
+    Rank 0 prints what starts afresh because the checkpoint lacks it: new adapters, and state of
+    weights that were frozen or had another optimizer. Raises ValueError for one that does not fit.
     """
     match start:
         case Resume(checkpoint):

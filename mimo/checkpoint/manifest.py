@@ -73,11 +73,13 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file that is on disk on return, so that older checkpoints may be deleted."""
-    with naming(path), path.open("w", encoding="utf-8") as file:
+    """Write or replace a file atomically; its content is on disk on return."""
+    partial = path.with_name(f".{path.name}")
+    with naming(path), partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def sync_folder(folder: Path) -> None:

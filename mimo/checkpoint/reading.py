@@ -73,6 +73,7 @@ class _CheckedReader:
         while target:
             block, skipped = divmod(begin, file.block_bytes)
             length = min(file.block_bytes, file.num_bytes - block * file.block_bytes)
+            assert skipped < length, "the index names bytes behind the file's end"
             if skipped == 0 and len(target) >= length:
                 count = length
                 self._read_block(block, target[:count])

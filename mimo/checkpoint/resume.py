@@ -177,6 +177,13 @@ def candidates(phased: PhasedRecipe, resume: bool, resume_from: Path | None) -> 
     """
     if not resume and resume_from is None:
         return []
+    names = {phase.recipe.run_dir.name for phase in phased.phases}
+    for number, folder in phase_folders(phased.run_dir).items() if phased.has_phases else ():
+        if folder.name not in names:
+            raise InputError(
+                f"{folder}: phase {number} of the run to resume has this name, but the recipe's "
+                f"phases are {', '.join(sorted(names))}; name them as before, or start another run"
+            )
     if resume_from is not None:
         checkpoint = find_checkpoint(resume_from)
         folders = (phased.run_dir, *(phase.recipe.run_dir for phase in phased.phases))

@@ -231,13 +231,14 @@ class Saver:
                     copies = self._copy_to_host(save)
                 save.pieces = copies
             save.copied.set()
-            _report(save, rank, asdict(write_pieces(save.folder, rank, save.pieces)))
+            written = write_pieces(save.folder, rank, save.pieces)
+            write_synced(_report_path(save.folder, rank), json.dumps(asdict(written)))
             if rank == 0:
                 self._finish(save)
         except BaseException as error:
             save.failure = error
             with suppress(OSError):
-                _report(save, rank, {"failure": _message_of(error)})
+                write_synced(_report_path(save.folder, rank), json.dumps({"failure": str(error)}))
         save.pieces = ()
         save.copied.set()
         save.complete.set()
@@ -320,14 +321,8 @@ def _size_of(path: Path) -> int:
 
 
 def _report_path(folder: Path, rank: int) -> Path:
+    """Return where a rank reports how its file ended."""
     return folder / f"rank_{rank}.json"
-
-
-def _report(save: _Save, rank: int, result: Mapping[str, Any]) -> None:
-    """Write atomically how this rank's file ended."""
-    path = _report_path(save.folder, rank)
-    write_synced(path.with_suffix(".partial"), json.dumps(result))
-    path.with_suffix(".partial").replace(path)
 
 
 def _message_of(error: BaseException | None) -> str:

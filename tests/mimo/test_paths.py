@@ -26,7 +26,7 @@ def test_latest_names_a_checkpoint_beside_it(tmp_path: Path, latest: str) -> Non
     checkpoint = publish(partial, Progress(1, 1), "name: x", keep=1)
     assert find_checkpoint(tmp_path / "run") == checkpoint
     (checkpoint.parent / "latest").write_text(latest)
-    with pytest.raises(InputError, match=r"latest: names .* no checkpoint of this folder"):
+    with pytest.raises(InputError, match=r"no checkpoint there, or `latest` does not name one"):
         find_checkpoint(tmp_path / "run")
 
 

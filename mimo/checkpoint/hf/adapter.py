@@ -70,7 +70,7 @@ def _adapters(trained: TrainedModel) -> tuple[dict[str, Tensor], dict[str, LoRA]
             continue
         a_key, b_key = adapter_names(weight.key)
         for source, lora_b in weight.weight.split(ours[b_key]).items():
-            module = _module_of(source.key)
+            module = source.key.rpartition(".")[0]
             # Tensors of a file must not share memory.
             tensors[f"{_PREFIX}{module}.lora_A.weight"] = ours[a_key].clone()
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = lora_b
@@ -110,11 +110,6 @@ def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, An
     }
 
 
-def _module_of(key: str) -> str:
-    """Return the module in transformers that a tensor belongs to."""
-    return key.rpartition(".")[0]
-
-
 def _changed_modules(trained: TrainedModel) -> set[str]:
     """Return the modules in transformers whose weights differ from the base model's.
 
@@ -139,7 +134,7 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
                 if module != LANGUAGE and weight.weight.name.startswith(
                     encoder_family(trained.recipe, module).PROJECTOR
                 ):
-                    modules |= {_module_of(source.key) for source in weight.weight.sources}
+                    modules |= {s.key.rpartition(".")[0] for s in weight.weight.sources}
                 else:
                     others.append(weight.key)
             advance()

@@ -1,8 +1,7 @@
 """`mimo convert to-hf`: a checkpoint of ours, from whatever layout, in Hugging Face format.
 
-Neither the engine nor the model is needed: our checkpoints name every tensor as in the whole
-model. One file of the result is in memory at a time. Adapters are merged into what they adapt;
-`mimo.checkpoint.hf.adapter` writes them separately.
+No engine is needed: our checkpoints name every tensor as in the whole model. One file of the result
+is in memory at a time. Adapters are merged; `mimo.checkpoint.hf.adapter` writes them separately.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ def convert_to_hf(
 
     run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
     the largest size of a file; a larger tensor has a file to itself. average: write the moving
-    average of the weights. Tensors and files of the folder that the recipe starts from, but that
-    are not trained, are copied, such as the tower if the language model was trained alone. Raises
-    InputError for a checkpoint of another kind or if those tensors are gone.
+    average of the weights. Tensors and files of the original folder that are not trained are
+    copied. Raises InputError for a checkpoint of another kind or if those tensors are gone.
     """
     trained = open_trained(run, average)
     changed = _changed_settings(trained.recipe, trained.architecture, trained.assets)

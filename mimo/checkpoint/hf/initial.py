@@ -37,9 +37,8 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class HFCheckpoint:
     """Tensors of a folder under the names of the key map, whatever they are called on disk.
 
-    weights: what is to be read, by module. Building it reads headers only (and a head that is
-    stored beside the embedding that it is tied to). Raises RecipeError with every tensor that is
-    missing, unknown or has another shape.
+    weights: what is to be read, by module. Building it reads headers, and tied tensors that are
+    stored twice. Raises RecipeError with every tensor that is missing, unknown or does not fit.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ def test_a_checkpoint_is_on_disk_before_an_older_one_is_removed(
         partial.mkdir(parents=True)
         publish(partial, Progress(step, step), "name: x", keep=1)
     synced = events[: events.index("removed .step_1.removed")]
-    assert {"progress.json", "recipe.yaml", ".latest", "checkpoints"} <= set(synced)
-    assert synced.index("manifest.json") < synced.index(".partial") < synced.index(".latest")
+    assert {".progress.json", ".recipe.yaml", ".latest", "checkpoints"} <= set(synced)
+    assert synced.index(".manifest.json") < synced.index(".partial") < synced.index(".latest")
     assert synced[-2:] == [".latest", "checkpoints"]
 
 
