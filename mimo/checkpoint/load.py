@@ -52,8 +52,6 @@ def load_start(
             return progress
         case FromWeights(checkpoint):
             load_weights(modules, checkpoint, stored, on_progress=on_progress)
-        case FromScratch():
-            pass
     return Progress(step=0, samples=0)
 
 

@@ -134,11 +134,10 @@ class Saver:
                 save.failure = error
         save.begun.set()
         self._wait_for_all(save, save.begun)
-        for module in self._modules.values():
+        modules = self._modules.values()
+        for module in modules:
             module.wait_param_gather()
-        save.pieces = [
-            piece for module in self._modules.values() for piece in module.pieces("save", True)
-        ]
+        save.pieces = [piece for module in modules for piece in module.pieces("save", True)]
         save.since = record_time()
         if not self._is_async:
             synchronize()  # the thread does not wait for the device's queue
@@ -261,9 +260,8 @@ class Saver:
     def _finish(self, save: _Save) -> None:
         """Make a checkpoint of the files of all ranks, on rank 0."""
         folder, train = save.folder, self._recipe.train
-        ranks = range(dist.get_world_size())
-        sums = [self._wait_for_file(save, rank) for rank in ranks]
-        for rank in ranks:
+        sums = [self._wait_for_file(save, rank) for rank in range(dist.get_world_size())]
+        for rank in range(len(sums)):
             _report_path(folder, rank).unlink()
         headers = [sum.header for sum in sums]
         known = self._index if self._headers == headers else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -53,7 +52,22 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
         config = folder / "adapter_config.json"
         # Absolute: a relative one would be looked up from wherever it is loaded.
         base = str(Path(trained.recipe.init_from or "").absolute())
-        write_json(config, _config(base, loras, saved))
+        usual = next(iter(loras.values()))
+        settings = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": usual.rank,
+            "lora_alpha": usual.alpha,
+            "rank_pattern": {m: lora.rank for m, lora in loras.items() if lora.rank != usual.rank},
+            "alpha_pattern": {
+                m: lora.alpha for m, lora in loras.items() if lora.alpha != usual.alpha
+            },
+            # Whole paths: a tower's linears may be called like those of the language model.
+            "target_modules": sorted(loras),
+            "modules_to_save": saved or None,
+        }
+        write_json(config, settings)
         weights = folder / "adapter_model.safetensors"
         save_file(tensors, weights, metadata={"format": "pt"})
         shutil.copymode(config, weights)  # else only its owner may read it
@@ -87,26 +101,6 @@ def _tensors_of(trained: TrainedModel, modules: list[str]) -> dict[str, Tensor]:
         _PREFIX + key: tensor.contiguous()
         for weight in weights
         for key, tensor in weight.weight.unpack(ours[weight.key]).items()
-    }
-
-
-def _config(base: str, loras: dict[str, LoRA], saved: list[str]) -> dict[str, Any]:
-    """Return peft's `LoraConfig`; its defaults hold for the other keys.
-
-    loras: by adapted module; saved: modules written whole.
-    """
-    usual = next(iter(loras.values()))
-    return {
-        "peft_type": "LORA",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": usual.rank,
-        "lora_alpha": usual.alpha,
-        "rank_pattern": {m: lora.rank for m, lora in loras.items() if lora.rank != usual.rank},
-        "alpha_pattern": {m: lora.alpha for m, lora in loras.items() if lora.alpha != usual.alpha},
-        # Whole paths: a tower's linears may be called like those of the language model.
-        "target_modules": sorted(loras),
-        "modules_to_save": saved or None,
     }
 
 

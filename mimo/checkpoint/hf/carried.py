@@ -77,22 +77,22 @@ def carried_of(folder: Path, assets: Path, trained: list[Source]) -> Carried:
         raise
     except InputError:  # it was moved, or its weights removed
         stored = None
-    contents = contents or {"tensors": {}, "files": []}
-    shapes = {name: tuple(shape) for name, shape in contents["tensors"].items()}
-    if not shapes:
+    if contents is None:
         raise InputError(
-            f"init_from is {folder}, whose tensors cannot be read, and the checkpoint has no "
-            f"record of their names: put the folder back"
+            f"init_from is {folder}, which cannot be read, and the checkpoint has no record of "
+            f"what it held: put the folder back"
         )
+    shapes = {name: tuple(shape) for name, shape in contents["tensors"].items()}
     conversion = Conversion.of_folder(assets, shapes)
     used = {disk for source in trained for disk in conversion.sources(source.key)}
-    names = [name for name in shapes if name not in used and not name.endswith(COMPUTED)]
+    names = [name for name in shapes if name not in used]
     now = stored.shapes if stored else {}
-    if lost := [name for name in names if now.get(name) != shapes[name]]:
+    kept = {name for name in names if now.get(name) == shapes[name]}
+    if lost := [name for name in names if name not in kept and not name.endswith(COMPUTED)]:
         raise InputError(
             f"init_from is {folder}, which no longer has {len(lost)} tensors that are not trained "
             f"but belong to the model ({_first(lost)}): put the folder back"
         )
     dtypes = stored.dtypes if stored else {}
-    tensors = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in names}
+    tensors = {n: math.prod(shapes[n]) * dtypes[n].itemsize for n in names if n in kept}
     return Carried(folder, conversion, stored, tensors, contents["files"])

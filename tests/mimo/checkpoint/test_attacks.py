@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from data.text.chat import ChatTokenizer
-from mimo.checkpoint.folder import find_checkpoint, read_progress, resumable
+from mimo.checkpoint.folder import read_progress
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.manifest import listed_files
 from mimo.checkpoint.reading import describe, read
-from mimo.checkpoint.resume import choose, problems_of
+from mimo.checkpoint.resume import problems_of
 from mimo.checkpoint.tensors import read_index
 from mimo.errors import InputError
 from mimo.families.hf_config import read_config, read_processors
@@ -72,15 +72,6 @@ def test_other_content_in_a_checkpoints_file_is_refused(
         write_manifest(checkpoint)
     with pytest.raises(InputError, match=rf"{name}.*damaged"):
         load(checkpoint)
-    assert not Path("PWNED").exists()
-
-
-def test_a_pickle_in_latest_names_no_checkpoint(tmp_path: Path) -> None:
-    checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
-    (checkpoint.parent / "latest").write_bytes(PICKLE)
-    with pytest.raises(InputError, match="`latest` does not name one"):
-        find_checkpoint(tmp_path)
-    assert choose(resumable(tmp_path)).checkpoint == checkpoint
     assert not Path("PWNED").exists()
 
 

@@ -68,14 +68,7 @@ def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
     recipe = RECIPES / f"{family}_tiny.yaml"
     overrides = [
         f"init_from={base}",
-        *(
-            f'data.{split}=[{{path: "{digits}/{name}-*.tar"}}]'
-            for split, name in (
-                ("sources", "train"),
-                ("validation", "validation"),
-                ("test", "test"),
-            )
-        ),
+        *(f'data.{split}=[{{path: "{digits}/{name}-*.tar"}}]' for split, name in SPLITS.items()),
         "train={steps: 60, global_batch_size: 16, micro_batch_size: 4, learning_rate: 0.002, "
         f'warmup_steps: 5, threads_per_rank: 1, run_dir: "{tmp_path}"}}',
     ]
