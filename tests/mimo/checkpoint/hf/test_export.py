@@ -20,7 +20,6 @@ from mimo.checkpoint.hf.initial import convert_from_hf, initial_weights
 from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
 from mimo.errors import InputError, RecipeError
 from mimo.families.hf_config import read_config, read_processors
-from mimo.model.dataset import open_tokenizer
 from tests.conftest import RunRanks
 from tests.mimo import runs, tiny
 from tests.mimo.checkpoint.hf import folders
@@ -193,15 +192,6 @@ def test_the_folder_gives_one_encoder_its_sizes_and_weights(
         assert architecture_of_folder(folder).tower_of(loaded) == "vision"
         assert loaded.encoders["film"].model["hidden_size"] == 16
         assert loaded.encoders["film"].media_tokens.keys() == {"video"}
-
-
-def test_a_further_encoders_placeholder_must_be_in_the_tokenizer(
-    folder: Path, tmp_path: Path
-) -> None:
-    encoders = f"{{vision: {VISION}, film: {FILM}}}".replace("<|video_pad|>", "<|film|>")
-    recipe = load_recipe(write_recipe(folder, tmp_path, encoders))
-    with pytest.raises(RecipeError, match=r"data\.tokenizer: .*<\|film\|>"):
-        open_tokenizer(recipe)
 
 
 @pytest.mark.slow
