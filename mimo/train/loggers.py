@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mimo.checkpoint.manifest import naming
 from mimo.config.schema import Recipe
@@ -154,11 +158,25 @@ class MetricsWriter:
         self._file = self._path.open("a", buffering=1)
         self._logged = (first_step, time.monotonic())
         self._loggers = Loggers(recipe, run_dir, first_step)
+        console = Console(file=sys.stdout, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}, {task.fields[rate]:,.0f} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        total, none = recipe.train.steps, math.nan
+        self._bar.add_task("training", total=total, completed=first_step, loss=none, rate=none)
 
     def __enter__(self) -> Self:
+        self._bar.start()  # what is printed meanwhile appears above it
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._bar.stop()
         for file in (self._loggers, self._file):
             with suppress(OSError):  # a full disk ends the run by another write
                 file.close()
@@ -175,6 +193,8 @@ class MetricsWriter:
                 f"{metrics['grad_norm']:g}: not finite, so no module was updated",
                 flush=True,
             )
+        rate = metrics["tokens_per_second"]
+        self._bar.update(self._bar.task_ids[0], completed=done, loss=metrics["loss"], rate=rate)
         if logged:
             epochs = [f"{epoch:.2f}" for epoch in sorted(metrics["epochs"].values())]
             shares = (metrics["mfu"], metrics.get("idle_fraction"))
@@ -182,7 +202,7 @@ class MetricsWriter:
             print(
                 f"step {done}/{total} loss {metrics['loss']:.4f} "
                 f"grad_norm {metrics['grad_norm']:.3f} lr {metrics['lr']:.3e} "
-                f"tokens/s {metrics['tokens_per_second']:.0f} "
+                f"tokens/s {rate:.0f} "
                 f"epoch {'-'.join(dict.fromkeys((epochs[0], epochs[-1])))} "  # of all sources
                 f"mfu {mfu} idle {idle} eta {self._time_left(done)}",
                 flush=True,

@@ -10,7 +10,6 @@ import pytest
 
 from mimo.checkpoint.folder import Progress, read_progress
 from mimo.runtime.processes import RanksFailed
-from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, run, shards
@@ -71,18 +70,6 @@ def test_sample_that_stays_unreadable_counts_once_over_all_resumes(
     expected = Progress(step=6, samples=28, skipped_samples=1, skipped=frozenset({(0, 0)}))
     assert replace(done, mixtures=()) == expected
     assert [mixture.first for mixture in done.mixtures] == [0]
-
-
-@pytest.mark.parametrize("module", quick(["language", "encoders.vision"], "language"))
-def test_adapters_of_a_checkpoint_are_not_left_out_without_a_word(
-    run_ranks: RunRanks, recipe: Path, module: str
-) -> None:
-    settings = [*LAYOUT, *ADAM, "train.steps=1"]
-    run(run_ranks, recipe, *settings, f"{module}.lora={{}}")
-    checkpoint = recipe.parent / "runs" / "tiny" / "checkpoints" / "step_1"
-    name = module.rpartition(".")[2]
-    with pytest.raises(RanksFailed, match=rf"has adapters of {name}, but .* no {module}\.lora"):
-        run(run_ranks, recipe, *settings, "train.steps=2", resume_from=checkpoint)
 
 
 @pytest.mark.parametrize(
