@@ -6,6 +6,7 @@ compared tower has few and narrow layers; the number of its embeddings is that o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from data.index.reader import SampleReader, UnreadableSample
 from data.modalities.image_files import to_rgb
 from data.modalities.transformers import ItemForm, TransformersMedia, load_processor
 from data.text.messages import item_parts
-from mimo.checkpoint.hf.recipes import transformers_config
+from mimo.checkpoint.hf.recipes import config_of_folder
 from mimo.checkpoint.hf.shrink import build, narrow
 from mimo.config.schema import Recipe
 from mimo.engines.fsdp.halves import OutputForm, features
@@ -46,7 +47,7 @@ def _check_tower(recipe: Recipe, reader: SampleReader) -> None:
             continue
         if form.num_values < smallest.setdefault(media.modality, form).num_values:
             smallest[media.modality] = form
-    tower = build(narrow(transformers_config(recipe)))
+    tower = build(narrow(config_of_folder(Path(recipe.init_from or ""))))
     for modality, form in smallest.items():
         # Ones, because Idefics-3 drops an item of zeros as padding.
         arrays = {**form.arrays, **form.content(torch.ones(form.num_values))}

@@ -31,7 +31,8 @@ _SIZES: dict[int, str] = {
     r"|(downsample|output)_channels|(mm_pos|position_)emb.*_size|num_embeddings",
     32: r"base_channels",
     _HEAD: r"(qk_nope|v|index|linear(_key|_value)?|mamba)_head_dim|d_kv|(kv|q)_lora_rank"
-    r"|laurel_rank|hc_lowrank|hidden_size_per_layer_input|(force_)?image_size|num_position_embeddings|num_patches",
+    r"|laurel_rank|hc_lowrank|hidden_size_per_layer_input|(force_)?image_size"
+    r"|num_position_embeddings|num_patches",
     8: r"qk_rope_head_dim|sliding_window(_size)?|attention_chunk_size|pos_emb_(height|width)",
     4: r"(.*_)?(num_|n_)?(attention_)?heads|num_sliding_attention_heads|index(er)?_n_heads"
     r"|(moe_)?num_(local_)?experts|n_routed_experts|patch_size|mm_tokens_per_image"
