@@ -251,7 +251,7 @@ def test_a_run_or_verification_that_cannot_fit_is_refused_before_its_data_is_rea
         job.main(path, MANY_RANKS)
     assert not (tmp_path / "runs" / "tiny").exists()
     with pytest.raises(RecipeError, match=MANY_REFUSED):
-        verify.main(path, MANY_RANKS, None, 8, True, False, "fp32", None)
+        verify.main(path, MANY_RANKS, 8, True, False, "fp32", None)
 
 
 def test_a_microbatch_has_at_most_as_many_samples_as_the_data(path: Path) -> None:
