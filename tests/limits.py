@@ -16,10 +16,10 @@ SOURCES = ("mimo", "bridge", "data", "encoders")
 # The goal is 41,500 source lines, 29,500 of code, and 45,000 test lines: 40,000, 28,000 and 42,000
 # before models of transformers came, whose allowance is 1,500 and 3,000. Until then nothing grows.
 LIMITS = {
-    "source lines": 45_200,
-    "source lines of code": 31_600,
+    "source lines": 42_400,
+    "source lines of code": 29_600,
     "source files": 222,
-    "test lines": 47_900,
+    "test lines": 45_200,
     "entries of mimo": 18,
     "README lines": 150,
 }

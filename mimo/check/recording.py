@@ -284,7 +284,7 @@ def _keep_first_input(recording: LayoutRecording, point: str, blocks: nn.Module)
 
 def _record_text(model: LanguageModel) -> LayoutRecording:
     recording = LayoutRecording()
-    model.register_forward_pre_hook(lambda _, args: recording.keep_inputs(args[0].kwargs))
+    model.register_forward_pre_hook(lambda _, args: recording.keep_inputs(args[0].keywords))
     watch_text(model.text, recording.keep)
 
     def keep_logits(norm: nn.Module, args: object, hidden: Tensor) -> None:

@@ -32,7 +32,7 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
-from mimo.errors import EXIT_CONTINUE, kind_of
+from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.model.memory import format_memory
 from mimo.model.modules import MimoModel
@@ -252,9 +252,9 @@ def _train(
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
     """Open a split: rank 0 looks at the shards, the others open the indexes that it names.
 
-    Raises InputError if that fails; StartError if a file system fails.
+    Raises InputError, on all ranks, if one cannot open them; StartError if a file system fails.
     """
-    indexes = tuple[Index, ...]()
+    indexes, problem, file_system_fails = tuple[Index, ...](), "", False
 
     def find() -> bytes:
         nonlocal indexes
@@ -265,8 +265,12 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
     try:
         indexes = indexes or pickle.loads(pickled)
     except (OSError, ValueError) as error:
-        message = f"data.{split}: {error}; run `mimo data index` on each machine of the job"
-        raise kind_of(error)(message) from error
+        problem = f"data.{split}: {error}; run `mimo data index` on each machine of the job"
+        file_system_fails = file_system_failed(error)
+    num_failed, num_sick = sum_over_world([float(bool(problem)), float(file_system_fails)])
+    if num_failed:
+        kind = StartError if num_failed == num_sick else InputError
+        raise kind(problem or f"data.{split}: {num_failed:g} ranks cannot open its index")
     return dataset_of(recipe, split, indexes, trainer.chat, trainer.processors) if indexes else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -91,7 +92,7 @@ class Wrapper(nn.Module, ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `run` inside FSDP2's hooks, which would cast and copy attention plans, too."""
-        return super().__call__(lambda: self.run(*args, **kwargs))
+        return super().__call__(partial(self.run, *args, **kwargs))
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Implement `torch.nn.Module`; see `run`."""

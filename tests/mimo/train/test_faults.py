@@ -224,7 +224,6 @@ def test_killed_encoder_rank_is_the_cause_and_its_peer_says_what_it_waited_for(
         r"in step 1, samples of microbatch 1 \(\d+ tokens, \d+ rows\): sample\d{4}, ",
         incident["text"],
     )
-    assert incident["memory"]["vision"]["parameters"] > 4 * 16 * 24
 
 
 def test_a_rank_without_memory_says_in_what_for_which_samples_and_what_its_memory_holds(
