@@ -17,7 +17,7 @@ SOURCES = ("mimo", "bridge", "data", "encoders")
 # before models of transformers came, whose allowance is 1,500 and 3,000. Until then nothing grows.
 LIMITS = {
     "source lines": 42_400,
-    "source lines of code": 29_600,
+    "source lines of code": 29_500,
     "source files": 222,
     "test lines": 45_200,
     "entries of mimo": 18,
