@@ -63,8 +63,8 @@ class Container(Section):
     image: Annotated[Line, Field(pattern="^[^-]")]
     """A `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False, max_length=100)] = ()
-    """Folders of the node inside the container, such as `/data:/data:ro`, beside those that the
-    recipe names."""
+    """Folders of the node inside the container, such as `/data:/data:ro`. Folders that the recipe
+    names are mounted without being listed."""
 
 
 class EncoderNodes(Section):
@@ -114,10 +114,9 @@ class Cluster(Section):
     environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
     """Environment variables of all ranks."""
     log_dir: bounds.PathText | None = None
-    """Folder of the output of jobs and ranks, with a folder for each run; null for `launch` in the
-    run folder."""
+    """Folder for the output of jobs and ranks, by run; null for `launch` in the run folder."""
     signal_seconds: Annotated[int, Field(ge=10, le=65535)] = 300
-    """How long before the time limit the job saves: enough for a step and a checkpoint."""
+    """Seconds before the time limit when the job saves and ends: enough for a step and a save."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often a failed job is requeued; preemption and the time limit do not count."""
     preflight: bool = True

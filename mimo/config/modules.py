@@ -42,13 +42,13 @@ class Grid(Section):
     vpp: bounds.Layers = 1
     """Chunks of layers per pipeline stage; more than 1 interleaves the pipeline."""
     dp: bounds.Ranks | None = None
-    """Data parallelism: lanes (replicas) with different samples. One module may leave it out; it
-    then follows from the number of ranks."""
+    """Data parallelism: lanes (replicas) that process different samples. One module may leave it
+    out; it then follows from the number of ranks."""
     dp_replicate: bounds.Ranks = 1
     """With `engine: fsdp`, groups of lanes that each hold all weights (hybrid sharding); 1 shards
     the weights over all lanes."""
     rank_offset: bounds.RankOffset | None = None
-    """First rank; without it, disjoint encoders come first, then the language model."""
+    """First rank of the module; null: disjoint encoders come first, then the language model."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor_parallel_ranks(self) -> "Grid":
@@ -88,7 +88,7 @@ class LoRA(Section):
         AfterValidator(_targets),
     ] = TARGETS
     """Linears that are adapted: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP; with
-    `family: transformers`, patterns of names such as `*.q_proj`."""
+    `family: transformers`, patterns of names in transformers, such as `*.q_proj`."""
 
     @property
     def scale(self) -> float:
@@ -110,7 +110,7 @@ class Module(Section):
     """Keys of every module."""
 
     family: bounds.Word
-    """Name of a file in `mimo/families/languages/`, or of an encoder in `encoders/`."""
+    """Name of a file in `encoders/` or, for `language`, in `mimo/families/languages/`."""
     engine: Engine = "megatron"
     """What runs it; with `fsdp` it is the module of transformers in the folder of `init_from`."""
     reshard_after_forward: bool = True
@@ -121,7 +121,7 @@ class Module(Section):
     grid: Grid = Grid()
     """The ranks and their axes."""
     lora: LoRA | None = None
-    """Train only low-rank adapters, and the projector of an encoder family that names one."""
+    """Train only low-rank adapters, and the projector of an encoder whose family names one."""
     learning_rate: bounds.LearningRate | None = None
     """Peak learning rate of this module; null takes `train.learning_rate`."""
     warmup_steps: bounds.WarmupSteps | None = None
@@ -135,7 +135,7 @@ class Module(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether any weights are updated."""
+        """True if any weights are updated."""
         return self.freeze is not True
 
     @model_validator(mode="after")
@@ -215,14 +215,14 @@ class Encoder(MediaTokens, Module):
     placeholder: bounds.Word = "<|image_pad|>"
     """Token that stands for each embedding of an item."""
     other_media: Annotated[dict[bounds.Word, MediaTokens], Field(max_length=MAX_ENTRIES)] = {}
-    """Further modalities that it encodes with the same weights, and their tokens."""
+    """Further modalities that the same weights encode, and how each appears in the text."""
     placement: Literal["disjoint", "colocated"] = "disjoint"
     """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
     freeze: Annotated[
         bool | Names | Literal["tower"],
         _freeze("true, false, 'tower' (all but the projector)", bool | Names | Literal["tower"]),
     ] = False
-    """`true` freezes all weights, `tower` all but the projector's, a list those of such names."""
+    """Freeze all weights (`true`), all but the projector's (`tower`), or by patterns of names."""
     run_ahead: Annotated[
         int | Literal["auto"],
         word_or_number("'auto' or a number of microbatches", bounds.Microbatches | Literal["auto"]),

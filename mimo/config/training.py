@@ -12,7 +12,7 @@ class Bridge(Section):
     """How embeddings travel from the encoders to the language model."""
 
     delivery: Literal["sharded", "replicated"] = "sharded"
-    """Send each embedding to the rank that holds its position, or all to every rank of the lane."""
+    """`sharded` sends an embedding to its position's rank, `replicated` to all ranks of the lane."""
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Dtype of embeddings and their gradients on the way; `auto` is that of the weights."""
     block_ranks: bounds.Ranks = 512
@@ -21,15 +21,14 @@ class Bridge(Section):
     check: Literal["first_steps", "always", "never"] = "first_steps"
     """When ranks compare their transfer plans."""
     timeout_seconds: bounds.Seconds = 600.0
-    """Longest wait for a transfer. On a GPU it includes the work queued before, so give more than a
-    step."""
+    """Longest wait for a transfer; on a GPU it includes queued work, so give more than a step."""
 
 
 class Source(Section):
     """Shards of samples."""
 
     path: bounds.PathText
-    """Shards: a path or a URL of fsspec, such as `data/train-*.tar`, `s3://b/{00..99}.tar`."""
+    """Path or URL (of fsspec) of shards: `data/train-*.tar`, `s3://bucket/{00..99}.tar`."""
     weight: bounds.SourceWeight = 1.0
     """How often samples are drawn from this source, relative to the others."""
 
@@ -73,28 +72,29 @@ class Data(Section):
     sequence_length: bounds.SequenceLength
     """Length of the longest sample in tokens; longer ones are an error, never cut."""
     shuffle_block: bounds.Samples | None = None
-    """Consecutive samples that shuffling keeps together, for one read and as many turns of their
-    source. Null: 32 in sources of 65,536 samples or more, else 1."""
+    """Consecutive samples that shuffling keeps together, so that one read serves them; a source
+    takes as many turns in a row. Null: 32 in sources of 65,536 samples or more, else 1."""
     packing: bool = True
-    """Pack the samples of a microbatch into one sequence, or pad each to the longest."""
+    """`true` packs the samples of a microbatch into one sequence; `false` pads to the longest."""
     tokens_per_microbatch: bounds.SequenceLength | None = None
     """Pack samples by best fit into sequences of up to this many tokens, one to a microbatch of a
     lane; padding for `cp` and `sp` comes on top. Null packs `train.micro_batch_size` samples."""
     rows_per_microbatch: bounds.Rows | None = None
-    """With `tokens_per_microbatch`: most embeddings in a sequence, over all encoders."""
+    """With `tokens_per_microbatch`: most embeddings in a sequence, over all encoders; null: any."""
     packing_window: bounds.PackingWindow = 512
-    """With `tokens_per_microbatch`: samples to choose the next sequence from."""
+    """With `tokens_per_microbatch`: how many samples are candidates for the next sequence."""
     max_skipped_samples: bounds.SkippedSamples = 100
     """Unreadable samples that are skipped before the run stops."""
     max_skipped_fraction: bounds.Share = 0.05
-    """Share of samples, once there are 200, that may be unusable before the run stops."""
+    """Largest share of unusable samples, of an index or of those read so far (200 or more)."""
     cache_directory: bounds.PathText | None = None
-    """Folder of a machine that caches indexes and blocks of shards at URLs. Null for
-    `$XDG_CACHE_HOME/mimo` or `~/.cache/mimo`."""
+    """Folder that caches indexes and blocks of shards at URLs, for all processes of a machine. Null
+    for `$XDG_CACHE_HOME/mimo` or `~/.cache/mimo`."""
     cache_gib: bounds.CacheGib | None = None
     """Most GiB of cached blocks of shards at URLs; null or 0 caches none."""
     workers: bounds.Workers | None = None
-    """Decoding processes of a rank; 0: a thread. Null: its share of the host's cores, less one."""
+    """Decoding processes of each rank; 0 decodes in a thread. Null divides the cores of a host
+    among its ranks, less one for each rank itself: 0 with fewer than two cores a rank."""
     prefetch_mib: bounds.Mebibytes = 512
     """Most MiB that a rank prefetches; the next step is prefetched in any case."""
 
@@ -143,7 +143,7 @@ class Train(Section):
     global_batch_size: bounds.Batch
     """Samples of a step, over all ranks; with `data.tokens_per_microbatch`, packed sequences."""
     micro_batch_size: bounds.Batch = 1
-    """Samples that a lane processes at a time; 1 with `data.tokens_per_microbatch`."""
+    """Samples that a lane processes at a time; must be 1 with `data.tokens_per_microbatch`."""
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype of weights and computation; `fp64` is for checking results on a CPU."""
     fp8: Literal["none", "current", "block", "mxfp8"] = "none"
@@ -154,7 +154,7 @@ class Train(Section):
     learning_rate: bounds.LearningRate = 1e-3
     """Peak learning rate of every module that does not set its own."""
     warmup_steps: bounds.WarmupSteps = 0
-    """Steps over which the learning rate rises from zero."""
+    """Steps over which the rate of every module that does not set its own rises from zero."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """The learning rate after warm-up: constant, falling along half a cosine or linearly, or
     constant until the last `decay_steps` and then falling linearly (`wsd`)."""
@@ -163,9 +163,10 @@ class Train(Section):
     min_learning_rate_ratio: bounds.Share = 0.1
     """Learning rate that the schedule falls to, as a share of the peak."""
     max_skipped_steps: bounds.SkippedSteps = 3
-    """Consecutive steps without finite loss or norm, which update nothing, before the run stops."""
+    """Most consecutive steps without finite loss or gradient norm; such steps update no weights."""
     loss_spike_zscore: bounds.ZScore | None = None
-    """Report a loss this many robust standard deviations above those before; null reports none."""
+    """Report a loss this many robust standard deviations above the losses before it, and keep its
+    samples; null reports none."""
     loss_spike_window: bounds.SpikeWindow = 128
     """Preceding losses that a loss is compared with; checks begin once half of them exist."""
     ema_decay: bounds.Decay | None = None
@@ -187,15 +188,15 @@ class Train(Section):
     distributed_optimizer: bool = False
     """Shard Adam's state over the lanes."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
-    """Gather weights of a distributed optimizer while the next step begins; `auto`: if gradients
-    are summed during the backward pass."""
+    """Gather weights of a distributed optimizer while the next step begins; `auto` does so
+    if gradients are summed during the backward pass."""
     log_every: bounds.Steps = 10
     """Steps between lines on the console, and between measurements of a step's parts."""
     loggers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)
     ] = ("tensorboard",)
-    """Where metrics go beside `metrics.jsonl`. `wandb` and `mlflow`, to be installed by you, write
-    to the run folder unless `WANDB_MODE` or `MLFLOW_TRACKING_URI` is set."""
+    """Where metrics go beside `metrics.jsonl`. `wandb` and `mlflow` must be installed separately;
+    without `WANDB_MODE` or `MLFLOW_TRACKING_URI` they write to the run folder alone."""
     profile: Profile | None = None
     """Trace some steps for chrome://tracing or Perfetto; null for none."""
     validate_every: bounds.Steps | None = None
@@ -206,7 +207,7 @@ class Train(Section):
         int | Literal["auto"] | None,
         word_or_number("'auto', null or a number of steps", bounds.Steps | Literal["auto"] | None),
     ] = "auto"
-    """Steps between checkpoints; `auto`: a tenth of the run, 100 to 500; null: only the last."""
+    """Steps between saves; `auto` is a tenth of the run (100 to 500); null saves at the end."""
     keep_checkpoints: bounds.Checkpoints = 2
     """How many checkpoints to keep."""
     keep_every: bounds.Steps | None = None
@@ -214,10 +215,10 @@ class Train(Section):
     async_save: bool = False
     """Copy the state to host memory and write it while training continues."""
     step_timeout_seconds: bounds.Seconds | None = None
-    """End the run if a rank makes no progress (a microbatch, a save) for so long; null: if it waits
-    for others, shortly before that times out."""
+    """End the run if a rank makes no progress (a microbatch, a save) for so long; null only
+    where a rank waits for others, shortly before that times out."""
     max_minutes: bounds.Minutes | None = None
-    """After this time the run saves and ends with exit code 75, to be continued with --resume."""
+    """Minutes after which the run saves and exits with 75, to be resumed; null for no limit."""
     run_dir: bounds.PathText = "runs"
     """Folder of all runs; a run writes to the folder of its name inside it."""
     threads_per_rank: bounds.Threads | None = None
