@@ -1,6 +1,7 @@
 """Compare the bridge with Megatron's, and check what it promises.
 
-Against Megatron's bridge and against our bare messages, on several layouts; and the time to plan.
+The comparison is with Megatron's bridge and with our bare messages, on several layouts; the time to
+plan is measured, too.
 
 Letters: N rows of the global microbatch, n rows of one rank, H hidden, T packed tokens of one
 language lane.
@@ -176,7 +177,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Passage(Contest):
-    """What rows took one way through one layout.
+    """The runs of all contestants one way, forward or backward, through one layout.
 
     received: bytes that each rank at the end of the way got in a run: rows at the language model,
     or gradients back at the encoder. bound: the least that could be.

@@ -245,7 +245,7 @@ def _calls(how: _How, rows: Tensor, exchange: Exchange, group: dist.ProcessGroup
 
 
 def _timed(bridge: Bridge, backward: bool) -> Run:
-    """From a start that all ranks of the machine agree on until the last one is done."""
+    """Time a run, from a start that all ranks of the machine agree on until the last is done."""
     bridge.prepare()
     synchronize()
     barrier()

@@ -240,7 +240,7 @@ def main(
     quick: Quick = False,
     json_path: Figures = None,
 ) -> int:
-    """Let both ranks save in every way, in turns; exit code 1 when a bound is missed."""
+    """Let both ranks save in every way, in turns; return 1 when a bound is missed."""
     sizes, rounds = (_QUICK, 1) if quick else (_SIZES, rounds)
     contests, bounds, memory = list[Contest](), list[Bound](), dict[tuple[str, str], int]()
     for optimizer in OPTIMIZERS:

@@ -306,7 +306,7 @@ def main(
     quick: Quick = False,
     json_path: Figures = None,
 ) -> int:
-    """Compare loaders on the same photos; exit code 1 when a bound is missed."""
+    """Compare loaders on the same photos; return 1 when a bound is missed."""
     workers, rounds = workers or len(os.sched_getaffinity(0)), 1 if quick else rounds
     missing = [package for package in OPTIONAL if not is_installed(package)]
     rivals: dict[str, Loader] = {}

@@ -192,8 +192,8 @@ def conclude[Kind: Contest](
 ) -> int:
     """Print and write everything; return 1 when a bound is missed.
 
-    columns: of the contests' table: name -> a contestant's cell. tables: further ones, by title:
-    records with equal names. judge_speed: false where only what is bounded from above must hold.
+    columns: of the contests' table: name -> a contestant's cell. tables: further ones by title, as
+    records with equal names. judge_speed: false to judge only bounds that are upper limits.
     """
     machine = {"cores": str(len(os.sched_getaffinity(0))), "backend": backend()}
     machine |= versions()

@@ -68,8 +68,8 @@ def lengths_of(contestant: str) -> Lengths:
 class Sizes:
     """Sizes of the model and of its samples.
 
-    width, num_layers: of `TinyCheckpoint`. samples: of one step. tokens: most in a batch of
-    `sorted`. median_words: of a sample's text.
+    width, num_layers: of `TinyCheckpoint`. samples: of one step. tokens: the most in a batch of
+    the contestant `sorted`. median_words: of a sample's text.
     """
 
     width: int = 4
@@ -241,7 +241,7 @@ def main(
     quick: Quick = False,
     json_path: Figures = None,
 ) -> int:
-    """Train on both sides in turns; exit code 1 when a bound is missed."""
+    """Train on both sides in turns; return 1 when a bound is missed."""
     sizes, rounds = (QUICK, 1) if quick else (Sizes(), rounds)
     threads = threads or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:

@@ -36,7 +36,7 @@ _TIMEOUT_SECONDS = 1800.0
 
 
 def our_side(workload: Workload, steps: int, threads: int) -> Callable[[str], Any]:
-    """For a process of its own: a function that lets a contestant do a step."""
+    """Return a function that lets a contestant do a step; call this in a process of its own."""
     set_threads(threads, 1)
     initialize_distributed(0, 1, HashStore(), _TIMEOUT_SECONDS)
     contestants = {
@@ -66,12 +66,12 @@ class OurSteps:
         self._steps = trainer.train(dataset, None, self.counts)
 
     def step(self) -> dict[str, float]:
-        """One step: the loss per loss token, and what was counted."""
+        """Do one step; return the loss per loss token, and what was counted."""
         return {"loss": next(self._steps)["loss"], **self.counts.last}
 
 
 def their_side(workload: Workload, threads: int) -> Callable[[str], Any]:
-    """For a process of its own: a function that lets a contestant do a step."""
+    """Return a function that lets a contestant do a step; call this in a process of its own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

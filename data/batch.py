@@ -1,4 +1,4 @@
-"""From the order of samples to packed microbatches.
+"""Turn the order of samples into packed microbatches.
 
 Every rank plans each global microbatch from the index alone (`GlobalMicrobatch`), and reads and
 packs its own lane (`pack_lane`): one sequence, each sample a segment. With packing off, each sample
@@ -85,9 +85,9 @@ class GlobalMicrobatch:
     lane_tokens: np.ndarray  # (L,) tokens T of each lane, all padding included
     packed: bool  # whether a lane is one sequence; else each of its samples is one
     media: tuple[str, ...]  # names of the modalities
-    item_media: np.ndarray  # (m,) into the modalities
+    item_media: np.ndarray  # (m,) index into `media`
     item: np.ndarray  # (m,) number in its source's index
-    item_sample: np.ndarray  # (m,) ascending, into the samples
+    item_sample: np.ndarray  # (m,) ascending index into the samples
     item_position: np.ndarray  # (m,) first placeholder among the tokens of the lane
     item_rows: np.ndarray  # (m,) placeholders
     item_cost: np.ndarray  # (m,) work of the encoder

@@ -1,6 +1,6 @@
 """Start the processes in which a rank decodes texts and items.
 
-A worker that dies or hangs is replaced; a text or item that ends two workers is unreadable. The
+`data.loader` replaces a worker that dies or hangs; an item that ends two workers is unreadable. The
 ranks of a host that need the same share the work: one decodes and hands the result to the others.
 PyTorch's DataLoader would decode in each of them, for 1.7 times the processor time with two ranks
 (docs/performance.md).
@@ -48,8 +48,8 @@ class Worker:
 class WorkerPool:
     """Starts workers. Safe to use from several threads.
 
-    size: of each loader's workers. readers: what workers read from; they are sent once. Methods
-    raise RuntimeError when the process that starts workers fails.
+    size: workers of each loader. readers: what workers read from; they are sent once. Methods raise
+    RuntimeError when the process that starts workers fails.
     """
 
     def __init__(self, folder: Path, readers: Sequence[SampleReader], size: int) -> None:
@@ -115,7 +115,7 @@ class Task:
     address: int  # its number in its index
     by: int  # the rank that decodes it
     num_bytes: int  # estimated
-    path: Path  # of the file in which it is handed over
+    path: Path  # the file in which it is handed over
     shared: bool  # whether other ranks need it too
 
     def error(self, reason: str) -> UnreadableSample:

@@ -31,7 +31,7 @@ from data.worker_process import TEXT, decode, read_arrays, write_arrays
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 2  # of a text or item whose worker ends
+_TRIES = 2  # workers that may end over a text or item
 _MOST_STEPS_AHEAD = 8  # beyond the next, however small they are
 _POLL_SECONDS = 0.005  # between two looks for a file of another rank
 
@@ -129,7 +129,7 @@ class StepLoader:
         # A thread for each worker, or one that decodes itself.
         pool = decoding.pool
         self._threads = ThreadPoolExecutor(1 if pool is None else pool.size, "decode")
-        self._own = threading.local()  # worker: of such a thread
+        self._own = threading.local()  # `worker` of each of these threads
         self._workers = set[Worker]()
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
@@ -264,7 +264,7 @@ class StepLoader:
         """Put decoded arrays in their place; an unreadable text or item has none."""
         loaded, m = step.loaded, task.microbatch
         if task.kind == TEXT:
-            if not arrays:  # it is blanked before use
+            if not arrays:  # its tokens are blanked before use
                 ids = np.zeros(int(loaded.microbatches[m].samples.length[task.number]), np.int64)
                 arrays = ids, ids, ids.astype(np.float32), ids[:0]
             loaded.encoded[m][task.number] = EncodedSample(*arrays)

@@ -126,7 +126,7 @@ _KINDS = {  # of files, by how they begin
 
 
 def parse_shard_size(text: str) -> dict[str, int]:
-    """Return limits of `pack`, of `2000`, a number of samples, or `512MiB`. Raises ValueError."""
+    """Parse `2000` (samples) or `512MiB` into an argument of `pack`. Raises ValueError."""
     match = re.fullmatch(r"([1-9]\d{0,8})(MiB)?", text)
     if not match:
         raise ValueError(f"--shard-size {text!r}: need samples, as 2000, or a size, as 512MiB")
@@ -202,7 +202,7 @@ def pack(
 
 @contextmanager
 def _all_or_nothing(out: Path) -> Iterator[Path]:
-    """Give a folder whose files replace those of an earlier call at the end, if all goes well."""
+    """Yield a folder whose files replace those of an earlier call at the end, unless it fails."""
     folder = out / _UNFINISHED
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed call
     folder.mkdir()

@@ -106,7 +106,7 @@ _PHASE_STREAM, _SHUFFLE_STREAM = 3, 4
 class _Node:
     left: int  # number of a source or node
     right: int
-    share: int  # of the left, in 2^-64, as the phase
+    share: int  # of the left one, in units of 2^-64, as is the phase
     phase: int
 
 
@@ -173,7 +173,7 @@ class Mixing:
 
 
 def _dealt(node: _Node, turns: np.ndarray) -> np.ndarray:
-    """floor((turns · share + phase) / 2^64), int64 (n,), in Python's integers: it has 128 bits."""
+    """floor((turns · share + phase) / 2^64), int64 (n,). The product may have 128 bits."""
     return ((turns.astype(object) * node.share + node.phase) >> 64).astype(np.int64)
 
 
@@ -246,7 +246,7 @@ def packs_of_tokens(
 
 
 def _best_fit(tokens: np.ndarray, rows: np.ndarray, budget: TokenBudget) -> list[int]:
-    """Return which of the waiting samples, the oldest first, are the next pack."""
+    """Choose the next pack from the waiting samples, which are in order, the oldest first."""
     left, pack = budget.tokens, list[int]()
     rows_left = _ANY if budget.rows is None else budget.rows
     assert tokens[0] <= left and rows[0] <= rows_left, (
@@ -254,8 +254,8 @@ def _best_fit(tokens: np.ndarray, rows: np.ndarray, budget: TokenBudget) -> list
     )
     longest = np.argsort(-tokens, kind="stable").tolist()
     all_tokens, all_rows = tokens.tolist(), rows.tolist()
-    # The oldest until half of the budget is used, then the longest that fit. Less and less fits, so
-    # what did not fit once need not be looked at again.
+    # The oldest until half of the budget is used, then the longest that fit. The room only shrinks,
+    # so a sample that did not fit once is not tried again.
     shortest = all_tokens[longest[-1]]
     for numbers, least in ((range(len(all_tokens)), budget.tokens // 2 + 1), (longest, shortest)):
         for number in numbers:

@@ -165,7 +165,10 @@ class Tower[P: PackedItems](nn.Module, ABC):
         """
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
-        """Do all host work for items with these ``grids`` (I, 3) int64; ``copy`` is called once."""
+        """Do all host work for items with these ``grids`` (I, 3) int64.
+
+        copy: copies a host tensor to the device; it is called once.
+        """
         tokens = self.num_tokens(grids)
         num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
         with_blank = grids

@@ -173,7 +173,8 @@ class WhisperTower(Tower[PackedItems]):
     def pack(self, grids: Tensor) -> PackedItems:
         """Pack clips as segments; on the first stage with the inputs of both convolutions.
 
-        These are numbers of frames and of the first one's outputs; then come the positions.
+        ``lookups`` has the frames that conv1 reads, the outputs of conv1 that conv2 reads, and the
+        positions of this rank's tokens.
         """
         num_frames = grids.prod(1)
         lengths = self.num_tokens(grids)

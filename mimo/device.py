@@ -156,7 +156,7 @@ def gpu_memory() -> Memory | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a rank. identity: equal only for the same device. free: bytes."""
+    """The GPU of a rank. identity: equal only for the same device. free: bytes of free memory."""
 
     name: str
     identity: str

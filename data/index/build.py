@@ -112,7 +112,7 @@ def index_shards(
     processors: Processors,
     progress: Progress | None = None,
 ) -> Problems:
-    """Index shards as `build_here`, and return the problems."""
+    """Index shards one after the other in this process, and return the problems."""
     problems, done, total = Problems(), 0, sum(task.shard.size for task in tasks)
     for task in tasks:
 
@@ -197,7 +197,11 @@ _Row = dict[str, float]  # a number for each column of a sample, an item or a fi
 def _read_sample(
     raw: RawSample, file: ShardStream, chat: ChatTokenizer, processors: Processors
 ) -> tuple[_Row, list[_Row], list[_Row]]:
-    """Read a sample, its items and its files; `item_file` counts from the sample's first file."""
+    """Read a sample, its items and its files; `item_file` counts from the sample's first file.
+
+    Raises ValueError or RecursionError for an unusable sample, PlaceholderError and
+    UnknownMediaError for one that would be misread.
+    """
     if raw.problem or raw.json is None:
         raise ValueError(raw.problem or "no .json member")
     if sorted(raw.items) != list(range(len(raw.items))):

@@ -23,7 +23,7 @@ _PART_COLUMNS = ("item_media", "item_size_0", "item_size_1", "item_frames", "ite
 
 
 class UnreadableSample(Exception):
-    """A sample is corrupt, or differs from its index. item: see `SkippedSample`."""
+    """A sample is corrupt, or differs from its index. item: number of the bad file; None: text."""
 
     def __init__(self, shard: str, key: str, item: int | None, reason: str) -> None:
         self.sample, self.reason = SkippedSample(shard, key, reason, item), reason
@@ -104,7 +104,7 @@ class SampleReader:
         return self.processors[self.index.media[int(self.index.column("item_media", item))]]
 
     def decoded(self, item: int, file: int) -> Any:
-        """Decode a file of an item's part. Raises UnreadableSample, also for another size."""
+        """Decode a file of an item's part. Raises UnreadableSample, also if its size changed."""
         kept = self._kept  # another thread may replace it
         if kept is not None and kept[0] == file:
             return kept[1]

@@ -173,7 +173,7 @@ def _state(info: dict[str, Any]) -> State:
 
 _BLOCK = 2**21  # bytes: about what arrives in the time that a request takes anyway
 _KEPT = 0.9  # share of the limit that stays after blocks were removed
-_LOOKS = 100  # at the size of the cache, while as many bytes as its limit are written
+_LOOKS = 100  # scans of the folder while as many bytes as the limit are written
 
 
 def default_cache_directory() -> Path:
@@ -242,7 +242,7 @@ class BlockCache:
     def _make_room(self, size: int) -> None:
         """Remove the least recently used blocks if ``size`` bytes more exceed the limit."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if random.random() * self.limit > _LOOKS * size:  # looking takes long with many blocks
+        if random.random() * self.limit > _LOOKS * size:  # a scan of many blocks takes long
             return
         blocks = []
         for path in self.directory.iterdir():
@@ -260,7 +260,7 @@ class BlockCache:
 
 
 def _read_kept(path: Path, block_size: int, offset: int, size: int) -> bytes:
-    """Return bytes of a block; nothing unless it is kept in its whole size."""
+    """Return bytes of a block; none unless the whole block is kept."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != block_size:

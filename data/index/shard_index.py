@@ -256,7 +256,10 @@ def write_shard_index(
 
 
 def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
-    """Return the ENTRY of a shard's index; None for another version. Raises as `ColumnFile`."""
+    """Return the ENTRY of a shard's index; None for another version.
+
+    Raises OSError if there is none, DamagedFileError.
+    """
     file = ColumnFile(path)
     facts = file.facts
     made_of = (facts["settings"], facts["shard_size"], facts["shard_version"])

@@ -133,7 +133,7 @@ class ShardFile:
         self._check_now_and_then()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return these bytes, fewer at the end. Raises OSError, ShardChangedError."""
+        """Return `size` bytes at `offset`, fewer at the end. Raises OSError, ShardChangedError."""
         self._check_now_and_then()
         size = max(min(size, self.shard.size - offset), 0)
         if not size:
@@ -185,7 +185,10 @@ class ShardFile:
 
 
 class ShardStream:
-    """A shard, or a member, as a file. It keeps the last few parts: a tar header is no request."""
+    """A shard, or a member, as a file.
+
+    It keeps the last few parts that were read, so that a tar header needs no request of its own.
+    """
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0

@@ -70,7 +70,7 @@ class SpecialTokens:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._tokenizer.encode_special_tokens = True  # which a pickle does not carry
+        self._tokenizer.encode_special_tokens = True  # a pickle does not carry this flag
 
     def as_text(self, value: Any) -> Any:
         """Mark all texts in messages that look like special tokens. Raises ValueError."""

@@ -4,8 +4,8 @@ The error of a tensor is max|Δ| / max(max|reference|, floor). The floor of a gr
 global gradient norm: some gradients, such as that of a key bias, are zero in theory, and without a
 floor the comparison would be of rounding noise. See docs/parallelism.md.
 
-Both sides come as plain arrays, so comparing needs no engine. Whole tensors and parts of them are
-matrices of their rows.
+Both sides come as plain arrays, so comparing needs no engine. Whole tensors and parts of
+them are seen as matrices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class IncomparableError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Values (n, k) of a whole tensor on one rank: of rows (n,), from a first column on."""
+    """Values (n, k) of a tensor that one rank holds: its ``rows`` (n,), from ``column`` on."""
 
     where: str
     rows: np.ndarray
@@ -320,7 +320,7 @@ def _check_names(layout: Mapping[str, object], reference: Mapping[str, object]) 
 
 
 def _check_parts(name: str, shape: Sequence[int], parts: Sequence[Part]) -> None:
-    """Raise IncomparableError unless the parts lie in the whole tensor and make it up."""
+    """Raise IncomparableError unless the parts lie in the whole tensor and cover it."""
     covered = np.zeros(_matrix(shape), bool)
     for part in parts:
         end = int(part.rows.max(initial=-1)) + 1, part.column + part.values.shape[1]

@@ -141,7 +141,7 @@ def _encode(processor: Any, model: Any, sample: Sample) -> tuple[dict[str, Tenso
 
 
 class _Recorder(Recording):
-    """What the modules of a model of transformers compute, over several forward passes."""
+    """Records what modules of transformers compute in several forward passes."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

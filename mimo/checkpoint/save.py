@@ -149,7 +149,7 @@ class Saver:
         return seconds + time.perf_counter() - started
 
     def wait_for_copy(self, on_progress: Callable[[], None] = lambda: None) -> float:
-        """Wait until the modules may be updated, and return the seconds; before every update.
+        """Wait until the modules may be updated; return the seconds. Called before every update.
 
         on_progress: called whenever more has been copied. A failure makes `has_failed` true.
         """

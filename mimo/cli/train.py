@@ -23,12 +23,12 @@ def check(
     num_ranks: NumRanksOption = None,
 ) -> None:
     """Validate a recipe and its data, and print ranks, grids and memory. Indexes nothing."""
-    gc.disable()  # do not look at torch's million objects again and again
+    gc.disable()  # the collector would scan torch's million objects again and again
     try:
         _check(recipe, overrides or [], num_ranks)
     finally:
         gc.enable()
-        gc.freeze()  # nor look at them at exit
+        gc.freeze()  # so that it does not scan them at exit either
 
 
 def _check(recipe: Path, overrides: list[str], num_ranks: int | None) -> None:

@@ -294,7 +294,10 @@ class EncoderFamily(Protocol):
         ...
 
     def weights_in_hf(self, settings: Any, output_size: int) -> list[Weight]:
-        """Return every parameter of the whole module, as runs of the published tensors, if any."""
+        """Return every parameter of the whole module, as runs of the published tensors.
+
+        A family without published checkpoints uses its own names; the memory check needs them.
+        """
         ...
 
 
@@ -333,7 +336,9 @@ class MegatronLanguageFamily(LanguageFamily, Protocol):
     ) -> LanguageModel:
         """Build a chunk of this rank; drawn weights agree in all layouts.
 
-        A checkpoint fills those in ``ctx.provided``. num_tokens: that the model knows; the family
-        pads them to V, and padding takes no part in the loss.
+        A checkpoint fills those in ``ctx.provided``. num_tokens: size of the vocabulary, which the
+        family pads to V; padding takes no part in the loss. max_sequence_length: of any sequence.
+        On the first stage the model takes ``decoder_input`` (S, B, H), or this rank's part of it,
+        or looks up ``input_ids`` (B, S); on the last it returns losses of labels, else logits (V).
         """
         ...

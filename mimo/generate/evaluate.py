@@ -143,7 +143,7 @@ def answer_split(
 
     max_new_tokens: where an answer is cut; None for the length of the longest expected answer. No
     prompt and answer together exceed `data.sequence_length`. average: use the moving average of the
-    weights. left_out: counts samples that cannot be answered, by reason, after printing them.
+    weights. left_out: counts the samples that are printed as skipped, by reason.
     Raises RecipeError if the recipe names no shards for the split, InputError with the name of a
     sample that cannot be answered.
     """

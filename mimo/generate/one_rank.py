@@ -47,7 +47,7 @@ def one_rank_recipe(recipe: Recipe, freeze: bool = True) -> Recipe:
 
     freeze: build neither optimizers nor gradients.
     """
-    # With these any machine answers prompts of any length.
+    # FP8 needs certain GPUs and lengths; no moving average is kept.
     settings = {"fp8": "none", "ema_decay": None}
     parts: dict[str, object] = {"grid": Grid(), "recompute": "none"}
     if freeze:

@@ -124,7 +124,8 @@ def tasks_of_step(
 ) -> Iterator[Task]:
     """Yield the texts and items that this rank needs of a step, in order of use.
 
-    path_of: name -> file in which it is handed over. Ranks that need the same share by its cost.
+    path_of: name -> file in which it is handed over. Ranks of a host that need the same text or
+    item share the work by cost.
     """
     ranks_of = {name: sharers(layout, rank, host_ranks, name) for name in layout.modules_of(rank)}
     loads = {module: np.zeros(len(ranks), np.int64) for module, ranks in ranks_of.items()}

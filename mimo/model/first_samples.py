@@ -43,7 +43,7 @@ def _check_tower(recipe: Recipe, reader: SampleReader) -> None:
         media, plan = reader.media(item), reader.plan(item)
         assert isinstance(media, TransformersMedia)
         form = media.form(plan.grid, reader.index.part(item).fps)
-        if form.num_values > _MAX_VALUES:  # it would take minutes, and all memory
+        if form.num_values > _MAX_VALUES:  # the tower would take minutes and all memory
             continue
         if form.num_values < smallest.setdefault(media.modality, form).num_values:
             smallest[media.modality] = form

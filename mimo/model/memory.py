@@ -2,7 +2,8 @@
 
 A role is an encoder's rank, or a rank of one stage of the language model.
 
-Weights, gradients and optimizer state are counted exactly; what ranks share is the mean over them.
+Weights, gradients and optimizer state are counted exactly; what is sharded over ranks counts as the
+mean over these ranks.
 
 Activations and buffers are upper estimates, for full microbatches whose tokens all stand for items.
 Between forward and backward a layer keeps, of each token, the inputs of both norms and of all
@@ -11,6 +12,7 @@ it keeps the layer's input alone, and one layer at a time all of this. Modules o
 keep gathered inputs of their linears, fp32 copies of norm inputs, rotated queries and keys, and
 the activated half of the MLP. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 
+Buffers are temporary: gradients of what a layer keeps, a weight's gradient, and FSDP2's messages.
 The device's context, memory of libraries such as NCCL, and fragmentation come on top.
 """
 

@@ -72,7 +72,7 @@ def has_function(module: str, name: str, parameter: str | None = None) -> bool:
 
 
 def kernel_states() -> dict[str, str]:
-    """Import all kernels, return for each `LOADS`, `NOT_INSTALLED`, or why it does not load."""
+    """Import all kernels; return `LOADS`, `NOT_INSTALLED`, or why it does not load, for each."""
     states = {}
     for kernel, function in _FUNCTIONS.items():
         try:

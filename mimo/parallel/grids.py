@@ -86,7 +86,7 @@ class GridSpec:
         return self.rank_offset + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def coords(self, rank: int) -> Coords:
-        """Coordinates of a rank of the module, a global id."""
+        """Coordinates of a global rank that belongs to the module."""
         assert rank in self.ranks, f"{self.module} has no rank {rank}"
         rest, tp = divmod(rank - self.rank_offset, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -106,9 +106,10 @@ class Layout:
     """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
 
     colocated: encoders that run on the language model's ranks.
-    links: for encoders that emit feature levels, one per stage that needs any; no part of equality.
-    blocks: into which lanes are cut. Rows go only from a block of a disjoint encoder's lanes to the
-        same block of the language model's.
+    links: for encoders that emit feature levels, one per stage that needs any. They follow from
+        the models, so comparisons of layouts ignore them.
+    blocks: number of blocks into which the lanes of each module are cut. Rows go only from a block
+        of a disjoint encoder's lanes to the same block of the language model's.
     """
 
     language: GridSpec
@@ -234,7 +235,7 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
 
 
 def overlap_of(train: Train, on_gpu: bool) -> tuple[bool, bool]:
-    """Whether sums of gradients, and gathers of weights, overlap with computation.
+    """Return whether sums of gradients, and gathers of weights, overlap with computation.
 
     `auto` is yes on GPUs. On a CPU the exchange would compete for cores.
     """

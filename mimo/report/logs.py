@@ -20,7 +20,7 @@ from mimo.report.runs import job_folders
 from mimo.report.status import one_line, output_of, read_view
 from mimo.runtime.processes import looks_like_a_consequence
 
-_END_BYTES = 2**14  # of each file, where several are shown
+_END_BYTES = 2**14  # of each file, if several are shown
 _LINE_LENGTH = 2**16
 _POLL_SECONDS = 0.5
 _LOOK_SECONDS = 5.0  # between two checks that the run goes on

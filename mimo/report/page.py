@@ -27,7 +27,7 @@ from mimo.report.runs import Curve
 from mimo.report.tables import Table
 
 _PICTURE_WIDTH = 9.2  # inches, at 72 points each
-_BINS = 500  # of a longer curve
+_BINS = 500  # that a longer curve is cut into
 _LOG_RATIO = 50.0  # values without a unit get a logarithmic axis beyond this range
 _STYLE: Any = {  # its keys are of a type of matplotlib's
     "svg.fonttype": "none",  # text stays text
@@ -185,7 +185,7 @@ def lines(title: str, unit: str, curves: Mapping[str, Curve]) -> Picture:
 
 
 def _thinned(curve: Curve) -> Curve:
-    """Return the points to draw: of neighbours the first, and the highest or one without value."""
+    """Return the first and the highest point of each of `_BINS` bins; NaN counts as highest."""
     if len(curve.steps) <= _BINS:
         return curve
     width = len(curve.steps) // _BINS

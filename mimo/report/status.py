@@ -109,8 +109,8 @@ def _base_number(job: str) -> str:
 def _queue(user: int) -> list[list[str]]:
     """Return number, state, time, time left, and nodes or reason of each job of a user.
 
-    Not by the jobs' numbers: squeue fails for a job that SLURM has forgotten. Raises OSError or
-    SubprocessError where SLURM does not answer.
+    All jobs are asked for, because squeue fails for the number of a job that SLURM has forgotten.
+    Raises OSError or SubprocessError where SLURM does not answer.
     """
     ask = ["squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i|%T|%M|%L|%R"]
     answer = subprocess.run(

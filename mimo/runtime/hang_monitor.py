@@ -128,7 +128,7 @@ class HangMonitor:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Beat inside. In a hang the thread fails with Hang, and whoever runs the rank must end it.
+        """Write heartbeats inside. In a hang the thread fails with Hang: the caller ends the rank.
 
         Raises RankLost in place of a backend's error if there is a rank to name.
         """

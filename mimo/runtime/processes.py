@@ -91,7 +91,7 @@ class RanksHung(RuntimeError):
 def warm_up(preload: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     """Start the fork server and return at once; it imports the modules `preload` meanwhile.
 
-    Only the first call in a process has an effect. variables: further ones of its environment.
+    Only the first call in a process has an effect. variables: added to the server's environment.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([preloaded.__name__])
     before = dict(os.environ)
@@ -116,8 +116,8 @@ def run_processes(
 ) -> list[Any]:
     """Return what `target(*args)` returns in each of `world_size` ranks, which then are gone.
 
-    target: `module:function`, or a function that can be imported. environment: of each rank, which
-    adds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. meanwhile: called at least twice a
+    target: `module:function`, or a function that can be imported. environment: of each rank,
+    besides RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. meanwhile: called at least twice a
     second. stop_requests: names of signals, passed on to the ranks when they appear. Raises
     RanksFailed soon after the first failure, and RanksHung after `timeout_seconds`, when ranks have
     written their stacks to `stack_dir`.

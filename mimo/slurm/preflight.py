@@ -69,7 +69,7 @@ class Facts:
 
 
 def find_faults(ranks: Sequence[Facts | None], hosts: Sequence[str] = ()) -> Iterator[str]:
-    """Yield what is wrong, and where. ranks: None for an absent one. hosts: those of the job."""
+    """Yield what is wrong, and where. ranks: None for an absent one. hosts: of the job."""
     facts = [rank for rank in ranks if rank is not None]
     if missing := [number for number, rank in enumerate(ranks) if rank is None]:
         yield f"rank{'s' * (len(missing) > 1)} {_listed(missing)} did not join"
@@ -88,7 +88,7 @@ def find_faults(ranks: Sequence[Facts | None], hosts: Sequence[str] = ()) -> Ite
 
 
 def _nodes_by(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the second parts by the first."""
+    """Return the nodes of each text."""
     nodes = defaultdict[str, list[str]](list)
     for text, node in pairs:
         nodes[text].append(node)

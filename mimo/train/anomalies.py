@@ -77,7 +77,7 @@ class BadSamples:
     def append(self, step: int, numbers: Iterable[int]) -> None:
         """Append samples that some rank could not read, by their numbers in the step.
 
-        The console and an incident report the first of a run, then each doubling.
+        The console and an incident report the first, then each doubling of their number.
         """
         store = _get_default_store()
         entries = [json.loads(store.get(_STORE_KEY.format(number, step))) for number in numbers]

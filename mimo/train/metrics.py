@@ -26,9 +26,9 @@ Column = tuple[str, str]
 class StepResult:
     """The outcome of one training step, over the whole world.
 
-    mean_loss: per token. grad_norm: before clipping, over all modules; grad_norms: of
-    each that trains. is_skipped: loss or gradient norm is not finite, so no module was updated.
-    metrics: see docs/runs.md; null where a figure is unknown or was not measured.
+    mean_loss: per token. grad_norm: before clipping, over all modules; grad_norms: of each that
+    trains. is_skipped: loss or gradient norm is not finite, so no module was updated. metrics: see
+    docs/runs.md; None where a figure is unknown or was not measured.
     """
 
     plan: StepPlan

@@ -53,9 +53,8 @@ class StepSums:
     """The content of a step's one collective: the terms of this rank, then their sums.
 
     loss: summed over tokens. squared_norms: of the gradients; squared_changes: of the weights in
-    the update before; both by module that trains.
-    data_wait_seconds: terms of the mean over each module's ranks. times: the table of
-    `StepTimes`; empty in steps that are not logged.
+    the update before; both by module that trains. data_wait_seconds: terms of the mean over each
+    module's ranks. times: the table of `StepTimes`; empty in steps that are not logged.
     """
 
     loss: float | Tensor

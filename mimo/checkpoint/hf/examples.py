@@ -168,7 +168,7 @@ def _visual(config: PretrainedConfig, modality: str, names: set[str], number: in
 
 
 def _audio(config: PretrainedConfig, modality: str, names: set[str], number: int) -> _Arguments:
-    """Return the arguments of `get_audio_features` of one item, as `_visual`."""
+    """Return the arguments of `get_audio_features` of one item; tuples as in `_visual`."""
     audio, frames = config.audio_config, 40
     keys = ("num_mel_bins", "audio_embed_dim", "input_feat_size", "feature_size")
     bins = next((n for key in keys if (n := getattr(audio, key, None))), 128)

@@ -97,7 +97,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def sections(config: PretrainedConfig, name: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
-    """Yield the configurations inside a configuration, with their keys, and itself at the end."""
+    """Yield the configurations inside ``config`` with their keys, then ``config`` itself."""
     for key, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             yield from sections(value, name or key)
@@ -143,7 +143,7 @@ def _restore_geometry(small: PretrainedConfig, original: PretrainedConfig) -> No
 
 
 def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
-    """Shrink one configuration, or one part. ids: new special tokens by old ones; it grows."""
+    """Shrink one configuration, or one part. ids: new special tokens by old ones; extended."""
     depth = next((values[k] for k in _DEPTHS if isinstance(values.get(k), int)), 0)
     layers = {
         key: of_layers

@@ -91,7 +91,10 @@ class Wrapper(nn.Module, ABC):
         return frozenset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `run` inside FSDP2's hooks, which would cast and copy attention plans, too."""
+        """Call `run` inside FSDP2's hooks.
+
+        They do not see the arguments, because they would cast and copy attention plans, too.
+        """
         return super().__call__(partial(self.run, *args, **kwargs))
 
     def forward(self, call: Callable[[], Any]) -> Any:

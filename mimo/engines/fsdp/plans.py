@@ -226,7 +226,7 @@ def parallelize(text: Any, head: Head | None, border: Border) -> None:
 def adapt(wrapper: Wrapper, ctx: FsdpContext) -> None:
     """Give linears of a wrapper on meta adapters, in place and sharded over tp as they are.
 
-    Linears of a group, such as queries, keys and values, share one `lora_a`, named by the first.
+    Linears of a group, such as queries, keys and values, share one `lora_a`, named after the first.
     """
     if ctx.adapters is None:
         return

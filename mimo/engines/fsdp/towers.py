@@ -87,7 +87,8 @@ class Tower(Wrapper):
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
         """Do all host work for items with these grids (I, 3) int64, in any thread.
 
-        Without items it prepares a blank one, so that this rank takes part in all collectives.
+        copy: brings a host tensor to the device. Without items it prepares a blank one, so that
+        this rank takes part in all collectives.
         """
         sizes = tuple(self._sizes(grids))
         if not sizes:
@@ -96,8 +97,9 @@ class Tower(Wrapper):
         return to_device(PreparedItems(sizes, grids, packed, options), copy)
 
     def run(self, patches: Any, items: Any) -> Any:
-        """Encode items, prepared or grids (I, 3), and return the result of `make_rows`.
+        """Encode items and return the result of `make_rows`.
 
+        patches: see `values`. items: as prepared, or their grids (I, 3).
         Without items, 0 embeddings are part of the graph.
         """
         device = next(self.parameters()).device

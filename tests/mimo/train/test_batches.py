@@ -84,7 +84,7 @@ def _own_threads() -> list[str]:
 
 
 def train_beside_a_slow_rank(rank: int, path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Train while rank 1 is slow; what is seen of threads, messages and metrics."""
+    """Train while rank 1 is slow; return its threads, messages and metrics."""
     from mimo.train import batches
     from mimo.train.step import StepSums
 
