@@ -12,7 +12,7 @@ class Bridge(Section):
     """How embeddings travel from the encoders to the language model."""
 
     delivery: Literal["sharded", "replicated"] = "sharded"
-    """`sharded` sends an embedding to its position's rank, `replicated` to all ranks of the lane."""
+    """`sharded` sends an embedding to its position's rank, `replicated` to all ranks of a lane."""
     wire_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Dtype of embeddings and their gradients on the way; `auto` is that of the weights."""
     block_ranks: bounds.Ranks = 512
