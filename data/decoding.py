@@ -77,7 +77,8 @@ class WorkerPool:
     def kill(self, worker: Worker) -> str:
         """Kill a worker, or reap one that has ended; return how it ended."""
         worker.pipe.close()
-        os.kill(worker.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the process that started it has ended, too
+            os.kill(worker.pid, signal.SIGKILL)
         with self._lock:
             return self._ask("reap", worker.pid)
 

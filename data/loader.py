@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -179,7 +180,8 @@ class StepLoader:
         with self._changed:
             self._closing = True
             for worker in self._workers:
-                os.kill(worker.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # what started it has ended, too
+                    os.kill(worker.pid, signal.SIGKILL)
         self._threads.shutdown(cancel_futures=True)
         if self.decoding.pool is not None:
             for worker in self._workers:

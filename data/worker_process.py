@@ -175,8 +175,17 @@ def _work(pipe: Connection, readers: Sequence[SampleReader]) -> None:
         except Exception as error:
             # The pipe does not carry its traceback.
             error.add_note(f"in a decode worker: {traceback.format_exc()}")
-            answer = error
+            answer = _portable(error)
         pipe.send(answer)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error, or one with its text if it cannot be pickled and restored."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error
 
 
 if __name__ == "__main__":

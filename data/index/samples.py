@@ -163,8 +163,8 @@ class Index:
     def sample_of_item(self, item: int) -> int:
         """The sample that an item belongs to."""
         samples = self.samples_of_shard(bisect_right(self._starts["items"], item) - 1)
-        first_items = self.column("item_start", slice(samples.start, samples.stop))
-        return samples[bisect_right(first_items, item) - 1]
+        after = bisect_right(samples, item, key=lambda sample: self._one("item_start", sample))
+        return samples[after - 1]
 
     def part(self, item: int) -> Part:
         """The content part that an item belongs to."""

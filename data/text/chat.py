@@ -36,7 +36,7 @@ from data.text.template import (
 ItemRows = int | tuple[int, ...]
 IMAGES = {"image": MediaText("<|image_pad|>")}
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")  # of Qwen's and of Gemma's chats
-_VERSION = 2  # raise it whenever the same files give other ids or masks
+_VERSION = 3  # raise it whenever the same files give other ids or masks
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,8 @@ class _Reader:
             turn = _of_llava(turn)
         if isinstance(role := turn.get("role"), str):
             turn["role"] = _ALIASES.get(role, role)
+        if "function_call" in turn:
+            raise ValueError("function_call is OpenAI's old form; write it as tool_calls")
         if calls := turn.get("tool_calls"):
             turn["tool_calls"] = [_call(entry) for entry in (calls if _is_list(calls) else [calls])]
             turn.setdefault("content", "")

@@ -37,6 +37,8 @@ class SpecialTokens:
         special = {token for token in special if len(token) > 1}
         self._looks_special = _any_of(special)
         self._special = _any_of(token.content for _, token in added if token.content in special)
+        self._beginnings = {token[:end] for token in special for end in range(1, len(token))}
+        self._longest = max(map(len, special), default=0)
 
         self._tokenizer = Tokenizer(backend.model)
         for step in ("normalizer", "pre_tokenizer"):
@@ -75,17 +77,27 @@ class SpecialTokens:
     def as_text(self, value: Any) -> Any:
         """Mark all texts in messages that look like special tokens. Raises ValueError."""
         if isinstance(value, str):
-            if _RESERVED.search(value):
-                raise ValueError(
-                    "a text has one of the characters U+FDD0 to U+FDD2, which Unicode leaves to "
-                    "programs: take them out"
-                )
-            return self._looks_special.sub(lambda m: m[0][0] + _MARK_OF_TEXT + m[0][1:], value)
+            return self._marked(value)
         if isinstance(value, Mapping):
             return {self.as_text(name): self.as_text(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
             return [self.as_text(part) for part in value]
         return value
+
+    def _marked(self, text: str) -> str:
+        if _RESERVED.search(text):
+            raise ValueError(
+                "a text has one of the characters U+FDD0 to U+FDD2, which Unicode leaves to "
+                "programs: take them out"
+            )
+        # What begins like a special token at the end of one text may go on in the next.
+        kept = text.rstrip()
+        for length in range(min(len(kept), self._longest), 0, -1):
+            if kept[-length:] in self._beginnings:
+                place = len(kept) - length + 1
+                text = text[:place] + _MARK_OF_TEXT + text[place:]
+                break
+        return self._looks_special.sub(lambda m: m[0][0] + _MARK_OF_TEXT + m[0][1:], text)
 
     def finish(self, rendered: str) -> str:
         """Rendered messages, or a part of them, as `encode` takes them."""

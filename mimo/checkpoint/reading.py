@@ -8,6 +8,8 @@ wants, such as its share of a distributed optimizer, it reads alone.
 from __future__ import annotations
 
 import os
+import pickle
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -232,20 +234,25 @@ def read(checkpoint: Path, keys: Iterable[str]) -> dict[str, Tensor]:
 
 
 def from_rank_0[T](call: Callable[[], T]) -> T:
-    """Return what ``call`` returns on rank 0, which alone calls it, or raise its exception.
+    """Return what ``call`` returns on rank 0, which alone calls it; every rank calls this.
 
-    Every rank calls this. Result and exception are pickled.
+    Its exception is raised on all ranks, as a RuntimeError with the traceback if it cannot be sent.
     """
     if dist.get_world_size() == 1:
         return call()  # a world of one, as for generation, need not start NCCL
-    message: list[Any] = [None, None]
+    message: list[bytes] = [b""]
     if dist.get_rank() == 0:
         try:
-            message[0] = call()
-        except Exception as error:
-            message[1] = error
+            message[0] = pickle.dumps((call(), None))
+        except Exception as error:  # of pickling, too: the other ranks wait for a message
+            try:
+                message[0] = pickle.dumps((None, error))
+                pickle.loads(message[0])  # some errors can be pickled, but not unpickled
+            except Exception:
+                text = "".join(traceback.format_exception(error))
+                message[0] = pickle.dumps((None, RuntimeError(f"rank 0 failed:\n{text}")))
     dist.broadcast_object_list(message, device=local_device())
-    value, error = message
+    value, error = pickle.loads(message[0])
     if error is not None:
         raise error
     return value

@@ -36,8 +36,10 @@ _REMOVED = {
     "quickstart": "use make train in a clone",
     "top": "use mimo status",
     "--against": "compare each engine or layout with transformers",
+    "--checkpoint": "a replay starts from the nearest checkpoint before the step",
     "--elastic": "after a loss of nodes, override language.grid.dp with fewer lanes",
     "--dtype": "tiny checkpoints are fp32",
+    "--num-ranks": "verify takes the number of ranks from the recipe's layout",
     "--shard-size": "convert to-hf writes files of up to 5 GB",
     "--tie": "tiny checkpoints tie embedding and head as their family does",
 }

@@ -22,10 +22,12 @@ def _line(text: str) -> str:
     return text
 
 
-# Variables of SLURM, torchrun and bash.
+# Variables of job scripts, SLURM, torchrun and bash; a test reads the scripts for them.
 _RESERVED = re.compile(
     r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
     r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|MIMO_RENDEZVOUS"
+    r"|run|launch|logs|recipe|chain|number|kind|container|jobs|failures|nodes|entry|i"
+    r"|rank|ranks_of_\w+|code|runs"
 )
 
 

@@ -21,7 +21,7 @@ from mimo.checkpoint.hf.shrink import build, narrow
 from mimo.config.schema import Recipe
 from mimo.engines.fsdp.halves import OutputForm, features
 
-_ITEMS, _MAX_VALUES = 16, 2**23
+_SAMPLES, _ITEMS, _MAX_VALUES = 4096, 16, 2**23
 _MISMATCH = "processor files and config.json do not belong together; restore them"
 
 
@@ -75,7 +75,7 @@ def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
     index, chat = reader.index, reader.chat
     processor = load_processor(recipe.init_from or "")
     ids = list(chat.placeholder_ids.values())
-    counts = np.diff(index.column("item_start"))
+    counts = np.diff(index.column("item_start", slice(0, 1 + min(_SAMPLES, len(index)))))
     for sample in {int(np.argmax(counts > 0)), int(np.argmax(counts > 1))}:
         try:
             messages, encoded = reader.messages(sample), reader.sample(sample)
@@ -87,9 +87,15 @@ def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
                 part["image"] = to_rgb(reader.decoded(item, file))
         except UnreadableSample:
             continue
-        outputs = processor.apply_chat_template(
-            messages, chat_template=chat.template, tokenize=True, return_dict=True
-        )
+        try:
+            outputs = processor.apply_chat_template(
+                messages, chat_template=chat.template, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a processor is a program, and may fail in any way
+            raise ValueError(
+                f"the processor of {recipe.init_from} does not take sample {index.key(sample)!r} "
+                f"({type(error).__name__}: {error}); leave out such samples"
+            ) from error
         written = int(np.isin(outputs["input_ids"][0], ids).sum())
         ours = int(np.isin(encoded.input_ids, ids).sum())
         if written != ours:

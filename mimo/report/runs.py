@@ -7,6 +7,7 @@ import math
 import os
 import re
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -163,7 +164,7 @@ def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]
 
     newest_bytes: bytes that are read, from the end; None for all.
     """
-    points = dict[str, tuple[list[int], list[float]]]()
+    points = dict[str, tuple[array[int], array[float]]]()
     if not path.exists():
         return {}
     with path.open("rb") as file:
@@ -177,7 +178,7 @@ def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]
             except (ValueError, TypeError, KeyError, AttributeError):
                 continue
             for name, value in _flat(record):
-                steps, values = points.setdefault(name, ([], []))
+                steps, values = points.setdefault(name, (array("q"), array("d")))
                 steps.append(step)
                 values.append(value)
     return {

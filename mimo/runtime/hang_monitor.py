@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -195,6 +196,7 @@ class HangMonitor:
                 if limit is not None:
                     # Needs no interpreter, which a call that never returns may hold.
                     faulthandler.dump_traceback_later(limit, file=file)
+                    signal.alarm(math.ceil(limit + _HANG_SECONDS))  # ends this process
                 self._write()
                 if self._is_stuck() or self._hang_folder.exists():
                     text = self._explain_hang()
@@ -203,6 +205,7 @@ class HangMonitor:
                     raise Hang(text)
             if limit is not None:
                 faulthandler.cancel_dump_traceback_later()
+                signal.alarm(0)
         with suppress(OSError):
             path.unlink(missing_ok=True)
 

@@ -16,6 +16,7 @@ from mimo.config.cluster import Cluster
 from mimo.errors import InputError, RecipeError
 from mimo.slurm.script import Container, Job, template, write
 
+_SBATCH_SECONDS = 120.0  # a busy controller answers late
 _TORCHRUN_PORT = 29500  # torchrun's own default
 
 
@@ -84,9 +85,17 @@ def _array(group: Sequence[Job], shell: str, *directives: str) -> str:
 def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SBATCH_SECONDS
+        )
     except FileNotFoundError:
         raise InputError("sbatch: not found; --submit needs a host of a SLURM cluster") from None
+    except subprocess.TimeoutExpired:
+        message = (
+            f"sbatch did not answer within {_SBATCH_SECONDS:g} s, but may have queued the job: see "
+            f"`squeue --me` before you submit it again"
+        )
+        raise InputError(message) from None
     if done.returncode != 0:
         raise InputError(f"sbatch refused {script}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]  # of `number;cluster`

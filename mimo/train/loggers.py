@@ -6,6 +6,7 @@ write to the run folder and use no network. A resumed run continues the same run
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -229,7 +230,8 @@ class MetricsWriter:
         }
         with naming(self._path):
             self._file.write(json.dumps(numbers) + "\n")
-            self._path.stat()  # raises if the run folder is gone
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise FileNotFoundError(errno.ENOENT, "the run folder was replaced")
         step = int(numbers.pop("step"))
         for source, epoch in numbers.pop("epochs", {}).items():
             numbers[f"epoch_{source}"] = epoch

@@ -210,10 +210,11 @@ class TrainedModel:
         self, weights: Iterable[TrainedWeight], only_adapters: bool = False
     ) -> dict[str, Tensor]:
         """Return parameters and what adapts them, or only the latter, by key."""
-        keys = [key for weight in weights for key in weight.stored]
-        sources = {k: self.averages.get(k, k) for k in keys if is_adapter(k) or not only_adapters}
+        stored = {key: form for weight in weights for key, form in weight.stored.items()}
+        sources = {k: self.averages.get(k, k) for k in stored if is_adapter(k) or not only_adapters}
         tensors = read(self.checkpoint, sources.values())
-        return {key: tensors[source] for key, source in sources.items()}
+        # Averages are kept in fp32.
+        return {key: tensors[source].to(stored[key][1]) for key, source in sources.items()}
 
 
 def open_trained(run: Path, average: bool = False) -> TrainedModel:
@@ -232,14 +233,20 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
         )
     architecture = architecture_of_folder(assets, recipe.language.family)
     described = describe(checkpoint)
-    weights: list[TrainedWeight] = []
+    weights, missing = list[TrainedWeight](), list[str]()
     for module, of_module in architecture.weights_of(recipe).items():
         lora = recipe.module(module).lora
         for weight in of_module:
             key = f"{module}.{weight.name}"
+            if key not in described:
+                missing.append(key)
+                continue
             keys = [key, *(name for name in adapter_names(key) if name in described)]
             stored = {name: described[name] for name in keys}
             weights.append(TrainedWeight(key, weight, stored, lora if len(keys) > 1 else None))
+    if missing:
+        kind = architecture.model_type
+        raise InputError(f"{checkpoint} is not a whole {kind}: it lacks {', '.join(missing)}")
     average_keys = averages(described) if average else {}
     return TrainedModel(checkpoint, recipe, architecture, weights, average_keys)
 

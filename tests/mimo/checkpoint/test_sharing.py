@@ -126,6 +126,36 @@ def test_a_file_that_ends_early_is_an_error_of_all_replicas(
 # -------------------------------------------------------------------------- what rank 0 reads
 
 
+class Unsendable(Exception):
+    """Of an error that can be written, but not read again: its arguments are not what it takes."""
+
+    def __init__(self, rank: int, *, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+
+
+def hear(rank: int) -> list[str]:
+    """What this rank hears of what rank 0 cannot send."""
+    from mimo.checkpoint.reading import from_rank_0
+
+    def fail() -> None:
+        raise Unsendable(rank, why="so")
+
+    messages = []
+    for do in (lambda: hear, lambda: lambda: None, fail):
+        try:
+            assert from_rank_0(do) is hear
+        except (AttributeError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_an_error_that_rank_0_cannot_send_ends_all_ranks(run_ranks: RunRanks) -> None:
+    for value, error in run_ranks(hear, 2):
+        assert "Can't pickle" in value
+        assert "rank 0 failed:" in error
+        assert "Unsendable: rank 0: so" in error
+
+
 def train_noting_files(
     rank: int, recipe: Recipe, layout: Layout, run_dir: Path, start: Start
 ) -> tuple[set[str], list[str]]:

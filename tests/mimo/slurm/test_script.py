@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 from dataclasses import dataclass, replace
@@ -15,10 +16,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from mimo.config.cluster import Cluster
 from mimo.errors import RecipeError
 from mimo.slurm.script import Job, write
+from mimo.slurm.submit import array_scripts
 from tests.mimo.slurm.jobs import SEVENTEEN, job_of
+from tests.mimo.slurm.test_golden import GOLDEN
 
 _STAND_INS = {
     "mimo": 'echo "mimo $*" >>calls\n'
@@ -257,3 +262,18 @@ def _changed(job: Job, cluster: dict[str, object]) -> Job:
     section = phase.recipe.cluster.model_copy(update=cluster)
     recipe = phase.recipe.model_copy(update={"cluster": section})
     return replace(job, phased=replace(job.phased, phases=(replace(phase, recipe=recipe),)))
+
+
+def test_no_variable_that_a_script_uses_is_set_by_a_recipe(job: Job, tmp_path: Path) -> None:
+    texts = [path.read_text() for path in GOLDEN.glob("*.sh")]
+    texts += [text for _, text in array_scripts([job])]
+    found = re.findall(r"(?<!\\)\$\{?[#!]?([A-Za-z_]\w*)|^ *(\w+)=", "\n".join(texts), re.M)
+    used = {name for names in found for name in names if name}
+    assert {"chain", "MASTER_PORT", "ranks_of_all", "SLURM_JOB_ID"} <= used
+    for name in {*used, "MASTER_ADDR", "RANK", "IFS", "BASH_ENV"}:
+        with pytest.raises(ValidationError, match="need this variable|ranks would not find"):
+            Cluster(environment={name: "x"})
+    usual: dict[str, str] = dict.fromkeys(("http_proxy", "OMP_NUM_THREADS", "runs_of"), "x")
+    assert Cluster(environment=usual).environment == usual
+    with pytest.raises(RecipeError, match=r"site.yaml:1: cluster\.environment\.run: job scripts"):
+        job_of(tmp_path, site="environment: {run: x}")
