@@ -91,7 +91,7 @@ def _jobs(folder: Path) -> tuple[list[str], bool | None]:
     lines, states = list[str](), list[str]()
     for entry in submitted:
         job, kind = str(entry.get("job_id")), entry.get("kind")
-        tasks = [row for row in rows if _base_number(row[0]) == _base_number(job)]
+        tasks = [row for row in rows if _is_of_job(row[0], job)]
         for number_of, state, so_far, left, where in tasks:
             more = f" for {so_far}, {left} left" if state == "RUNNING" else ""
             lines.append(f"{number_of} ({kind}): {state}{more}, {where}")
@@ -101,9 +101,10 @@ def _jobs(folder: Path) -> tuple[list[str], bool | None]:
     return lines, any(state not in _ENDED for state in states)
 
 
-def _base_number(job: str) -> str:
-    """Return the number of an array or heterogeneous job, given that of an element or part."""
-    return re.split(r"[_+]", job)[0]
+def _is_of_job(number: str, job: str) -> bool:
+    """Return whether a row of squeue is of a job, or of elements, such as 7_[0-3], that have it."""
+    same_base = re.split(r"[_+]", number)[0] == re.split(r"[_+]", job)[0]
+    return number == job or (same_base and ("[" in number or "_" not in job))
 
 
 def _queue(user: int) -> list[list[str]]:
