@@ -6,6 +6,7 @@ N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,19 @@ class SequencePart:
         if part.shape[0] == size:
             return part
         return torch.cat((part, part.new_zeros(size - part.shape[0], *part.shape[1:])))
+
+    def rows_per_item(self, sizes: list[int], num_held: int) -> tuple[int, ...]:
+        """Return the rows of each item when every rank holds ``num_held``.
+
+        sizes: rows that each item's tokens should make. Rows go to items in order; missing ones
+        lack at the end, and surplus ones, beyond the blanks, go to the last item.
+        """
+        ends = list(itertools.accumulate(sizes))
+        produced = num_held * self.count
+        surplus = max(0, produced - ends[-1] - self.num_blank(ends[-1]))
+        ends = [min(end, produced) for end in ends]
+        ends[-1] += surplus
+        return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
 
     def sum_gradients(self, module: nn.Module) -> None:
         """Mark a module that sees only this rank's part, so that its gradients are summed."""
@@ -237,9 +251,9 @@ class Tower[P: PackedItems](nn.Module, ABC):
         if not self.is_last_stage:
             return torch.cat(hidden, dim=-1) if len(hidden) > 1 else hidden[0]
         rows = self.project(hidden, packed)
-        held = len(rows) * self.part.count
-        assert held * self.tokens_per_row == num_tokens, f"{held} rows of {num_tokens} tokens"
-        return ItemRows(rows if items.sizes else rows[:0], tuple(items.sizes), self.part.count)
+        if not items.sizes:
+            return ItemRows(rows[:0], (), self.part.count)
+        return ItemRows(rows, self.part.rows_per_item(items.sizes, len(rows)), self.part.count)
 
 
 def build_tower[T: Tower[Any]](
