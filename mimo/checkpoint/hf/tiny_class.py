@@ -149,6 +149,8 @@ def _make_processor(kind: Any, parts: dict[str, Any], settings: dict[str, Any]) 
     named = {name: f"<|{name.removesuffix('_token')}|>" for pair in names for name in pair if name}
     specials = {token: name for name, token in (named | _NAMED_TOKENS).items()}
     others = ["<|im_start|>", *_SPECIAL.findall(source)]
+    if "<row_{" in source:  # of the tiles of an image
+        others += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
     processor: Any = None
     for _ in range(2):
         tokenizer = byte_level_tokenizer({**dict.fromkeys(others), **specials})
