@@ -6,7 +6,7 @@ shares of them, or master copies of 16-bit ones. No function here is a collectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from mimo.device import has_gpu
 from mimo.engines.contract import EMA, MOMENTS, STEP
+
+_SLICE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,13 @@ def update_weights(
     update: Callable[[], object],
     learning_rate: float,
     ema_decay: float | None,
-    counts: Callable[[Tensor], bool] | None,
+    measured: Collection[int] | None,
 ) -> Tensor | float:
     """Update the weights by ``update``, which calls the optimizer's `step`, and their average.
 
-    counts: whether this rank counts a tensor's change; None measures nothing.
-    Returns the squared norm of the counted change, () fp64 on the device, without a wait. Copies
-    are compared, so rounding counts; tensors are updated one at a time, with the same result.
+    measured: ids of the tensors whose change this rank measures; None for a plain update.
+    Returns the squared norm of that change, () fp64 on the device, without a wait. Copies are
+    compared, so rounding counts; tensors are updated slice by slice, with the same result.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -131,21 +133,36 @@ def update_weights(
 
     def measured_step() -> None:
         for group in groups:
-            for param in group["params"]:
-                optimizer.param_groups = [group | {"params": [param]}]
-                before = param.detach().clone()
+            for part in _slices(group["params"]):
+                optimizer.param_groups = [group | {"params": part}]
+                after = [p.detach() for p in part if id(p) in (measured or ()) and p.numel()]
+                change = [param.clone() for param in after]
                 plain_step()
-                if counts is not None and counts(param) and param.numel():
-                    squares.append(squared_norm([before.sub_(param.detach())]))
+                if change:
+                    cast("Any", torch)._foreach_sub_(change, after)
+                    squares.append(squared_norm(change))
         optimizer.param_groups = groups
 
-    if counts is not None:
+    if measured is not None:
         cast("Any", optimizer).step = measured_step
     update()
     vars(optimizer).pop("step", None)
     if ema_decay is not None:
         advance_average(optimizer, ema_decay)
     return torch.stack(squares).sum() if squares else 0.0
+
+
+def _slices(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut a list so that copies of a slice's tensors need little memory."""
+    part, size = list[Tensor](), 0
+    for param in params:
+        part.append(param)
+        size += param.numel() * param.element_size()
+        if size >= _SLICE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -199,13 +199,13 @@ class FsdpModule:
             self._scale(gradient_factor)
         for param, gradient in self._gradients():
             cast("nn.Parameter", param.local).grad = gradient
-        counted = {id(param.local) for param in self._parameters if param.part.copy == 0}
+        counted = (id(param.local) for param in self._parameters if param.part.copy == 0)
         change = update_weights(
             optimizer,
             lambda: optimizer.step(),
             learning_rate,
             self._ema_decay,
-            (lambda param: id(param) in counted) if measured else None,
+            set(counted) if measured else None,
         )
         optimizer.zero_grad()
         return change

@@ -201,13 +201,14 @@ class MegatronModule:
         if gradient_factor != 1.0:
             gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
             cast("Any", torch)._foreach_mul_(gradients, gradient_factor)
-        counted = {id(gradient): gradient for gradient in self._counted_gradients()}
+        base, counted = _torch_optimizer(optimizer), None
+        if measured:
+            gradients = self._counted_gradients()
+            ids = {id(gradient) for gradient in gradients}
+            params = (param for group in base.param_groups for param in group["params"])
+            counted = {id(param) for param in params if id(param.grad) in ids}
         change = update_weights(
-            _torch_optimizer(optimizer),
-            optimizer.step_with_ready_grads,
-            learning_rate,
-            self.ema_decay,
-            (lambda param: id(param.grad) in counted) if measured else None,
+            base, optimizer.step_with_ready_grads, learning_rate, self.ema_decay, counted
         )
         if isinstance(optimizer, DistributedOptimizer):
             for chunk in self._ddp:
