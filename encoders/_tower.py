@@ -6,6 +6,7 @@ N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -189,13 +190,17 @@ class Tower[P: PackedItems](nn.Module, ABC):
         if num_blank:
             with_blank = torch.cat((grids, torch.tensor([self.blank_grid(num_blank)])))
         packed = self.pack(with_blank)
-        packed.segments.prepare(engine.forms_in([self]))
+        packed.segments.prepare(self._forms)
         return PreparedItems(
             num_inputs=int(grids.prod(1).sum()),
             num_tokens=sum(tokens) + num_blank * self.tokens_per_row,
             sizes=[number // self.tokens_per_row for number in tokens],
             packed=engine.to_device(packed, copy),
         )
+
+    @functools.cached_property
+    def _forms(self) -> frozenset[Any]:
+        return engine.forms_in([self])
 
     def stage_shapes(self, items: PreparedItems[P]) -> engine.StageShapes:
         """Return the shapes of hidden states that this stage receives and sends."""
