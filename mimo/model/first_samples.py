@@ -76,7 +76,8 @@ def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
     processor = load_processor(recipe.init_from or "")
     ids = list(chat.placeholder_ids.values())
     counts = np.diff(index.column("item_start", slice(0, 1 + min(_SAMPLES, len(index)))))
-    for sample in {int(np.argmax(counts > 0)), int(np.argmax(counts > 1))}:
+    firsts = [np.flatnonzero(counts >= least)[:1] for least in (1, 2)]
+    for sample in np.unique(np.concatenate(firsts)).tolist():
         try:
             messages, encoded = reader.messages(sample), reader.sample(sample)
             parts: Any = item_parts(messages)
