@@ -130,7 +130,7 @@ class StepLoader:
         # A thread for each worker, or one that decodes itself.
         pool = decoding.pool
         self._threads = ThreadPoolExecutor(1 if pool is None else pool.size, "decode")
-        self._own = threading.local()  # `worker` of each of these threads
+        self._of_thread = threading.local()  # `worker` of each of these threads
         self._workers = set[Worker]()
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
@@ -323,7 +323,7 @@ class StepLoader:
                 if self._closing:
                     raise CancelledError
                 self._workers.remove(worker)
-            del self._own.worker
+            del self._of_thread.worker
             how = pool.kill(worker)
             ends.append(f"did not answer for {limit:g} s and was ended" if is_late else how)
             if len(ends) == _TRIES:
@@ -339,11 +339,11 @@ class StepLoader:
 
     def _worker(self, pool: WorkerPool) -> Worker:
         """Return the worker of this thread."""
-        if not hasattr(self._own, "worker"):
+        if not hasattr(self._of_thread, "worker"):
             worker = pool.start()
             with self._changed:
                 self._workers.add(worker)
                 if self._closing:
                     raise CancelledError
-            self._own.worker = worker
-        return self._own.worker
+            self._of_thread.worker = worker
+        return self._of_thread.worker

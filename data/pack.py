@@ -165,8 +165,8 @@ def pack(
     """
     from webdataset.writer import ShardWriter  # late: it imports torch
 
-    files, folder = find_files(source)
-    root = os.path.realpath(folder if media_root is None else media_root)
+    files, source_folder = find_files(source)
+    root = os.path.realpath(source_folder if media_root is None else media_root)
     if not os.path.isdir(root):
         raise ValueError(f"the media root {media_root} is no folder: correct --media-root")
     out.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ class _CheckedReader:
         while target:
             block, skipped = divmod(begin, file.block_bytes)
             length = min(file.block_bytes, file.num_bytes - block * file.block_bytes)
-            assert skipped < length, "the index names bytes behind the file's end"
+            assert skipped < length, "the index asks for bytes beyond the end of the file"
             if skipped == 0 and len(target) >= length:
                 count = length
                 self._read_block(block, target[:count])

@@ -253,8 +253,8 @@ class Train(Section):
         return self
 
     def _need(self, key: str, other: str, value: str) -> None:
-        given, found = (str(getattr(self, name)).lower() for name in (key, other))
+        value_of_key, value_of_other = (str(getattr(self, n)).lower() for n in (key, other))
         raise ValueError(
-            f"{key}: {given} needs {other}: {value}, but it is {found}; set {other}: {value}, or "
-            f"remove {key}"
+            f"{key}: {value_of_key} needs {other}: {value}, but it is {value_of_other}; set "
+            f"{other}: {value}, or remove {key}"
         )

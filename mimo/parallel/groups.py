@@ -71,9 +71,9 @@ class BridgeGroups:
 class Topology:
     """The process groups of this rank.
 
-    modules: those of each module of which this rank owns a part. meshes: of modules on FSDP2, the
-    same ranks as (dp_replicate, dp_shard, tp). bridges: those with this rank at one end; for each
-    encoder, in the order of their stages. groups: all of them, in the order of their creation.
+    modules: the groups of each module that has a part on this rank. meshes: of modules on FSDP2,
+    the same ranks as (dp_replicate, dp_shard, tp). bridges: those with this rank at one end; for
+    each encoder, in the order of their stages. groups: all of them, in the order of creation.
     """
 
     layout: Layout

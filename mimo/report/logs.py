@@ -165,8 +165,9 @@ def _errors(folder: Path) -> list[_Error]:
     """Return the error of each failed rank, from its error file or else from its output."""
     errors = dict[int, _Error]()
     kinds = ("error_", "rank_", "log_")  # the first one that has an error counts
-    found = [pair for kind in kinds for pair in _paths(folder) if pair[0].name.startswith(kind)]
-    for path, rank in found:
+    pairs = [*_paths(folder)]
+    by_kind = (pair for kind in kinds for pair in pairs if pair[0].name.startswith(kind))
+    for path, rank in by_kind:
         if rank is None or rank in errors:
             continue
         lines = list(_File(path, _ERROR_BYTES).lines())

@@ -122,8 +122,8 @@ def summarize_hang(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return the ranks where a hang probably begins, and lines about all ranks.
 
-    These are the ranks that did not write in this hang. If all did, these are the ranks furthest
-    behind of those that wait for no other rank and have stood still for long.
+    These are the ranks that did not write in this hang. If all did, they are chosen among those
+    that wait for no other rank and have stood still for long: the ones furthest behind.
     """
     present = {rank: state for rank, state in states.items() if state.in_hang}
     origins = [rank for rank in range(num_ranks) if rank not in present]

@@ -130,8 +130,8 @@ PLAN = StepTime(1024, False, 2048, ms=50.0)
 
 
 def missed(*changed: Passage, plan: StepTime = PLAN) -> list[str]:
-    found = bounds(changed or (FORWARD, BOTH), [plan])
-    return [bound.name for bound in found if not bound.holds]
+    results = bounds(changed or (FORWARD, BOTH), [plan])
+    return [bound.name for bound in results if not bound.holds]
 
 
 def test_all_bounds_hold_at_their_limits() -> None:

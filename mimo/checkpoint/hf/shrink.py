@@ -164,8 +164,8 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
             if _LAYER_INDICES.fullmatch(key):
                 return [new for new, is_in in enumerate(of_kept) if is_in]
             if key == "kv_source_layers":
-                own = [n for n, has_keys in enumerate(of_kept) if has_keys]
-                return [max(m for m in own if m <= n) for n in range(len(kept))]
+                with_keys = [n for n, has_keys in enumerate(of_kept) if has_keys]
+                return [max(m for m in with_keys if m <= n) for n in range(len(kept))]
             if key == "per_layer_config":
                 return {new: _of_one_layer(part) for new, part in enumerate(of_kept) if part}
             value = of_kept

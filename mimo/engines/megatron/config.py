@@ -1,8 +1,8 @@
 """Megatron's `TransformerConfig` for our models, its group types, and its cuts of a sequence.
 
-`gather_sequence`: each rank's (S/tp, ...) -> all (S, ...) on every rank, all of which call it; the
-backward reduce-scatters. `scatter_sequence`: (S, B, H), equal on all ranks -> this rank's
-(S/tp, B, H); the backward all-gathers.
+`gather_sequence`: each rank's (S/tp, ...) -> all (S, ...) on every rank; the backward
+reduce-scatters. All ranks of the group call it. `scatter_sequence`: (S, B, H), equal on all ranks
+-> this rank's (S/tp, B, H); the backward all-gathers.
 """
 
 from __future__ import annotations

@@ -267,8 +267,8 @@ def _changed(job: Job, cluster: dict[str, object]) -> Job:
 def test_no_variable_that_a_script_uses_is_set_by_a_recipe(job: Job, tmp_path: Path) -> None:
     texts = [path.read_text() for path in GOLDEN.glob("*.sh")]
     texts += [text for _, text in array_scripts([job])]
-    found = re.findall(r"(?<!\\)\$\{?[#!]?([A-Za-z_]\w*)|^ *(\w+)=", "\n".join(texts), re.M)
-    used = {name for names in found for name in names if name}
+    matches = re.findall(r"(?<!\\)\$\{?[#!]?([A-Za-z_]\w*)|^ *(\w+)=", "\n".join(texts), re.M)
+    used = {name for names in matches for name in names if name}
     assert {"chain", "MASTER_PORT", "ranks_of_all", "SLURM_JOB_ID"} <= used
     for name in {*used, "MASTER_ADDR", "RANK", "IFS", "BASH_ENV"}:
         with pytest.raises(ValidationError, match="need this variable|ranks would not find"):
