@@ -19,7 +19,7 @@ LIMITS = {
     "source lines": 42_500,
     "source lines of code": 29_600,
     "source files": 222,
-    "test lines": 45_210,
+    "test lines": 45_215,
     "entries of mimo": 18,
     "README lines": 150,
 }

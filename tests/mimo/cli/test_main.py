@@ -177,5 +177,6 @@ def test_a_removed_command_or_option_is_refused_with_its_replacement(
 
 
 def test_the_help_of_tiny_names_every_family() -> None:
-    result = CliRunner().invoke(app, ["tiny", "--help"], env={"TERMINAL_WIDTH": "200"})
-    assert f"One of {', '.join(FAMILIES)}." in result.output
+    result = CliRunner().invoke(app, ["tiny", "--help"])
+    text = " ".join(result.output.replace("│", " ").split())
+    assert f"One of {', '.join(FAMILIES)}." in text
