@@ -68,6 +68,7 @@ class Padding:
     sequence: int = 1  # multiple of each whole sequence
 
 
+_OF_SAMPLES = ("source", "sample", "lane", "start", "length", "loss_tokens", "segment_length")
 _OF_ITEMS = ("item_media", "item", "item_sample", "item_position", "item_rows", "item_cost")
 
 
@@ -101,6 +102,22 @@ class GlobalMicrobatch:
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence, padding included."""
         return int((self.lane_tokens if self.packed else self.segment_length).max())
+
+    def split(self, count: int) -> list[GlobalMicrobatch]:
+        """Split one microbatch of many lanes into ``count`` microbatches of equally many lanes."""
+        lanes = len(self.lane_tokens) // count
+        first_samples = np.searchsorted(self.lane, np.arange(count + 1) * lanes)
+        first_items = np.searchsorted(self.item_sample, first_samples)
+        microbatches = []
+        for m in range(count):
+            samples, items = slice(*first_samples[m : m + 2]), slice(*first_items[m : m + 2])
+            parts = {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
+            parts |= {name: getattr(self, name)[items] for name in _OF_ITEMS}
+            parts["lane"] = parts["lane"] - m * lanes
+            parts["item_sample"] = parts["item_sample"] - first_samples[m]
+            parts["lane_tokens"] = self.lane_tokens[m * lanes : (m + 1) * lanes]
+            microbatches.append(replace(self, **parts))
+        return microbatches
 
     def padded_to(self, tokens: int) -> GlobalMicrobatch:
         """Return the same samples in sequences of ``tokens`` tokens each, on all lanes."""

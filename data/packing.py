@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -178,6 +179,7 @@ def _dealt(node: _Node, turns: np.ndarray) -> np.ndarray:
 
 
 _ANY = 2**62
+_NUMBERS = 2**32  # more than samples in a step
 Sizes = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """positions (n,) -> tokens (n,) and rows (n,) of the samples there, int64."""
 
@@ -226,45 +228,88 @@ def packs_of_samples(used: Used, num_packs: int, samples: int) -> list[np.ndarra
 def packs_of_tokens(
     used: Used, num_packs: int, budget: TokenBudget, sizes: Sizes
 ) -> list[np.ndarray]:
-    """Return the next packs within ``budget``, which no sample may exceed."""
-    packs, end = list[np.ndarray](), used.end
-    position = np.array(used.passed_over, np.int64)
-    tokens, rows = sizes(position)
-    for _ in range(num_packs):
-        if len(position) < budget.window:
-            more = np.arange(end, end + budget.window)
-            more_tokens, more_rows = sizes(more)
-            position = np.concatenate((position, more))
-            tokens = np.concatenate((tokens, more_tokens))
-            rows = np.concatenate((rows, more_rows))
-            end += budget.window
-        is_left = np.ones(len(position), bool)
-        is_left[_best_fit(tokens[: budget.window], rows[: budget.window], budget)] = False
-        packs.append(position[~is_left])
-        position, tokens, rows = position[is_left], tokens[is_left], rows[is_left]
-    return packs
+    """Return the next packs within ``budget``; several calls give the same packs as one.
+
+    sizes: tokens and rows by position; no sample may exceed the budget.
+    """
+    window = _Window(used, budget, sizes)
+    return [np.array(window.next_pack(), np.int64) for _ in range(num_packs)]
 
 
-def _best_fit(tokens: np.ndarray, rows: np.ndarray, budget: TokenBudget) -> list[int]:
-    """Choose the next pack from the waiting samples, which are in order, the oldest first."""
-    left, pack = budget.tokens, list[int]()
-    rows_left = _ANY if budget.rows is None else budget.rows
-    assert tokens[0] <= left and rows[0] <= rows_left, (
-        f"a sample of {tokens[0]} tokens, {rows[0]} rows: more than {budget}"
-    )
-    longest = np.argsort(-tokens, kind="stable").tolist()
-    all_tokens, all_rows = tokens.tolist(), rows.tolist()
-    # The oldest until half of the budget is used, then the longest that fit. The room only shrinks,
-    # so a sample that did not fit once is not tried again.
-    shortest = all_tokens[longest[-1]]
-    for numbers, least in ((range(len(all_tokens)), budget.tokens // 2 + 1), (longest, shortest)):
-        for number in numbers:
-            if left < least:
-                break
-            if all_tokens[number] <= left and all_rows[number] <= rows_left and number not in pack:
-                pack.append(number)
-                left, rows_left = left - all_tokens[number], rows_left - all_rows[number]
-    return pack
+class _Window:
+    """The unused samples from which packs are chosen.
+
+    Samples are numbered by position. The search by length uses one integer per sample, its key:
+    most tokens last, the earliest of equals last. A sample then costs about a microsecond, less
+    than one call of NumPy.
+    """
+
+    def __init__(self, used: Used, budget: TokenBudget, sizes: Sizes) -> None:
+        self.budget, self.sizes = budget, sizes
+        self._max_rows = _ANY if budget.rows is None else budget.rows
+        self._end = used.end  # of what was looked up
+        self._position: list[int] = []  # by number, as the next four
+        self._tokens: list[int] = []
+        self._rows: list[int] = []
+        self._key: list[int] = []
+        self._taken: list[bool] = []
+        self._oldest = self._entered = self._waiting = 0
+        self._by_length: list[int] = []  # ascending: the keys of those that wait
+        self._rows_by_length: list[int] = []  # beside them
+        self._look_up(np.array(used.passed_over, np.int64))
+
+    def next_pack(self) -> list[int]:
+        """Return ascending positions, which leave the window."""
+        self._fill()
+        budget, taken, by_length = self.budget.tokens, self._taken, self._by_length
+        all_tokens, all_rows, rows_by_length = self._tokens, self._rows, self._rows_by_length
+        tokens, rows, pack = budget, self._max_rows, []
+        # The oldest, until half of the budget is used.
+        self._oldest = n = taken.index(False, self._oldest)
+        assert all_tokens[n] <= tokens and all_rows[n] <= rows, (
+            f"position {self._position[n]}: {all_tokens[n]} tokens, {all_rows[n]} rows, "
+            f"more than {self.budget}"
+        )
+        while n < self._entered and 2 * tokens > budget:
+            if not taken[n] and all_tokens[n] <= tokens and all_rows[n] <= rows:
+                i = bisect_left(by_length, self._key[n])
+                del by_length[i], rows_by_length[i]
+                tokens, rows, taken[n] = tokens - all_tokens[n], rows - all_rows[n], True
+                pack.append(n)
+            n += 1
+        # Best fit. Less and less fits, so what did not fit once need not be tried again.
+        i = bisect_right(by_length, tokens * _NUMBERS)
+        while i > 0:
+            i -= 1
+            if rows_by_length[i] <= rows:
+                n = -by_length[i] % _NUMBERS
+                del by_length[i], rows_by_length[i]
+                tokens, rows, taken[n] = tokens - all_tokens[n], rows - all_rows[n], True
+                pack.append(n)
+                i = bisect_right(by_length, tokens * _NUMBERS, 0, i)
+        self._waiting -= len(pack)
+        return [self._position[n] for n in sorted(pack)]
+
+    def _fill(self) -> None:
+        keys, by_length, beside = self._key, self._by_length, self._rows_by_length
+        for n in range(self._entered, self._entered + self.budget.window - self._waiting):
+            if n == len(keys):
+                self._look_up(np.arange(self._end, self._end + max(self.budget.window, n)))
+            i = bisect_left(by_length, keys[n])
+            by_length.insert(i, keys[n])
+            beside.insert(i, self._rows[n])
+        self._entered += self.budget.window - self._waiting
+        self._waiting = self.budget.window
+
+    def _look_up(self, positions: np.ndarray) -> None:
+        tokens, rows = self.sizes(positions)
+        number = np.arange(len(self._taken), len(self._taken) + len(positions))
+        self._position += positions.tolist()
+        self._tokens += tokens.tolist()
+        self._rows += rows.tolist()
+        self._key += (tokens * _NUMBERS - number).tolist()
+        self._taken += [False] * len(positions)
+        self._end = max(self._end, int(positions.max(initial=-1)) + 1)
 
 
 def deal(costs: np.ndarray, lanes: int) -> np.ndarray:

@@ -167,11 +167,8 @@ class StepPlanner:
         used = self.used_before(step)
         packs = self._packs(used)
         self._latest = step + 1, used.with_packs(packs)
-        lanes, planned = self.layout.language.dp, list[PlannedMicrobatch]()
-        for first in range(0, len(packs), lanes):
-            of_lanes = packs[first : first + lanes]
-            samples = plan_microbatch(self.indexes, self.order, of_lanes, self._padding)
-            planned.append(PlannedMicrobatch(samples, {}))
+        samples = plan_microbatch(self.indexes, self.order, packs, self._padding)
+        planned = [PlannedMicrobatch(part, {}) for part in samples.split(self.num_microbatches)]
         for name, grid in self.layout.encoders.items():
             step_loads = np.zeros(grid.dp, np.int64)
             for m, microbatch in enumerate(planned):
