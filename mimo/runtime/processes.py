@@ -100,7 +100,8 @@ def warm_up(preload: Sequence[str], variables: Mapping[str, str] | None = None) 
         with _without_main():
             forkserver.ensure_running()
     finally:
-        os.environ.clear()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)
 
 
