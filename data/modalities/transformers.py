@@ -333,18 +333,13 @@ def _processor(folder: str) -> Any:
 def load_processor(folder: str | Path) -> Any:
     """Return the processor of `AutoProcessor.from_pretrained`, with pillow for images.
 
-    Torchvision rounds differently. Without torchvision, transformers has no processor for videos;
-    it is then left out, though many models ask for it. Raises ImportError for other missing
-    packages, and OSError, ValueError or KeyError for a folder whose processor is unknown.
+    Torchvision rounds differently. Raises ImportError for missing packages, and OSError, ValueError
+    or KeyError for a folder whose processor is unknown.
     """
     from transformers.processing_utils import MODALITY_TO_AUTOPROCESSOR_MAPPING as AUTO
-    from transformers.utils.import_utils import is_torchvision_available
 
-    base, parts = without_videos(processor_class(folder)), []
+    base, parts = processor_class(folder), []
     for name in base.get_attributes():
-        if name == "video_processor" and not is_torchvision_available():
-            parts.append(None)
-            continue
         backend = {"backend": "pil"} if name == "image_processor" else {}
         parts.append(AUTO[name].from_pretrained(folder, **backend, **_LOCAL))
     settings, _ = base.get_processor_dict(folder, **_LOCAL)
@@ -365,16 +360,3 @@ def processor_class(folder: str | Path) -> Any:
         if named is not None and (known := processor_class_from_name(named)) is not None:
             return known
     return PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(str(folder), **_LOCAL))]
-
-
-def without_videos(base: Any) -> Any:
-    """Return a processor's class that takes None for its processors of videos and audio."""
-
-    class ImagesOnly(base):
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name in ("video_processor", "feature_extractor") and argument is None:
-                return None
-            return super().check_argument_for_proper_class(argument_name, argument)
-
-    ImagesOnly.__name__ = base.__name__  # the name decides which files it reads
-    return ImagesOnly

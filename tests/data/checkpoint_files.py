@@ -124,23 +124,8 @@ def hf_processor(family: str, folder: Path, **options: Any) -> Any:
         template = tokenizer.chat_template
         return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=ROWS)
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 20, **options)
-    kind = _Qwen3 if family == "qwen3_vl" else _Qwen25
+    kind = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2_5_VLProcessor
     return kind(images, tokenizer, BaseVideoProcessor(), chat_template=tokenizer.chat_template)
-
-
-class _WithoutTorchvision:
-    """transformers looks up the class of a video processor, which fails without torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
-        return type(argument)
-
-
-class _Qwen25(_WithoutTorchvision, Qwen2_5_VLProcessor):
-    pass
-
-
-class _Qwen3(_WithoutTorchvision, Qwen3VLProcessor):
-    pass
 
 
 def our_processor(family: str) -> ImageProcessor | SquareImageProcessor:

@@ -23,7 +23,6 @@ from transformers.models.auto import modeling_auto as models
 from transformers.models.auto import processing_auto as wholes
 from transformers.models.auto import video_processing_auto as videos
 
-from data.modalities.transformers import without_videos
 from data.text.digits import chat_template, conversation
 from mimo.checkpoint.hf.examples import count_rows
 from mimo.checkpoint.hf.shrink import build, sections, shrink
@@ -39,9 +38,22 @@ _NAMED_TOKENS = {
 _SPECIAL = re.compile(r"<[^\s<>{}]+>|\[[A-Z_]+\]")
 _TOKEN_KEY = re.compile(r"(.+?_token)_(?:id|index)")
 _PLACEHOLDERS = ("image_token", "media_placeholder_token")
-_REFUSED = {
-    "aria": "its processor makes images of 490 or 980 pixels, too many for a tiny tower",
+REFUSED = {
+    "fuyu": "its processor writes one image before the text of a chat",
+    "pp_chart2table": "its processor does not expand the token of an image",
+    "shieldgemma2": "its processor writes the questions about an image itself",
     "t5gemma2": "it has an encoder and a decoder of text",
+}
+# What the code of a class fixes: of its tower, its whole processor, and that of images.
+_TOWERS: dict[str, dict[str, Any]] = {
+    "aria": {"image_size": 980, "patch_size": 98, "projector_patch_to_query_dict": {100: 4}},
+    "deepseek_ocr2": {"image_size": 256},
+    "got_ocr2": {"image_size": 256},
+}
+_WHOLES: dict[str, dict[str, Any]] = {"aria": {"size_conversion": {980: 4}}}
+_IMAGES: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {"tile_size": 192, "max_patches": 2},
+    "step3p7": {"patch_size": 16},  # pixels along an edge of a tile
 }
 # Classes that share another's processors without transformers saying so.
 _LIKE = {
@@ -57,6 +69,7 @@ _SYNONYMS = {
     "merge_size": ("spatial_merge_size", "merge_size", "downsample_factor"),
     "patch_size": ("patch_size", "spatial_patch_size"),
     "encoder_patch_size": ("patch_size",),
+    "vision_patch_size": ("patch_size",),
     "img_size": ("image_size",),
 }
 _PIXEL_TILES = (2, 6)  # smallest and largest image, in rows of the tower along an edge
@@ -83,14 +96,17 @@ def make(model_type: str) -> tuple[PreTrainedModel, Any]:
 
 
 def _make(model_type: str) -> tuple[PreTrainedModel, Any]:
-    if model_type in _REFUSED:
-        raise ValueError(_REFUSED[model_type])
+    if model_type in REFUSED:
+        raise ValueError(REFUSED[model_type])
     whole, image, video, audio = _processor_classes(model_type)
     config = shrink(getattr(transformers, classes()[model_type]).config_class())
     for _, part in sections(config):
         if hasattr(part, "position_embedding_size"):
             part.position_embedding_size = 1024  # for images of any shape: Gemma-4 has 630 patches
-    settings, pixels = _processor_settings(whole, config), _image_settings(image, config)
+        for key in _TOWERS.get(model_type, {}).keys() & vars(part).keys():
+            setattr(part, key, _TOWERS[model_type][key])
+    settings = _processor_settings(whole, config) | _WHOLES.get(model_type, {})
+    pixels = _image_settings(image, config) | _IMAGES.get(model_type, {})
     if not settings.keys() & set(_ROWS):  # PaliGemma's processor reads it there
         pixels["image_seq_length"] = _num_patches(config)
     parts: dict[str, Any] = {k: None for k in whole.get_attributes() if k != "tokenizer"}
@@ -119,7 +135,7 @@ def _make(model_type: str) -> tuple[PreTrainedModel, Any]:
 def _processor_classes(model_type: str) -> list[Any]:
     """Return the classes of the whole processor and of those of images, videos and audio.
 
-    The last two are None where there is none or a library is missing.
+    The last two may be None.
     """
 
     def names(module: Any, table: str) -> Any:
@@ -131,11 +147,7 @@ def _processor_classes(model_type: str) -> list[Any]:
         raise ValueError("transformers has no processor for it")
     image, video = image.get("pil", image.get("torchvision")), video.get("torchvision")
     class_names = (whole, image, video, audio)
-    kinds = [getattr(transformers, name) if name else None for name in class_names]
-    kinds = [None if getattr(kind, "is_dummy", False) else kind for kind in kinds]
-    if None in kinds[:2]:
-        raise ValueError("its processor needs torchvision; install it")
-    return kinds
+    return [getattr(transformers, name) if name else None for name in class_names]
 
 
 def _make_processor(kind: Any, parts: dict[str, Any], settings: dict[str, Any]) -> Any:
@@ -154,11 +166,15 @@ def _make_processor(kind: Any, parts: dict[str, Any], settings: dict[str, Any]) 
     processor: Any = None
     for _ in range(2):
         tokenizer = byte_level_tokenizer({**dict.fromkeys(others), **specials})
-        processor = without_videos(kind)(**parts, tokenizer=tokenizer, **settings)
+        processor = kind(**parts, tokenizer=tokenizer, **settings)
         values = [v for k, v in vars(processor).items() if k.endswith("_token")]
         others += [value for value in values if isinstance(value, str)]
     tokens = (getattr(processor, n, None) for n in ("image_placeholder_token", "image_token"))
-    processor.chat_template = chat_template({"image": next(filter(None, tokens), "<image>")})
+    template = chat_template({"image": next(filter(None, tokens), "<image>")})
+    if kind.__name__.startswith("HunYuan"):  # it insists on its own tokens around an image
+        template = template.replace("<|vision_start|>", processor.image_start_token)
+        template = template.replace("<|vision_end|>", processor.image_end_token)
+    processor.chat_template = template
     return processor
 
 
@@ -220,7 +236,7 @@ def _image_settings(kind: Any, config: PreTrainedConfig) -> dict[str, Any]:
                 return {"shortest_edge": low, "longest_edge": high}
             if default.keys() == {"shortest_edge", "longest_edge"}:
                 sizes["shortest_edge"] = edge // 2
-            elif name == "size" and "max_image_size" in defaults:
+            elif name == "size" and "longest_edge" in default and "max_image_size" in defaults:
                 sizes["longest_edge"] = 2 * edge  # so that there are several tiles
             return sizes
         if name in fixed:
@@ -239,10 +255,15 @@ def _image_settings(kind: Any, config: PreTrainedConfig) -> dict[str, Any]:
 def encode(processor: Any, num_images: int) -> Mapping[str, Any]:
     """Return a conversation about images of different sizes as the model's tensors."""
     messages = conversation(["image"] * num_images, "what digit is this ?", "7")
-    for i, part in enumerate(messages[0]["content"][:num_images]):
-        part["image"] = Image.effect_noise((40 + 50 * i, 60), 90).convert("RGB")
-    return processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt"
+    sizes = [(40 + 50 * i, 60) for i in range(num_images)]
+    images: Any = [Image.effect_noise(size, 90).convert("RGB") for size in sizes]
+    is_flat = type(processor).__name__.startswith("GotOcr2")  # for it, a list in a list is pages
+    return processor(
+        text=[processor.apply_chat_template(messages)],
+        images=images if is_flat else [images],
+        add_special_tokens=False,
+        return_mm_token_type_ids=True,
+        return_tensors="pt",
     )
 
 

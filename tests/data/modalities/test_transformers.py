@@ -6,7 +6,6 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from data.modalities.transformers import TransformersMedia, load_processor, medi
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, build_tokenizer, write_tiny
 from tests.data.conftest import WriteShard, build_index
-from tests.data.video_oracle import _torchvision
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -74,7 +72,7 @@ def internvl(folder: Path) -> None:
         size={"height": 28, "width": 28}, min_patches=1, max_patches=6
     )
 
-    # In files of their own, as older versions wrote them: without torchvision it has no videos.
+    # In files of their own, as older versions wrote them.
     images.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
@@ -108,8 +106,6 @@ def pixtral(folder: Path) -> None:
     tokenizer = _tokenizer("[IMG]", ["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
     processor = PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
     _write(folder, "mistral3", processor, "[IMG]")
-    # Without torchvision, for which there are stand-ins, the class is not found by its name.
-    ours.processor_class = lambda folder: PixtralProcessor
 
 
 def tiny(family: str) -> Callable[[Path], None]:
@@ -120,7 +116,7 @@ def tiny(family: str) -> Callable[[Path], None]:
 
 
 FOLDERS: dict[str, Callable[[Path], None]] = {
-    "mistral3": pixtral,  # the first: its stand-ins go when the next folder comes
+    "mistral3": pixtral,
     "qwen2_5_vl": tiny("qwen2_5_vl"),
     "qwen3_vl": tiny("qwen3_vl"),
     "gemma3": tiny("gemma3"),
@@ -135,15 +131,10 @@ PARAMS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in 
 
 
 @pytest.fixture(scope="module", params=PARAMS)
-def folder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("folders") / request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours, "processor_class", ours.processor_class)  # restored at the end
-        with _torchvision() if request.param == "mistral3" else nullcontext():
-            FOLDERS[request.param](path)
-            yield path
+    FOLDERS[request.param](path)
+    return path
 
 
 @pytest.fixture
@@ -320,26 +311,22 @@ def test_a_video_is_one_item_of_several_runs_with_the_arrays_of_the_processor(
     qwen: str, fresh: None
 ):
     frames = [noise((64, 96), seed) for seed in range(4)]
-    with _torchvision():
-        from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
-
-        processor, media = ours._processor(qwen), TransformersMedia(qwen, "video")
-        processor.video_processor = Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
-        part = Part((64, 96), frames=4, fps=4.0)
-        plan = media.plan(part)
-        patches = media.item_patches(frames, part, 0)
-        theirs = processor.video_processor(
-            videos=[np.stack([np.asarray(frame) for frame in frames])],
-            do_sample_frames=False,
-            return_tensors="pt",
-        )
+    processor, media = load_processor(qwen), TransformersMedia(qwen, "video")
+    part = Part((64, 96), frames=4, fps=4.0)
+    plan = media.plan(part)
+    patches = media.item_patches(frames, part, 0)
+    theirs = processor.video_processor(
+        videos=[np.stack([np.asarray(frame) for frame in frames])],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
     assert (plan.grid, plan.num_items, len(plan.slot_rows or ())) == ((4, 96, 64), 1, 2)
-    assert plan.text.index("<0.1 seconds>") < plan.text.index("<0.6 seconds>")
+    assert plan.text.index("<0.2 seconds>") < plan.text.index("<0.8 seconds>")
     form = media.form(plan.grid, part.fps)
     arrays = {**form.arrays, **form.content(torch.from_numpy(patches))}
     assert list(arrays) == ["pixel_values_videos", "video_grid_thw"]
     t, h, w = arrays["video_grid_thw"][0].tolist()
-    assert t * h * w == 4 * plan.num_rows
+    assert t * h * w == 9 * plan.num_rows
     assert all(torch.equal(array, theirs[name]) for name, array in arrays.items())
 
 

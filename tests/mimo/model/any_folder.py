@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from data.index.reader import SampleReader
-from data.modalities.transformers import TransformersMedia, load_processor
+from data.modalities.transformers import TransformersMedia
 from data.text.chat import EncodedSample
 from mimo.check.compare import RankSteps, Reference, ReferenceParameter
 from mimo.check.workload import Sample, picture_samples, write_shard
@@ -134,16 +134,15 @@ def open_model(folder: Path, dtype: str = "float32") -> Any:
 
 
 def open_processor(folder: Path) -> Any:
-    """Return the folder's processor, as anyone loads it where torchvision is not needed."""
-    from transformers import AutoProcessor
-    from transformers.utils.import_utils import is_torchvision_available
+    """Return the folder's processor, as anyone loads it, with pillow for images."""
+    from transformers import AutoImageProcessor, AutoProcessor
 
-    if not is_torchvision_available():  # else it does not use pillow, and rounds otherwise
-        try:
-            return AutoProcessor.from_pretrained(folder, local_files_only=True)
-        except (ImportError, OSError):  # its processor of videos needs it
-            pass
-    return load_processor(folder)
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    # Torchvision rounds differently.
+    processor.image_processor = AutoImageProcessor.from_pretrained(
+        folder, backend="pil", local_files_only=True
+    )
+    return processor
 
 
 def with_pictures(sample: Sample) -> list[dict[str, Any]]:
