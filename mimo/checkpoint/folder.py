@@ -42,12 +42,11 @@ _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
 class Progress:
     """Where a run stands. The schedule follows from the step, the data from the samples.
 
-    samples, passed_over: the samples of the order that are used, see `data.packing.Used`; a run
-    with another batch size or budget continues with the others.
+    samples, passed_over: the samples of the order that are used, see `data.packing.Used`.
     skipped_samples: number of samples that could not be read, also of sources that were left out
     since. skipped: (data source, sample) of the others, independent of layout and batch size.
-    mixtures: the order of samples, of all positions so far.
-    skipped_steps: number of steps that updated no module, because a number was not finite.
+    mixtures: the order of samples, of all positions so far. skipped_steps: number of steps that
+    updated no module, because a number was not finite.
     """
 
     step: int
@@ -60,7 +59,6 @@ class Progress:
 
     @property
     def used(self) -> Used:
-        """The samples of the order that are used."""
         return Used(self.samples, self.passed_over)
 
     def after_step(self, step: int, used: Used, is_skipped: bool) -> Progress:
@@ -94,10 +92,7 @@ def read_progress(checkpoint: Path) -> Progress:
 def complete(
     folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] | None = None
 ) -> None:
-    """Add what makes a folder of tensors a checkpoint, the manifest last; all is on disk.
-
-    sums: of files that are on disk already, by name; others are read and synced.
-    """
+    """Make a folder of tensors a checkpoint, on disk. sums: by name, of files that are synced."""
     write_progress(folder, progress)
     write_synced(folder / "recipe.yaml", recipe_yaml)
     # A listing of a shared file system may lack files that other machines have written.
@@ -247,10 +242,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def all_checkpoints(path: Path) -> list[Path]:
-    """Return all checkpoints of a run, a ``checkpoints`` folder or a checkpoint, by step.
-
-    Damaged ones are included. Raises InputError if there are none.
-    """
+    """Return a run's checkpoints by step, damaged ones included. Raises InputError without any."""
     if _STEP_FOLDER.fullmatch(path.name) or (path / _PROGRESS).is_file():
         return [path]
     runs = (path, *phase_folders(path).values())

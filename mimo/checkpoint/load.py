@@ -23,10 +23,7 @@ Index = Mapping[str, StoredTensor]
 
 
 def read_start_index(start: Start) -> Index:
-    """Return the tensors that a run starts with, which rank 0 reads; every rank calls this.
-
-    Raises InputError, on all of them, for a checkpoint that cannot be read.
-    """
+    """Return the tensors to start with; rank 0 reads them, all ranks call it. Raises InputError."""
     if isinstance(start, FromScratch):
         return {}
     checkpoint = start.checkpoint
@@ -58,7 +55,6 @@ def load_start(
 def _load_all(
     modules: Modules, checkpoint: Path, stored: Index, on_progress: Callable[[], None]
 ) -> None:
-    """Load weights and optimizers, and print on rank 0 what starts afresh."""
     notes = set[str]()
     for name, module in modules.items():
         module.wait_param_gather()
@@ -96,11 +92,7 @@ def load_weights(
 
 
 def with_fallbacks(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
-    """Return the wanted pieces; what the checkpoint lacks is read from the weights.
-
-    An fp32 run has no master weights. A missing average starts from the master weights, or from the
-    weights without them.
-    """
+    """Return the pieces; master weights stand in for missing averages, weights for masters."""
     master, average = key_of(MASTER, ""), key_of(EMA, "")
     replaced = []
     for piece in pieces:

@@ -132,7 +132,6 @@ class Summing:
         self.num_bytes, self._crc, self._block_ends = 0, 0, bytearray()
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """Continue with the next bytes of the file, however many."""
         rest = memoryview(chunk)
         while rest:
             part = rest[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
@@ -183,7 +182,6 @@ class Listed:
     block_bytes: int = BLOCK_BYTES
 
     def is_intact(self, block: int, content: memoryview) -> bool:
-        """Return whether a block has the bytes that were written."""
         begin = block * _CHECKSUM_BYTES
         before = self.blocks[max(begin - _CHECKSUM_BYTES, 0) : begin]
         after = self.blocks[begin : begin + _CHECKSUM_BYTES]

@@ -60,16 +60,12 @@ class _CheckedReader:
         self._cache, self._cached_block = memoryview(b""), -1
 
     def close(self) -> None:
-        """Close the open file, if any."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def read(self, file: Listed, begin: int, target: memoryview) -> None:
-        """Fill target (n,) uint8 from byte ``begin`` of a file on.
-
-        Raises InputError if the file is missing or damaged, Unreadable if the file system fails.
-        """
+        """Fill target (n,) uint8 from byte ``begin`` of a file. Raises InputError or Unreadable."""
         if file is not self._file:
             self._open(file)
         while target:
@@ -162,8 +158,7 @@ def _parts_of(
 ) -> list[_Part]:
     """Return the parts to read, in the order of the files; what several pieces want only once.
 
-    max_bytes: of a part, unless a row is longer. Raises InputError for a tensor that is missing or
-    has another shape.
+    max_bytes: of a part, unless a row is longer. Raises InputError for a tensor that does not fit.
     """
     targets_of: dict[tuple[str | int, ...], list[Piece]] = {}
     for piece in wanted:

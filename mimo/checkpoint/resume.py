@@ -65,7 +65,6 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The phase's complete recipe."""
         return self.phase.recipe
 
     @property

@@ -319,7 +319,6 @@ def _size_of(path: Path) -> int:
 
 
 def _report_path(folder: Path, rank: int) -> Path:
-    """Return where a rank reports how its file ended."""
     return folder / f"rank_{rank}.json"
 
 

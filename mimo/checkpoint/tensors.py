@@ -132,10 +132,7 @@ def _chunks(values: Tensor) -> Iterator[memoryview]:
 
 
 def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
-    """Write the index of the ranks' complete files; one rank calls it.
-
-    text: what an earlier call returned for the same headers.
-    """
+    """Write and return the index, on one rank. text: the index, if no file's header has changed."""
     text = text or _index_of(folder, num_ranks)
     write_synced(folder / _INDEX, text)
     return text
@@ -196,10 +193,7 @@ def _gap(tensor: StoredTensor) -> str | None:
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a checkpoint by key.
-
-    Raises InputError if the index is missing, damaged or of another version.
-    """
+    """Return a checkpoint's tensors by key. Raises InputError for a missing or damaged index."""
     files = {file.name: file for file in listed_files(folder)}
     with parsing(folder / _INDEX):
         document = read_document(folder / _INDEX, files[_INDEX].crc32)

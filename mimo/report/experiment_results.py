@@ -49,10 +49,7 @@ class Followed:
 
 
 def bound(step: int, precision: str) -> float | None:
-    """Return the largest relative difference of losses that rounding explains at a step, from 0.
-
-    None if rounding explains any difference.
-    """
+    """Return the largest relative difference by rounding at a step, from 0; None if unbounded."""
     doubled = max(0, step + 1 - STRICT_STEPS) / _STEPS_TO_DOUBLE
     allowed = _FIRST[precision] * 2.0 ** min(doubled, 64.0)
     return allowed if allowed <= _LIMIT else None
@@ -135,7 +132,6 @@ class Result:
 
     @property
     def state(self) -> str:
-        """The state in words; `follows` if the layout follows the reference."""
         if self.error:
             return "failed"
         if any(outcome.job for outcome in self.outcomes):
@@ -169,10 +165,7 @@ def warmup_steps(steps: int) -> int:
 
 
 def _steady(curves: Mapping[str, Curve]) -> dict[str, float]:
-    """Return medians of metrics without the first steps, the last loss and the peak of memory.
-
-    Metrics without later values have the median of all steps.
-    """
+    """Return medians after the warm-up, or of all steps; of loss the last, of memory the peak."""
     first, figures = warmup_steps(num_steps(curves)), dict[str, float]()
     for name, curve in curves.items():
         late = curve.values[(curve.steps > first) & np.isfinite(curve.values)]

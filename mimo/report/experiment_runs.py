@@ -45,12 +45,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run and of its folder."""
         return f"{self.layout}.{self.repeat}"
 
     @property
     def run_dir(self) -> Path:
-        """The run folder."""
         return self.folder / self.name
 
     @property
@@ -80,16 +78,13 @@ class Run:
 
     @property
     def was_submitted(self) -> bool:
-        """True if a job of the run was submitted."""
         return (self.run_dir / LAUNCH / "jobs.jsonl").exists()
 
     def started_with(self, recipe: Recipe) -> bool:
-        """Check if the last start had this recipe."""
         path = self.recipe_file
         return path.exists() and path.read_text(encoding="utf-8") == recipe.to_yaml()
 
     def curves(self) -> dict[str, Curve]:
-        """Return its metrics by name."""
         return read_curves(self.run_dir / METRICS)
 
 
@@ -108,7 +103,6 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
-        """True if all steps are done."""
         return not self.error and not self.job
 
 
@@ -118,9 +112,8 @@ def num_steps(curves: Mapping[str, Curve]) -> int:
 
 
 def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
-    """Check each layout that has runs left, before the first run starts.
+    """Check each layout that has runs left. check: raises RecipeError for one that cannot run.
 
-    check: raises RecipeError for a layout that cannot run.
     Raises RecipeError with the refusals of all layouts; a line names the layouts that it is about.
     """
     refused, to_do = dict[str, list[str]](), set[str]()
@@ -183,10 +176,7 @@ class Interrupted(Exception):
 
 
 def run_here(runs: Sequence[Run], steps: int) -> Iterator[Outcome]:
-    """Train what is not done yet, one run after the other; yield the outcome of each.
-
-    steps: of each run. Raises Interrupted when a run was asked to stop.
-    """
+    """Train the runs that are not done, in order; yield the outcome of each. Raises Interrupted."""
     for number, run in enumerate(runs, start=1):
         title = f"run {number} of {len(runs)}, {run.name}"
         outcome = collect(run)
@@ -198,10 +188,7 @@ def run_here(runs: Sequence[Run], steps: int) -> Iterator[Outcome]:
 
 
 def _train(run: Run) -> int:
-    """Run `mimo train`, which continues from its checkpoint if it has one; return the exit code.
-
-    Signals to this process are passed on. Raises Interrupted.
-    """
+    """Run `mimo train`, pass signals on, and return its exit code. Raises Interrupted."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mimo.cli.main", "train", str(run.recipe_file), "--resume"]
     with run.log.open("w") as log, run.errors.open("w") as errors:
@@ -229,8 +216,7 @@ def _train(run: Run) -> int:
 def submit(runs: Sequence[Run], cluster: Path | None) -> list[Outcome]:
     """Submit the runs that are neither done nor queued; return the outcomes of refused runs.
 
-    cluster: a file of `cluster:` keys. Raises RecipeError for layouts that cannot run, before
-    anything is submitted.
+    cluster: a file of `cluster:` keys. Raises RecipeError before anything is submitted.
     """
     groups, refused = dict[tuple[str, ...], dict[Run, Job]](), list[Outcome]()
     waiting = {run: job for run in runs if (job := waits_for(run))}

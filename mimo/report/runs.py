@@ -42,7 +42,6 @@ class Curve:
 
     @property
     def is_zero(self) -> bool:
-        """True if no finite value differs from zero."""
         return not self.finite.any()
 
 
@@ -77,17 +76,14 @@ class RunData:
 
     @property
     def steps_done(self) -> int:
-        """The last step in the metrics."""
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
 
     @property
     def steps_planned(self) -> int | None:
-        """The steps of the recipe; None if it cannot be read."""
         return self.value_of("train.steps")
 
     @property
     def state(self) -> str:
-        """The state in words: ended, running, or stopped and why."""
         if self.steps_planned is not None and self.steps_done >= self.steps_planned:
             return "ended"
         if self.alive:
@@ -116,10 +112,7 @@ class RunData:
 
 
 def read_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
-    """Read the run in a folder, or the runs of its phases, in order.
-
-    newest_bytes: see `read_curves`. Raises InputError if there is no run.
-    """
+    """Read a folder's run or its phases, in order; see `read_curves`. Raises InputError."""
     folders = [*phase_folders(folder).values()] or [folder]
     if not any((f / "recipe.yaml").exists() or (f / METRICS).exists() for f in folders):
         raise InputError(

@@ -49,7 +49,6 @@ class View:
 
     @property
     def goes_on(self) -> bool:
-        """True if the run may still make progress."""
         return self.may_be_queued or bool(self.holder) or any(run.alive for run in self.runs)
 
     @property
@@ -59,7 +58,6 @@ class View:
 
     @property
     def has_ended(self) -> bool:
-        """True if all steps are done."""
         return bool(self.runs) and all(run.state == "ended" for run in self.runs)
 
     @property
@@ -110,8 +108,8 @@ def _is_of_job(number: str, job: str) -> bool:
 def _queue(user: int) -> list[list[str]]:
     """Return number, state, time, time left, and nodes or reason of each job of a user.
 
-    All jobs are asked for, because squeue fails for the number of a job that SLURM has forgotten.
-    Raises OSError or SubprocessError where SLURM does not answer.
+    Of all jobs, because squeue fails for the number of a job that SLURM has forgotten. Raises
+    OSError or SubprocessError.
     """
     ask = ["squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i|%T|%M|%L|%R"]
     answer = subprocess.run(

@@ -33,9 +33,8 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     run: a run or checkpoint folder. The Hugging Face folder that it started from must still be
-    there: every weight is compared with it, so that nothing trained is lost. average: write the
-    moving average. Raises InputError for a checkpoint without adapters, or if other weights than
-    adapters and a projector's were trained.
+    there: every weight is compared with it. average: write the moving average. Raises InputError
+    without adapters, or if other weights than adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
     if not any(weight.lora for weight in trained.weights):

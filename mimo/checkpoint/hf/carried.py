@@ -39,7 +39,6 @@ class Carried:
         yield from shards_of(self.tensors.items(), num_bytes) if self.tensors else ()
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors as they are stored."""
         assert self.stored is not None, "all tensors are there"
         return {name: self.stored.read(name) for name in names}
 
@@ -66,8 +65,7 @@ def _first(names: Iterable[str]) -> str:
 def carried_of(folder: Path, assets: Path, trained: list[Source]) -> Carried:
     """Return the tensors and files to carry. folder: `init_from`, which may no longer exist.
 
-    assets: the checkpoint's, with a record of the folder. trained: the trained tensors.
-    Raises InputError if tensors that were in the folder are gone.
+    assets: the checkpoint's. Raises InputError if tensors that were in the folder are gone.
     """
     contents = read_json(assets / RECORD) if (assets / RECORD).is_file() else None
     try:

@@ -196,7 +196,6 @@ class Conversion:
         return next((group.name for group in groups if disk in group.on_disk.values()), disk)
 
     def is_tied(self, key: str) -> bool:
-        """Return whether several parameters of the model share this tensor."""
         return len(self._ties.get(key, ())) > 1
 
     def group(self, key: str) -> str:

@@ -63,10 +63,9 @@ def convert_to_hf(
 ) -> None:
     """Write the folder ``target``: weights, index, configuration, tokenizer and processor files.
 
-    run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
-    the largest size of a file; a larger tensor has a file to itself. average: write the moving
-    average of the weights. Tensors and files of the original folder that are not trained are
-    copied. Raises InputError for a checkpoint of another kind or if those tensors are gone.
+    run: a run or checkpoint folder. shard_bytes: the largest size of a file; a larger tensor has a
+    file to itself. average: write the moving average of the weights. Tensors and files of the
+    original folder that are not trained are copied. Raises InputError, also if these are gone.
     """
     trained = open_trained(run, average)
     changed = _changed_settings(trained.recipe, trained.architecture, trained.assets)
@@ -163,7 +162,6 @@ class TrainedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
         return self.stored[self.key][1]
 
     @property
@@ -203,7 +201,6 @@ class TrainedModel:
 
     @property
     def assets(self) -> Path:
-        """The folder with the configuration, the tokenizer and the processor's files."""
         return self.checkpoint / ASSETS
 
     def read(
@@ -218,10 +215,7 @@ class TrainedModel:
 
 
 def open_trained(run: Path, average: bool = False) -> TrainedModel:
-    """Open the trained model in a run or checkpoint folder. average: read the moving average.
-
-    Raises InputError for a model that did not start from a Hugging Face checkpoint.
-    """
+    """Open the model of a run or checkpoint, or its moving average. Raises InputError."""
     checkpoint = find_checkpoint(run)
     open_checkpoint(checkpoint)
     recipe = load_recipe(checkpoint / "recipe.yaml")
@@ -289,10 +283,7 @@ def differences(recipe: Recipe, architecture: Architecture, folder: Path) -> Ite
 
 
 def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
-    """Return the recipe's image settings that differ from the folder's.
-
-    Raises RecipeError for others.
-    """
+    """Return image settings that differ from the folder's. Raises RecipeError for others."""
     changed = [*differences(recipe, architecture, folder)]
     problems = [
         f"  {dotted((*key_of(item.module), 'model'))}.{item.key} is {item.value}, "
@@ -310,7 +301,6 @@ def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) 
 
 
 def _write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:
-    """Write changed image settings into the files of ``folder`` that transformers reads."""
     if not changed:
         return
     for name, nested in ((WHOLE, "image_processor"), ("preprocessor_config.json", None)):

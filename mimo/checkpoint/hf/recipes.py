@@ -121,10 +121,7 @@ def item_keys(folder: Path) -> dict[str, Any]:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return the folder of a Hub id in the cache of Hugging Face; None if there is none.
-
-    It is downloaded if the machine is online. Raises StartError if files cannot be written.
-    """
+    """Return a Hub id's folder in the local cache, downloaded if absent. Raises StartError."""
     if not _HUB_ID.fullmatch(name):
         return None
     from huggingface_hub import snapshot_download
@@ -150,10 +147,7 @@ def tower_settings(
 
 
 def architecture_of_folder(folder: Path, family: str | None = None) -> Architecture:
-    """Return the architecture of a folder. Raises InputError if it is no known model.
-
-    family: of the language model, if a recipe gives one.
-    """
+    """Return a folder's architecture. family: of a recipe's language model. Raises InputError."""
     try:
         return architecture_of(read_config(folder).get("model_type"), family)
     except StartError:
@@ -193,10 +187,7 @@ def _fill_module(
 
 
 def config_of_folder(folder: Path) -> PretrainedConfig:
-    """Return the configuration of the whole model in a folder.
-
-    Raises InputError for a model that is code in the folder, or that transformers does not know.
-    """
+    """Return a whole model's configuration. Raises InputError if it is unknown, or code."""
     from transformers import AutoConfig  # late: it takes seconds to import
 
     try:

@@ -78,14 +78,10 @@ class WeightsFolder:
             self._file_of[key] = file
 
     def file_of(self, key: str) -> str:
-        """Return the name of the file with a tensor."""
         return self._file_of[key].name
 
     def read(self, key: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return these rows of a tensor, and of a matrix these columns of them, as stored.
-
-        Nothing else is read from the file.
-        """
+        """Return these rows, of a matrix these columns of them, as stored; nothing else is read."""
         reader = self._reader(self._file_of[key])
         if not self.shapes[key]:
             return reader.get_tensor(key)  # no slice of a scalar can be read
