@@ -64,8 +64,7 @@ def contents_of(folder: Path) -> dict[str, Any]:
 def collect_assets(recipe: Recipe, target: Path) -> None:
     """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    A record there says what the model's folder held at first, for exports. From a tokenizer in
-    another folder only its own files go beside the model's, for exports.
+    For exports, with a record of the model's folder, and a separate tokenizer's files beside.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:

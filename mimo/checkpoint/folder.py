@@ -62,7 +62,6 @@ class Progress:
         return Used(self.samples, self.passed_over)
 
     def after_step(self, step: int, used: Used, is_skipped: bool) -> Progress:
-        """Return the progress after this step, done or skipped, which leaves ``used``."""
         return replace(
             self,
             step=step + 1,
@@ -197,7 +196,6 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _by_age(checkpoints: Path) -> list[Path]:
-    """Return all checkpoints of a folder in the order in which they were written."""
     named = (path for path in checkpoints.glob("step_*") if _STEP_FOLDER.fullmatch(path.name))
     return sorted(filter(Path.is_dir, named), key=lambda path: path.stat().st_mtime)
 
@@ -218,10 +216,7 @@ def final_checkpoint(recipe: Recipe) -> Path:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """Return the latest checkpoint of a run, of its last phase that has any, or ``path`` itself.
-
-    path: a folder of a run, of checkpoints, or a checkpoint. None if there is none.
-    """
+    """Return the latest checkpoint of a run's last phase with any, or ``path`` itself, or None."""
     for run in (path, *reversed(phase_folders(path).values())):
         for folder in (run, run / "checkpoints"):
             if (folder / _PROGRESS).is_file():

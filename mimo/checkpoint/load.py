@@ -16,10 +16,8 @@ from mimo.checkpoint.tensors import StoredTensor, averages, read_index
 from mimo.engines.contract import EMA, MASTER, MOMENTS, STEP, Module, Piece, key_of, kind_of
 from mimo.families.keymap import is_adapter
 
-Modules = Mapping[str, Module]
-"""The modules of which this rank has a part, by name."""
-Index = Mapping[str, StoredTensor]
-"""The tensors of a checkpoint, by key."""
+Modules = Mapping[str, Module]  # of which this rank has a part, by name
+Index = Mapping[str, StoredTensor]  # the tensors of a checkpoint, by key
 
 
 def read_start_index(start: Start) -> Index:
@@ -31,10 +29,7 @@ def read_start_index(start: Start) -> Index:
 
 
 def load_start(
-    modules: Modules,
-    start: Start,
-    stored: Index,
-    on_progress: Callable[[], None] = lambda: None,
+    modules: Modules, start: Start, stored: Index, on_progress: Callable[[], None] = lambda: None
 ) -> Progress:
     """Load the state in which the run starts; every rank of the world calls it.
 

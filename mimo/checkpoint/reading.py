@@ -27,12 +27,9 @@ from mimo.device import local_device
 from mimo.engines.contract import Piece
 from mimo.errors import InputError, StartError
 
-_CHUNK_BYTES = 1 << 22
-"""Bytes that are read at a time by a rank that reads alone."""
-_TURN_BYTES = 1 << 20
-"""Bytes of a turn: enough for a disk or a network, few beside the tensors."""
-_ROUND_BYTES = 1 << 26
-"""Bytes of a round, of which each rank has a copy; with many ranks their turns get smaller."""
+_CHUNK_BYTES = 1 << 22  # that are read at a time by a rank that reads alone
+_TURN_BYTES = 1 << 20  # enough for a disk or a network, few beside the tensors
+_ROUND_BYTES = 1 << 26  # of which each rank has a copy; with many ranks their turns get smaller
 _ALIGNMENT = 8
 
 
@@ -46,7 +43,8 @@ def shards_of[T](items: Iterable[tuple[T, int]], num_bytes: int) -> Iterator[lis
             shard, shard_bytes = [], 0
         shard.append(item)
         shard_bytes += size
-    yield shard
+    if shard:
+        yield shard
 
 
 class _CheckedReader:
@@ -211,16 +209,11 @@ def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterabl
     return sum(part.num_bytes for part in parts)
 
 
-def describe(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of every tensor of a checkpoint, by key. Raises InputError."""
+def read(checkpoint: Path, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Return whole tensors by key. keys: None for all. Raises InputError."""
     index = read_index(checkpoint)
-    return {key: (torch.Size(tensor.shape), tensor.dtype) for key, tensor in index.items()}
-
-
-def read(checkpoint: Path, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Return whole tensors by key. Raises InputError."""
-    index = read_index(checkpoint)
-    tensors = {key: torch.empty(index[key].shape, dtype=index[key].dtype) for key in keys}
+    wanted = index if keys is None else keys
+    tensors = {key: torch.empty(index[key].shape, dtype=index[key].dtype) for key in wanted}
     read_pieces(checkpoint, index, [whole_piece(key, tensor) for key, tensor in tensors.items()])
     return tensors
 
@@ -295,7 +288,7 @@ def _read_in_turns(
     """Read and exchange parts that all ranks of the group list alike; return the bytes read."""
     turns = list(shards_of(((part, part.aligned_bytes) for part in parts), turn_bytes))
     sizes = [sum(part.aligned_bytes for part in turn) for turn in turns]
-    host = torch.empty(max(sizes), dtype=torch.uint8)
+    host = torch.empty(max(sizes, default=0), dtype=torch.uint8)
     received = torch.empty(len(host) * group.size(), dtype=torch.uint8, device=local_device())
     num_bytes, problem = 0, None
     with closing(_CheckedReader(folder)) as reader:

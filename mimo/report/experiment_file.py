@@ -51,10 +51,7 @@ class ExperimentFile(Section):
 
 @dataclass(frozen=True)
 class Experiment:
-    """A validated experiment. shared: overrides that all layouts have.
-
-    layouts: all overrides of each layout by its name, including the reference.
-    """
+    """A validated experiment. shared: overrides of all layouts. layouts: all overrides by name."""
 
     name: str
     recipe: Path

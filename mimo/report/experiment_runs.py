@@ -32,10 +32,7 @@ _MAX_ERROR = 300  # characters of its first line
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a layout of the recipe at ``path``.
-
-    folder: the experiment's. repeat: its number, from 1. layout_overrides: of the recipe.
-    """
+    """One run of a layout of the recipe at ``path``. folder: the experiment's. repeat: from 1."""
 
     folder: Path
     layout: str
@@ -92,8 +89,7 @@ class Run:
 class Outcome:
     """The state of a run, and its metrics.
 
-    error: the first line of what failed, or "". job: SLURM's line about the job that still has to
-    train it, or "".
+    error: the first line of what failed, or "". job: SLURM's line about a job that waits, or "".
     """
 
     run: Run
@@ -137,10 +133,7 @@ def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
 
 
 def make_ready(run: Run) -> Outcome | None:
-    """Return the outcome of a run that needs no start; None if it must be started.
-
-    Then its recipe is in place, and a run with an older recipe has been moved aside.
-    """
+    """Return a run's outcome; None if it must start: its recipe is in place, an old run aside."""
     try:
         recipe = run.recipe()
     except InputError as error:

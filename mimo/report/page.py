@@ -111,10 +111,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a page. Without a title it is the only one.
-
-    tiles: figures at a glance, by name. facts: what the part is about, by name.
-    """
+    """A part of a page, without a title if alone. tiles: figures at a glance. facts: a header."""
 
     title: str
     tiles: Mapping[str, str] = field(default_factory=dict)

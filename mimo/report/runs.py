@@ -101,7 +101,6 @@ class RunData:
         return value
 
     def median(self, name: str) -> float | None:
-        """Return the median of a metric over all steps, or None."""
         values = self.curves[name].finite if name in self.curves else ()
         return float(np.median(values)) if len(values) else None
 
@@ -153,10 +152,7 @@ def _read_run(folder: Path, title: str, newest_bytes: int | None) -> RunData:
 
 
 def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]:
-    """Read all metrics of a file; null is NaN, and damaged lines are skipped.
-
-    newest_bytes: bytes that are read, from the end; None for all.
-    """
+    """Read the metrics of a file or its newest bytes; null is NaN, damaged lines are skipped."""
     points = dict[str, tuple[array[int], array[float]]]()
     if not path.exists():
         return {}
@@ -198,16 +194,14 @@ def times_by_module(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return modules
 
 
-BY_HAND = "by hand"
-"""The kind of a job that recorded itself."""
+BY_HAND = "by hand"  # the kind of a job that recorded itself
 _READ_BYTES = 2**16  # of a job's output, from its end
 
 
 def jobs_of(folder: Path) -> list[dict[str, Any]]:
     """Return the submitted jobs, the oldest first: time, job_id, kind and script.
 
-    `mimo launch` records a job, and the job records itself in case a person submitted it. The kind
-    that `mimo launch` recorded counts.
+    A job records itself, too, in case a person submitted it; the kind from `mimo launch` counts.
     """
     jobs: dict[str, dict[str, Any]] = {}
     for line in json_lines(folder / LAUNCH / "jobs.jsonl"):

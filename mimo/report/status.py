@@ -1,7 +1,6 @@
 """`mimo status`: the state of a run, from its folder and from SLURM.
 
-The folder is enough, so any machine that sees it can show the state. Only the end of the metrics is
-read.
+The folder is enough, so any machine that sees it can show the state.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
         for shard in shards:
             ours = trained.read(shard)
             for weight in shard:
-                rows = weight.shape[0]
-                theirs = whole_tensor(weight.weight, rows, base.checkpoint, weight.dtype)
+                rows, dtype = weight.tensor.shape[0], weight.tensor.dtype
+                theirs = whole_tensor(weight.weight, rows, base.checkpoint, dtype)
                 if torch.equal(ours.pop(weight.key), theirs):
                     continue
                 module = weight.key.partition(".")[0]

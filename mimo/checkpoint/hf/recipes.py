@@ -43,9 +43,8 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
 
     A Hub id (``org/name``) becomes its folder in the local cache, downloaded on first use.
     Values in the recipe win. Without ``encoders`` it gets one for images; ``encoders: {}`` means
-    the language model alone. A resolved recipe (from a run) no longer needs the folder. The
-    folder's tower is the first encoder that names no family, or the folder's family; the others
-    must name a family and give their settings. Yields location and message of every problem.
+    the language model alone. The folder's tower is the first encoder that names no family, or the
+    folder's family; the others have their own. Yields location and message of every problem.
     """
     init_from = data.get("init_from")
     if init_from is None:
