@@ -43,10 +43,9 @@ class Progress:
     """Where a run stands. The schedule follows from the step, the data from the samples.
 
     samples, passed_over: the samples of the order that are used, see `data.packing.Used`.
-    skipped_samples: number of samples that could not be read, also of sources that were left out
-    since. skipped: (data source, sample) of the others, independent of layout and batch size.
-    mixtures: the order of samples, of all positions so far. skipped_steps: number of steps that
-    updated no module, because a number was not finite.
+    skipped_samples: number of those that could not be read, also of sources left out since.
+    skipped: (data source, sample) of the others, independent of layout and batch size. mixtures:
+    the order of samples so far. skipped_steps: steps without an update, due to a number not finite.
     """
 
     step: int
@@ -91,7 +90,7 @@ def read_progress(checkpoint: Path) -> Progress:
 def complete(
     folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] | None = None
 ) -> None:
-    """Make a folder of tensors a checkpoint, on disk. sums: by name, of files that are synced."""
+    """Make a folder of tensors a checkpoint, on disk. sums: by name, of files already on disk."""
     write_progress(folder, progress)
     write_synced(folder / "recipe.yaml", recipe_yaml)
     # A listing of a shared file system may lack files that other machines have written.
@@ -150,8 +149,7 @@ def to_remove(
 ) -> list[Path]:
     """Return the surplus checkpoints, oldest first.
 
-    Kept are ``newest`` (by default what `latest` names), the ``keep`` - 1 written last before it,
-    whatever their steps, and those whose step ``keep_every`` divides.
+    Kept are ``newest`` (of `latest`), ``keep`` - 1 written before, and multiples of ``keep_every``.
     """
     newest = newest or latest_checkpoint(checkpoints)
     others = [path for path in _by_age(checkpoints) if path != newest]

@@ -24,8 +24,7 @@ def read_start_index(start: Start) -> Index:
     """Return the tensors to start with; rank 0 reads them, all ranks call it. Raises InputError."""
     if isinstance(start, FromScratch):
         return {}
-    checkpoint = start.checkpoint
-    return from_rank_0(lambda: read_index(checkpoint))
+    return from_rank_0(lambda: read_index(start.checkpoint))
 
 
 def load_start(

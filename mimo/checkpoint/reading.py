@@ -95,7 +95,6 @@ class _CheckedReader:
         self._cache, self._cached_block = memoryview(bytearray(file.block_bytes)), -1
 
     def _read_block(self, block: int, target: memoryview) -> None:
-        """Fill target with a whole block; the file's last block may be shorter."""
         file, begin, rest = self._file, block * self._file.block_bytes, target
         path = self._folder / file.name
         while rest:
@@ -196,8 +195,7 @@ def _overlap(first: int, count: int, other_first: int, other_count: int) -> rang
 def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
     """Fill the values of every wanted piece, in whatever dtype they have; return the bytes used.
 
-    Needs about `_CHUNK_BYTES` of memory beside the tensors. Raises InputError for a tensor that is
-    missing or has another shape and for a damaged file, Unreadable if the file system fails.
+    Needs about `_CHUNK_BYTES` of memory beside the tensors. Raises InputError or Unreadable.
     """
     parts = _parts_of(folder, index, wanted, _CHUNK_BYTES)
     buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
@@ -255,9 +253,8 @@ def read_shared(
 ) -> int:
     """Like `read_pieces`, with the reading shared by the ranks of ``replicas``, which all call it.
 
-    Returns the bytes that this rank used. Needs `_ROUND_BYTES` and a turn of memory beside the
-    tensors, more if rows are longer. on_progress: called after each exchange. Raises InputError, on
-    all of them, for what one of them cannot read.
+    Returns the bytes that this rank used. Needs `_ROUND_BYTES` and a turn of memory, more if rows
+    are longer. on_progress: called after each exchange. Raises InputError on all of them.
     """
     if replicas is None or replicas.size() == 1:
         return read_pieces(folder, index, wanted)

@@ -89,9 +89,6 @@ class Run:
                 return "begins from scratch"
 
 
-# ------------------------------------------------------------------------ what is intact
-
-
 def files_to_compare(checkpoint: Path) -> tuple[list[Listed], list[str]]:
     """Return the listed files, and the problems of the manifest itself. Raises Unreadable."""
     try:
@@ -135,9 +132,6 @@ def open_checkpoint(checkpoint: Path) -> dict[str, StoredTensor]:
     small = [listed for listed in listed_files(checkpoint) if not listed.blocks]
     raise_damaged(checkpoint, wrong_checksums(checkpoint, small))
     return read_index(checkpoint)
-
-
-# -------------------------------------------------------------------------- what is left
 
 
 @dataclass(frozen=True)
@@ -198,8 +192,7 @@ def runs_to_do(
 ) -> list[Run]:
     """Return the phases that are left, in order. layouts: of all phases.
 
-    checkpoint: continue its phase, or the next one if it is done. Raises InputError if it fits
-    none.
+    checkpoint: continue its phase, or the next if it is done. Raises InputError if it fits none.
     """
     first, start = _first_phase(phased, checkpoint)
     runs: list[Run] = []
@@ -210,7 +203,6 @@ def runs_to_do(
 
 
 def _first_phase(phased: PhasedRecipe, checkpoint: Path | None) -> tuple[int, Start]:
-    """Return the index of the first phase to run, and where it starts."""
     if checkpoint is None:
         return 0, FromScratch()
     progress = read_progress(checkpoint)

@@ -218,9 +218,6 @@ def averages(stored: Collection[str]) -> dict[str, str]:
     return keys
 
 
-# --------------------------------------------------------------------------- whole tensors
-
-
 def write(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],

@@ -214,8 +214,7 @@ def read_some(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Decode samples in random places; return readable ones, unreadable ones and their number.
 
-    Of readable ones: key, shard, numbers of tokens, pieces of text, pictures uint8 (height, width,
-    3).
+    Of readable ones: key, shard, numbers of tokens, text pieces, pictures uint8 (height, width, 3).
     """
     places = np.random.default_rng(_SEED).permutation(len(columns.sample))[:_READ]
     readable, bad = list[dict[str, Any]](), list[dict[str, Any]]()

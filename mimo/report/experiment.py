@@ -45,9 +45,8 @@ def main(
 ) -> int:
     """Return 0 if all layouts ran and follow the reference, or were submitted; else 1.
 
-    Return EXIT_CONTINUE if the same call must be repeated: it was asked to stop, or jobs are not
-    done. submitting: submit jobs instead of training here. cluster: a file of `cluster:` keys.
-    Raises InputError before the first run.
+    Return EXIT_CONTINUE if the call must be repeated: it was asked to stop, or jobs are not done.
+    submitting: submit jobs instead. cluster: a file of `cluster:` keys. Raises InputError.
     """
     experiment = read_experiment(path, overrides)
     recipe = load_recipe(experiment.recipe, experiment.shared)
@@ -186,7 +185,8 @@ def write_page(
 
 
 def _losses(results: Sequence[Result], reference: str, precision: str) -> Section:
-    curves = {result.name: result.first.curves["loss"] for result in results if result.first}
+    done = {result.name: [run for run in result.outcomes if run.is_done] for result in results}
+    curves = {name: runs[0].curves["loss"] for name, runs in done.items() if runs}
     pictures = [lines("Loss per token", "", curves)] if curves else []
     if reference in curves:
         expected = curves[reference].values

@@ -88,13 +88,9 @@ def follow(curves: Mapping[str, Curve], reference: Mapping[str, Curve], precisio
 
 
 def _mean(losses: Curve, step: int) -> float:
-    """Return the mean of the finite losses of the last steps up to this one."""
     last = losses.values[max(0, step + 1 - _WINDOW) : step + 1]
     finite = last[np.isfinite(last)]
     return float(finite.mean()) if len(finite) else math.nan
-
-
-# ----------------------------------------------------------------------- of each layout
 
 
 @dataclass(frozen=True)
@@ -121,11 +117,6 @@ class Result:
         return {name: median(self.values(name)) for name in names}
 
     @property
-    def first(self) -> Outcome | None:
-        """The first complete run."""
-        return next((outcome for outcome in self.outcomes if outcome.is_done), None)
-
-    @property
     def error(self) -> str:
         """The error of the first run that failed."""
         return next((outcome.error for outcome in self.outcomes if outcome.error), "")
@@ -147,9 +138,7 @@ def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: s
     done = {name: [o.curves for o in runs if o.is_done] for name, runs in of_layout.items()}
     reference, results = done[experiment.reference][:1], []
     for name, runs in done.items():
-        compared = [
-            follow(curves, expected, precision) for expected in reference for curves in runs
-        ]
+        compared = [follow(ours, expected, precision) for expected in reference for ours in runs]
         worst = max(
             compared,
             key=lambda followed: (bool(followed.problem), followed.difference),

@@ -70,7 +70,6 @@ class Run:
         return (*self.layout_overrides, *place)
 
     def recipe(self) -> Recipe:
-        """Return the recipe with the run's overrides. Raises RecipeError."""
         return load_recipe(self.path, self.overrides)
 
     @property
@@ -133,7 +132,7 @@ def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
 
 
 def make_ready(run: Run) -> Outcome | None:
-    """Return a run's outcome; None if it must start: its recipe is in place, an old run aside."""
+    """Return a run's outcome, or None once it is ready to start, an older run moved aside."""
     try:
         recipe = run.recipe()
     except InputError as error:

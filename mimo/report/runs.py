@@ -49,9 +49,8 @@ class Curve:
 class RunData:
     """One run.
 
-    curves: by the name of the metric; an entry of a mapping, such as `epochs`, is a metric such as
-    `epochs_0`. recipe: plain data. starts: see `mimo.runtime.run_files`. states: of ranks that did
-    not end well.
+    curves: by metric; an entry of a mapping, such as `epochs`, is a metric such as `epochs_0`.
+    recipe: plain data. starts: see `mimo.runtime.run_files`. states: of ranks that ended badly.
     """
 
     title: str

@@ -107,8 +107,7 @@ def _is_of_job(number: str, job: str) -> bool:
 def _queue(user: int) -> list[list[str]]:
     """Return number, state, time, time left, and nodes or reason of each job of a user.
 
-    Of all jobs, because squeue fails for the number of a job that SLURM has forgotten. Raises
-    OSError or SubprocessError.
+    Of all jobs: squeue fails for a number that it has forgotten. Raises OSError, SubprocessError.
     """
     ask = ["squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i|%T|%M|%L|%R"]
     answer = subprocess.run(
@@ -116,9 +115,6 @@ def _queue(user: int) -> list[list[str]]:
     )
     rows = (line.strip().split("|", 4) for line in answer.stdout.splitlines())
     return [row for row in rows if len(row) == 5]
-
-
-# ----------------------------------------------------------------------- what is shown
 
 
 def facts_of(view: View) -> Iterator[tuple[str, str]]:

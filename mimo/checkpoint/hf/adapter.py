@@ -106,8 +106,7 @@ def _tensors_of(trained: TrainedModel, modules: list[str]) -> dict[str, Tensor]:
 def _changed_modules(trained: TrainedModel) -> set[str]:
     """Return the modules in transformers whose weights differ from the base model's.
 
-    The last recipe of several phases does not tell. Raises InputError for weights that are not a
-    projector's.
+    The last recipe of several phases does not tell. Raises InputError for others than projectors.
     """
     base = initial_weights(trained.recipe)
     assert base is not None, "the recipe starts from the folder"
@@ -134,7 +133,6 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
     if others:
         raise InputError(
             f"{trained.checkpoint}: {len(others)} other weights than adapters and projectors were "
-            f"trained, such as {others[0]}, and an adapter folder would lack them; leave --adapter "
-            f"out to write the whole model"
+            f"trained, such as {others[0]}, and an adapter folder lacks them; leave --adapter out"
         )
     return modules

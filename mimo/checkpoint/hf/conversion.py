@@ -52,8 +52,7 @@ class Conversion:
     """The tensors on disk that make up each tensor in memory, by the rules of transformers.
 
     model: the whole one, which may be on meta. stored: shapes by name on disk. problems: why a
-    tensor cannot be converted, by name in memory. It holds no tensors, so rank 0 can send it to
-    other ranks.
+    tensor cannot be converted, by name in memory. Without tensors, so that rank 0 can send it.
     """
 
     def __init__(self, model: Any, stored: Mapping[str, Shape]) -> None:
@@ -174,8 +173,6 @@ class Conversion:
 
     def _name_in(self, group: _Group, key: str) -> str:
         return next((name for name in self._ties.get(key, [key]) if name in group.targets), key)
-
-    # ---- use
 
     def shape(self, key: str) -> Shape | None:
         """Return the shape of a tensor in memory; None if it is not stored or has a problem."""

@@ -145,10 +145,7 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A parameter of ours in a checkpoint.
-
-    stored: by key, the parameter with padding, then what adapts it. lora: of its module.
-    """
+    """A parameter of ours. stored: by key, padded, its adapters after it. lora: of its module."""
 
     key: str
     weight: Weight

@@ -115,9 +115,6 @@ class HFCheckpoint:
                 yield f"  {disk} is unknown"
 
 
-# ------------------------------------------------------------------------ start of a recipe
-
-
 @dataclass(frozen=True)
 class InitialWeights:
     """A checkpoint to start from, and its weights by module; other encoders are drawn afresh."""

@@ -28,8 +28,7 @@ _DTYPES = TORCH_DTYPES | {
 class WeightsFolder:
     """The tensors of a folder of safetensors; one file is open at a time. shapes, dtypes: by key.
 
-    bytes_read: bytes of tensors read so far. Building it reads the headers only. Raises InputError
-    for an incomplete or damaged folder; StartError if its file system fails.
+    bytes_read: of tensors, so far. Building it reads headers only. Raises InputError or StartError.
     """
 
     def __init__(self, path: Path) -> None:
