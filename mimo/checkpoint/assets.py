@@ -55,10 +55,7 @@ def copy_assets(source: Path, target: Path) -> None:
 
 
 def contents_of(folder: Path) -> dict[str, Any]:
-    """Return shapes of tensors by name under ``tensors``, and ``files`` that are no assets.
-
-    Raises InputError for damaged weights.
-    """
+    """Return shapes under ``tensors``, names of other files under ``files``. Raises InputError."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     others = [path.name for path in files if path.suffix.lower() not in _SUFFIXES | _NOT_CARRIED]
     return {"tensors": WeightsFolder(folder).shapes, "files": others}
@@ -67,8 +64,7 @@ def contents_of(folder: Path) -> dict[str, Any]:
 def collect_assets(recipe: Recipe, target: Path) -> None:
     """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    A record there says what the model's folder held at first, for exports. From a tokenizer in
-    another folder only its own files go beside the model's, for exports.
+    For exports, with a record of the model's folder, and a separate tokenizer's files beside.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:
@@ -90,10 +86,7 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
 
 
 def portable_recipe(checkpoint: Path) -> Recipe:
-    """Return the recipe of a checkpoint with its copies as the folders of tokenizer and model.
-
-    A folder without a copy stays. Raises RecipeError.
-    """
+    """Return a recipe with the checkpoint's copies, if any, as its folders. Raises RecipeError."""
     path, copies = checkpoint / "recipe.yaml", checkpoint / ASSETS
     with_tokenizer = [c for c in (copies / _TOKENIZER, copies) if (c / "tokenizer.json").is_file()]
     overrides = [f"data.tokenizer={json.dumps(str(folder))}" for folder in with_tokenizer[:1]]

@@ -42,12 +42,10 @@ _STEP_FOLDER = re.compile(r"step_[0-9]{1,18}")
 class Progress:
     """Where a run stands. The schedule follows from the step, the data from the samples.
 
-    samples, passed_over: the samples of the order that are used, see `data.packing.Used`; a run
-    with another batch size or budget continues with the others.
-    skipped_samples: number of samples that could not be read, also of sources that were left out
-    since. skipped: (data source, sample) of the others, independent of layout and batch size.
-    mixtures: the order of samples, of all positions so far.
-    skipped_steps: number of steps that updated no module, because a number was not finite.
+    samples, passed_over: the samples of the order that are used, see `data.packing.Used`.
+    skipped_samples: number of those that could not be read, also of sources left out since.
+    skipped: (data source, sample) of the others, independent of layout and batch size. mixtures:
+    the order of samples so far. skipped_steps: steps without an update, due to a number not finite.
     """
 
     step: int
@@ -60,11 +58,9 @@ class Progress:
 
     @property
     def used(self) -> Used:
-        """The samples of the order that are used."""
         return Used(self.samples, self.passed_over)
 
     def after_step(self, step: int, used: Used, is_skipped: bool) -> Progress:
-        """Return the progress after this step, done or skipped, which leaves ``used``."""
         return replace(
             self,
             step=step + 1,
@@ -94,10 +90,7 @@ def read_progress(checkpoint: Path) -> Progress:
 def complete(
     folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] | None = None
 ) -> None:
-    """Add what makes a folder of tensors a checkpoint, the manifest last; all is on disk.
-
-    sums: of files that are on disk already, by name; others are read and synced.
-    """
+    """Make a folder of tensors a checkpoint, on disk. sums: by name, of files already on disk."""
     write_progress(folder, progress)
     write_synced(folder / "recipe.yaml", recipe_yaml)
     # A listing of a shared file system may lack files that other machines have written.
@@ -156,8 +149,7 @@ def to_remove(
 ) -> list[Path]:
     """Return the surplus checkpoints, oldest first.
 
-    Kept are ``newest`` (by default what `latest` names), the ``keep`` - 1 written last before it,
-    whatever their steps, and those whose step ``keep_every`` divides.
+    Kept are ``newest`` (of `latest`), ``keep`` - 1 written before, and multiples of ``keep_every``.
     """
     newest = newest or latest_checkpoint(checkpoints)
     others = [path for path in _by_age(checkpoints) if path != newest]
@@ -202,7 +194,6 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _by_age(checkpoints: Path) -> list[Path]:
-    """Return all checkpoints of a folder in the order in which they were written."""
     named = (path for path in checkpoints.glob("step_*") if _STEP_FOLDER.fullmatch(path.name))
     return sorted(filter(Path.is_dir, named), key=lambda path: path.stat().st_mtime)
 
@@ -223,10 +214,7 @@ def final_checkpoint(recipe: Recipe) -> Path:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """Return the latest checkpoint of a run, of its last phase that has any, or ``path`` itself.
-
-    path: a folder of a run, of checkpoints, or a checkpoint. None if there is none.
-    """
+    """Return the latest checkpoint of a run's last phase with any, or ``path`` itself, or None."""
     for run in (path, *reversed(phase_folders(path).values())):
         for folder in (run, run / "checkpoints"):
             if (folder / _PROGRESS).is_file():
@@ -247,10 +235,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def all_checkpoints(path: Path) -> list[Path]:
-    """Return all checkpoints of a run, a ``checkpoints`` folder or a checkpoint, by step.
-
-    Damaged ones are included. Raises InputError if there are none.
-    """
+    """Return a run's checkpoints by step, damaged ones included. Raises InputError without any."""
     if _STEP_FOLDER.fullmatch(path.name) or (path / _PROGRESS).is_file():
         return [path]
     runs = (path, *phase_folders(path).values())

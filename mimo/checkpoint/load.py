@@ -16,28 +16,19 @@ from mimo.checkpoint.tensors import StoredTensor, averages, read_index
 from mimo.engines.contract import EMA, MASTER, MOMENTS, STEP, Module, Piece, key_of, kind_of
 from mimo.families.keymap import is_adapter
 
-Modules = Mapping[str, Module]
-"""The modules of which this rank has a part, by name."""
-Index = Mapping[str, StoredTensor]
-"""The tensors of a checkpoint, by key."""
+Modules = Mapping[str, Module]  # of which this rank has a part, by name
+Index = Mapping[str, StoredTensor]  # the tensors of a checkpoint, by key
 
 
 def read_start_index(start: Start) -> Index:
-    """Return the tensors that a run starts with, which rank 0 reads; every rank calls this.
-
-    Raises InputError, on all of them, for a checkpoint that cannot be read.
-    """
+    """Return the tensors to start with; rank 0 reads them, all ranks call it. Raises InputError."""
     if isinstance(start, FromScratch):
         return {}
-    checkpoint = start.checkpoint
-    return from_rank_0(lambda: read_index(checkpoint))
+    return from_rank_0(lambda: read_index(start.checkpoint))
 
 
 def load_start(
-    modules: Modules,
-    start: Start,
-    stored: Index,
-    on_progress: Callable[[], None] = lambda: None,
+    modules: Modules, start: Start, stored: Index, on_progress: Callable[[], None] = lambda: None
 ) -> Progress:
     """Load the state in which the run starts; every rank of the world calls it.
 
@@ -58,7 +49,6 @@ def load_start(
 def _load_all(
     modules: Modules, checkpoint: Path, stored: Index, on_progress: Callable[[], None]
 ) -> None:
-    """Load weights and optimizers, and print on rank 0 what starts afresh."""
     notes = set[str]()
     for name, module in modules.items():
         module.wait_param_gather()
@@ -96,11 +86,7 @@ def load_weights(
 
 
 def with_fallbacks(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
-    """Return the wanted pieces; what the checkpoint lacks is read from the weights.
-
-    An fp32 run has no master weights. A missing average starts from the master weights, or from the
-    weights without them.
-    """
+    """Return the pieces; master weights stand in for missing averages, weights for masters."""
     master, average = key_of(MASTER, ""), key_of(EMA, "")
     replaced = []
     for piece in pieces:

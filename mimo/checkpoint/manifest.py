@@ -21,8 +21,7 @@ from mimo.errors import InputError, StartError
 
 MANIFEST = "manifest.json"
 _FORMAT = "mimo checkpoint 1"
-BLOCK_BYTES = 1 << 18
-"""Bytes of a block: few beside what a rank reads at a time, and 8 digits in the manifest."""
+BLOCK_BYTES = 1 << 18  # few beside what a rank reads at a time; 8 digits in the manifest
 _CHECKSUM_BYTES = 4
 _CHUNK_BYTES = 1 << 22
 # A missing file, or a folder in its place, is damage; any other OSError is not.
@@ -67,8 +66,7 @@ def reading(path: Path) -> Iterator[None]:
             raise
         raise Unreadable(
             f"{path} cannot be read: {os.strerror(error.errno or errno.EIO)}; that need not be "
-            f"damage, so nothing was moved: repair the file system or the permissions and start "
-            f"again, or move the checkpoint away"
+            f"damage: repair the file system or the permissions, or move the checkpoint away"
         ) from error
 
 
@@ -132,7 +130,6 @@ class Summing:
         self.num_bytes, self._crc, self._block_ends = 0, 0, bytearray()
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """Continue with the next bytes of the file, however many."""
         rest = memoryview(chunk)
         while rest:
             part = rest[: BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
@@ -183,7 +180,6 @@ class Listed:
     block_bytes: int = BLOCK_BYTES
 
     def is_intact(self, block: int, content: memoryview) -> bool:
-        """Return whether a block has the bytes that were written."""
         begin = block * _CHECKSUM_BYTES
         before = self.blocks[max(begin - _CHECKSUM_BYTES, 0) : begin]
         after = self.blocks[begin : begin + _CHECKSUM_BYTES]

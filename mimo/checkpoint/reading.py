@@ -27,12 +27,9 @@ from mimo.device import local_device
 from mimo.engines.contract import Piece
 from mimo.errors import InputError, StartError
 
-_CHUNK_BYTES = 1 << 22
-"""Bytes that are read at a time by a rank that reads alone."""
-_TURN_BYTES = 1 << 20
-"""Bytes of a turn: enough for a disk or a network, few beside the tensors."""
-_ROUND_BYTES = 1 << 26
-"""Bytes of a round, of which each rank has a copy; with many ranks their turns get smaller."""
+_CHUNK_BYTES = 1 << 22  # that are read at a time by a rank that reads alone
+_TURN_BYTES = 1 << 20  # enough for a disk or a network, few beside the tensors
+_ROUND_BYTES = 1 << 26  # of which each rank has a copy; with many ranks their turns get smaller
 _ALIGNMENT = 8
 
 
@@ -46,7 +43,8 @@ def shards_of[T](items: Iterable[tuple[T, int]], num_bytes: int) -> Iterator[lis
             shard, shard_bytes = [], 0
         shard.append(item)
         shard_bytes += size
-    yield shard
+    if shard:
+        yield shard
 
 
 class _CheckedReader:
@@ -60,16 +58,12 @@ class _CheckedReader:
         self._cache, self._cached_block = memoryview(b""), -1
 
     def close(self) -> None:
-        """Close the open file, if any."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def read(self, file: Listed, begin: int, target: memoryview) -> None:
-        """Fill target (n,) uint8 from byte ``begin`` of a file on.
-
-        Raises InputError if the file is missing or damaged, Unreadable if the file system fails.
-        """
+        """Fill target (n,) uint8 from byte ``begin`` of a file. Raises InputError or Unreadable."""
         if file is not self._file:
             self._open(file)
         while target:
@@ -101,7 +95,6 @@ class _CheckedReader:
         self._cache, self._cached_block = memoryview(bytearray(file.block_bytes)), -1
 
     def _read_block(self, block: int, target: memoryview) -> None:
-        """Fill target with a whole block; the file's last block may be shorter."""
         file, begin, rest = self._file, block * self._file.block_bytes, target
         path = self._folder / file.name
         while rest:
@@ -162,8 +155,7 @@ def _parts_of(
 ) -> list[_Part]:
     """Return the parts to read, in the order of the files; what several pieces want only once.
 
-    max_bytes: of a part, unless a row is longer. Raises InputError for a tensor that is missing or
-    has another shape.
+    max_bytes: of a part, unless a row is longer. Raises InputError for a tensor that does not fit.
     """
     targets_of: dict[tuple[str | int, ...], list[Piece]] = {}
     for piece in wanted:
@@ -203,8 +195,7 @@ def _overlap(first: int, count: int, other_first: int, other_count: int) -> rang
 def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterable[Piece]) -> int:
     """Fill the values of every wanted piece, in whatever dtype they have; return the bytes used.
 
-    Needs about `_CHUNK_BYTES` of memory beside the tensors. Raises InputError for a tensor that is
-    missing or has another shape and for a damaged file, Unreadable if the file system fails.
+    Needs about `_CHUNK_BYTES` of memory beside the tensors. Raises InputError or Unreadable.
     """
     parts = _parts_of(folder, index, wanted, _CHUNK_BYTES)
     buffer = torch.empty(max((part.num_bytes for part in parts), default=0), dtype=torch.uint8)
@@ -216,16 +207,11 @@ def read_pieces(folder: Path, index: Mapping[str, StoredTensor], wanted: Iterabl
     return sum(part.num_bytes for part in parts)
 
 
-def describe(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of every tensor of a checkpoint, by key. Raises InputError."""
+def read(checkpoint: Path, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Return whole tensors by key. keys: None for all. Raises InputError."""
     index = read_index(checkpoint)
-    return {key: (torch.Size(tensor.shape), tensor.dtype) for key, tensor in index.items()}
-
-
-def read(checkpoint: Path, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Return whole tensors by key. Raises InputError."""
-    index = read_index(checkpoint)
-    tensors = {key: torch.empty(index[key].shape, dtype=index[key].dtype) for key in keys}
+    wanted = index if keys is None else keys
+    tensors = {key: torch.empty(index[key].shape, dtype=index[key].dtype) for key in wanted}
     read_pieces(checkpoint, index, [whole_piece(key, tensor) for key, tensor in tensors.items()])
     return tensors
 
@@ -267,9 +253,8 @@ def read_shared(
 ) -> int:
     """Like `read_pieces`, with the reading shared by the ranks of ``replicas``, which all call it.
 
-    Returns the bytes that this rank used. Needs `_ROUND_BYTES` and a turn of memory beside the
-    tensors, more if rows are longer. on_progress: called after each exchange. Raises InputError, on
-    all of them, for what one of them cannot read.
+    Returns the bytes that this rank used. Needs `_ROUND_BYTES` and a turn of memory, more if rows
+    are longer. on_progress: called after each exchange. Raises InputError on all of them.
     """
     if replicas is None or replicas.size() == 1:
         return read_pieces(folder, index, wanted)
@@ -300,7 +285,7 @@ def _read_in_turns(
     """Read and exchange parts that all ranks of the group list alike; return the bytes read."""
     turns = list(shards_of(((part, part.aligned_bytes) for part in parts), turn_bytes))
     sizes = [sum(part.aligned_bytes for part in turn) for turn in turns]
-    host = torch.empty(max(sizes), dtype=torch.uint8)
+    host = torch.empty(max(sizes, default=0), dtype=torch.uint8)
     received = torch.empty(len(host) * group.size(), dtype=torch.uint8, device=local_device())
     num_bytes, problem = 0, None
     with closing(_CheckedReader(folder)) as reader:

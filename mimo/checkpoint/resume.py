@@ -65,7 +65,6 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The phase's complete recipe."""
         return self.phase.recipe
 
     @property
@@ -75,7 +74,6 @@ class Run:
         return isinstance(start, Resume) and belongs_to(start.checkpoint, self.recipe.run_dir)
 
     def __str__(self) -> str:
-        """Return a line for the console: the phase, its layout, and where it starts."""
         grids = ", ".join(f"{name} {grid}" for name, grid in self.layout.grids.items())
         return f"{self.phase.title}: {grids}; {self.begins}"
 
@@ -89,9 +87,6 @@ class Run:
                 return f"begins with the weights of {checkpoint} and fresh optimizers"
             case FromScratch():
                 return "begins from scratch"
-
-
-# ------------------------------------------------------------------------ what is intact
 
 
 def files_to_compare(checkpoint: Path) -> tuple[list[Listed], list[str]]:
@@ -133,16 +128,10 @@ def problems_of(
 
 
 def open_checkpoint(checkpoint: Path) -> dict[str, StoredTensor]:
-    """Return the index of a checkpoint to read, after comparing the files without tensors.
-
-    Blocks of tensors are compared while they are read. Raises InputError for damage.
-    """
+    """Return a checkpoint's index if its files without tensors are intact. Raises InputError."""
     small = [listed for listed in listed_files(checkpoint) if not listed.blocks]
     raise_damaged(checkpoint, wrong_checksums(checkpoint, small))
     return read_index(checkpoint)
-
-
-# -------------------------------------------------------------------------- what is left
 
 
 @dataclass(frozen=True)
@@ -203,8 +192,7 @@ def runs_to_do(
 ) -> list[Run]:
     """Return the phases that are left, in order. layouts: of all phases.
 
-    checkpoint: continue its phase, or start the next one if it is done. Raises InputError if the
-    checkpoint is damaged or belongs to no phase.
+    checkpoint: continue its phase, or the next if it is done. Raises InputError if it fits none.
     """
     first, start = _first_phase(phased, checkpoint)
     runs: list[Run] = []
@@ -215,7 +203,6 @@ def runs_to_do(
 
 
 def _first_phase(phased: PhasedRecipe, checkpoint: Path | None) -> tuple[int, Start]:
-    """Return the index of the first phase to run, and where it starts."""
     if checkpoint is None:
         return 0, FromScratch()
     progress = read_progress(checkpoint)

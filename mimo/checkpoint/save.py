@@ -6,9 +6,8 @@ all of these, adds index and manifest, and gives the folder its name.
 A thread writes, not a process: it needs neither shared memory nor a fork of a process that has a
 device, releases Python's lock, and ends with its rank, so that no killed run publishes.
 
-With `train.async_save` the thread first copies the state beside the next step's forward and
-backward passes: only an update changes it, and waits for the copy (CheckFreq, Mohan et al., FAST
-2021).
+With `train.async_save` the thread first copies the state beside the next forward and backward
+passes: only an update changes it, and waits for the copy (CheckFreq, Mohan et al., FAST 2021).
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class Saver:
     """Writes the checkpoints of a run, on one of its ranks; as a context, it ends with the run.
 
     Every rank calls the same methods in the same order: `begin` and `publish` for each save, `wait`
-    at the end. At most one save is in flight. on_progress: called on every rank during a wait
-    whenever a file of any rank grows.
+    at the end. At most one is in flight. on_progress: called on every rank when any file grows.
     """
 
     def __init__(self, modules: Mapping[str, Module], checkpoints: Path, recipe: Recipe) -> None:
@@ -118,9 +116,8 @@ class Saver:
         """Save the modules as they are now; return the seconds for which training was blocked.
 
         They include those of `wait_for_copy` and `publish` for the save before. With
-        `train.async_save` the modules may be trained at once, but updated only after
-        `wait_for_copy`; otherwise all is on disk on return. Raises CheckpointFailed, on all ranks,
-        if this save or the one before fails.
+        `train.async_save` the modules may be updated after `wait_for_copy`; otherwise all is on
+        disk on return. Raises CheckpointFailed, on all ranks, if this save or the one before fails.
         """
         started = time.perf_counter()
         self.wait()
@@ -205,9 +202,11 @@ class Saver:
         save.may_publish.set()
         if save.thread is not None:
             save.thread.join(self._timeout_seconds)
-        is_reason = save.failure is not None and not isinstance(save.failure, _OtherRankFailed)
+        failure = save.failure
+        kind = "" if isinstance(failure, OSError) else f"{type(failure).__name__}: "
+        is_reason = failure is not None and not isinstance(failure, _OtherRankFailed)
         reasons: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, _message_of(save.failure) if is_reason else "")
+        dist.all_gather_object(reasons, f"{kind}{failure}" if is_reason else "")
         if dist.get_rank() == 0:
             shutil.rmtree(save.folder, ignore_errors=True)  # it may have filled the disk
         reason = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
@@ -218,7 +217,7 @@ class Saver:
         raise CheckpointFailed(
             f"the checkpoint of step {save.progress.step} in {self._checkpoints} was not written: "
             f"{reason}; {last}"
-        ) from save.failure
+        ) from failure
 
     # ------------------------------------------------------------------ in the save's thread
 
@@ -319,9 +318,4 @@ def _size_of(path: Path) -> int:
 
 
 def _report_path(folder: Path, rank: int) -> Path:
-    """Return where a rank reports how its file ended."""
     return folder / f"rank_{rank}.json"
-
-
-def _message_of(error: BaseException | None) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -44,8 +44,7 @@ TORCH_DTYPES = {
     "F16": torch.float16,
 }
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_CHUNK_BYTES = 1 << 22
-"""Bytes that are copied between a tensor and a file at a time."""
+_CHUNK_BYTES = 1 << 22  # that are copied between a tensor and a file at a time
 
 
 @dataclass(frozen=True)
@@ -132,21 +131,16 @@ def _chunks(values: Tensor) -> Iterator[memoryview]:
 
 
 def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
-    """Write the index of the ranks' complete files; one rank calls it.
-
-    text: what an earlier call returned for the same headers.
-    """
+    """Write and return the index, on one rank. text: the index, if no file's header has changed."""
     text = text or _index_of(folder, num_ranks)
     write_synced(folder / _INDEX, text)
     return text
 
 
 def _index_of(folder: Path, num_ranks: int) -> str:
-    """Return the index, a function of the files' headers; asserts that pieces cover every tensor.
-
-    Files are opened by name, as a listing of a shared file system may lack those of other machines.
-    """
+    """Return the index, a function of the files' headers; assert that pieces cover all tensors."""
     tensors: dict[str, StoredTensor] = {}
+    # By name, as a listing of a shared file system may lack files of other machines.
     for file_name in map(file_of, range(num_ranks)):
         with (folder / file_name).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -196,10 +190,7 @@ def _gap(tensor: StoredTensor) -> str | None:
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a checkpoint by key.
-
-    Raises InputError if the index is missing, damaged or of another version.
-    """
+    """Return a checkpoint's tensors by key. Raises InputError for a missing or damaged index."""
     files = {file.name: file for file in listed_files(folder)}
     with parsing(folder / _INDEX):
         document = read_document(folder / _INDEX, files[_INDEX].crc32)
@@ -225,9 +216,6 @@ def averages(stored: Collection[str]) -> dict[str, str]:
             "train.ema_decay, or leave --ema out"
         )
     return keys
-
-
-# --------------------------------------------------------------------------- whole tensors
 
 
 def write(

@@ -92,10 +92,7 @@ def read_columns(dataset: Dataset, most: int = MAX_SAMPLES) -> SampleColumns:
 
 
 def histogram(values: np.ndarray) -> dict[str, Any] | None:
-    """Count values above 0 in bins [edge, next edge), the last one closed; None without any.
-
-    Bins grow by a factor where values spread over more than one order of magnitude.
-    """
+    """Count values above 0 in bins [edge, next edge), the last one closed; None without any."""
     values = values[values > 0]
     if not len(values):
         return None
@@ -217,8 +214,7 @@ def read_some(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Decode samples in random places; return readable ones, unreadable ones and their number.
 
-    Of readable ones: key, shard, how many tokens, and how many with a loss, pieces of the text,
-    pictures uint8 (height, width, 3).
+    Of readable ones: key, shard, numbers of tokens, text pieces, pictures uint8 (height, width, 3).
     """
     places = np.random.default_rng(_SEED).permutation(len(columns.sample))[:_READ]
     readable, bad = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -249,10 +245,7 @@ def read_some(
 
 
 def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Index a recipe's training data; return all figures as JSON takes them, and samples to show.
-
-    Raises RecipeError.
-    """
+    """Return all figures of a recipe's data, for JSON, and samples to show. Raises RecipeError."""
     layout = build_layout(recipe, num_ranks)
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     with progress_of("indexing sources") as progress:

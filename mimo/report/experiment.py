@@ -23,14 +23,7 @@ from mimo.report.experiment_results import (
     warmup_steps,
     write_csv,
 )
-from mimo.report.experiment_runs import (
-    Interrupted,
-    Outcome,
-    Run,
-    check_layouts,
-    run_here,
-    submit,
-)
+from mimo.report.experiment_runs import Interrupted, Outcome, Run, check_layouts, run_here, submit
 from mimo.report.page import Part, Section, lines, render, shares, spreads
 from mimo.report.runs import Curve, times_by_module
 from mimo.report.tables import Table, number, percent, show, write
@@ -48,17 +41,12 @@ _PHASES = {
 
 
 def main(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    submitting: bool = False,
-    cluster: Path | None = None,
+    path: Path, overrides: Sequence[str], *, submitting: bool = False, cluster: Path | None = None
 ) -> int:
     """Return 0 if all layouts ran and follow the reference, or were submitted; else 1.
 
-    Return EXIT_CONTINUE if the same call must be repeated later: it was asked to stop, or jobs are
-    not done. submitting: submit jobs instead of training here. cluster: a file of `cluster:` keys.
-    Raises InputError for a wrong file, and for layouts that cannot run, before the first run.
+    Return EXIT_CONTINUE if the call must be repeated: it was asked to stop, or jobs are not done.
+    submitting: submit jobs instead. cluster: a file of `cluster:` keys. Raises InputError.
     """
     experiment = read_experiment(path, overrides)
     recipe = load_recipe(experiment.recipe, experiment.shared)
@@ -197,7 +185,8 @@ def write_page(
 
 
 def _losses(results: Sequence[Result], reference: str, precision: str) -> Section:
-    curves = {result.name: result.first.curves["loss"] for result in results if result.first}
+    done = {result.name: [run for run in result.outcomes if run.is_done] for result in results}
+    curves = {name: runs[0].curves["loss"] for name, runs in done.items() if runs}
     pictures = [lines("Loss per token", "", curves)] if curves else []
     if reference in curves:
         expected = curves[reference].values

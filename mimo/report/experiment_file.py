@@ -51,10 +51,7 @@ class ExperimentFile(Section):
 
 @dataclass(frozen=True)
 class Experiment:
-    """A validated experiment. shared: overrides that all layouts have.
-
-    layouts: all overrides of each layout by its name, including the reference.
-    """
+    """A validated experiment. shared: overrides of all layouts. layouts: all overrides by name."""
 
     name: str
     recipe: Path
@@ -65,10 +62,7 @@ class Experiment:
 
 
 def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read an experiment's file; ``overrides`` of its recipe follow those of the file.
-
-    Raises RecipeError with a line for each problem.
-    """
+    """Read an experiment. overrides: of its recipe, after those of the file. Raises RecipeError."""
     source = read_yaml(path)
 
     def problem(location: Location, message: str) -> str:
@@ -117,7 +111,6 @@ def _texts(overrides: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layouts(file: ExperimentFile) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield layouts: name and overrides."""
     for layout in file.layouts:
         yield str(layout.get("name", "")), {k: v for k, v in layout.items() if k != "name"}
     axes = [[(key, value) for value in values] for key, values in file.vary.items()]

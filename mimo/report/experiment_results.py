@@ -49,10 +49,7 @@ class Followed:
 
 
 def bound(step: int, precision: str) -> float | None:
-    """Return the largest relative difference of losses that rounding explains at a step, from 0.
-
-    None if rounding explains any difference.
-    """
+    """Return the largest relative difference by rounding at a step, from 0; None if unbounded."""
     doubled = max(0, step + 1 - STRICT_STEPS) / _STEPS_TO_DOUBLE
     allowed = _FIRST[precision] * 2.0 ** min(doubled, 64.0)
     return allowed if allowed <= _LIMIT else None
@@ -91,13 +88,9 @@ def follow(curves: Mapping[str, Curve], reference: Mapping[str, Curve], precisio
 
 
 def _mean(losses: Curve, step: int) -> float:
-    """Return the mean of the finite losses of the last steps up to this one."""
     last = losses.values[max(0, step + 1 - _WINDOW) : step + 1]
     finite = last[np.isfinite(last)]
     return float(finite.mean()) if len(finite) else math.nan
-
-
-# ----------------------------------------------------------------------- of each layout
 
 
 @dataclass(frozen=True)
@@ -124,18 +117,12 @@ class Result:
         return {name: median(self.values(name)) for name in names}
 
     @property
-    def first(self) -> Outcome | None:
-        """The first complete run."""
-        return next((outcome for outcome in self.outcomes if outcome.is_done), None)
-
-    @property
     def error(self) -> str:
         """The error of the first run that failed."""
         return next((outcome.error for outcome in self.outcomes if outcome.error), "")
 
     @property
     def state(self) -> str:
-        """The state in words; `follows` if the layout follows the reference."""
         if self.error:
             return "failed"
         if any(outcome.job for outcome in self.outcomes):
@@ -151,9 +138,7 @@ def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: s
     done = {name: [o.curves for o in runs if o.is_done] for name, runs in of_layout.items()}
     reference, results = done[experiment.reference][:1], []
     for name, runs in done.items():
-        compared = [
-            follow(curves, expected, precision) for expected in reference for curves in runs
-        ]
+        compared = [follow(ours, expected, precision) for expected in reference for ours in runs]
         worst = max(
             compared,
             key=lambda followed: (bool(followed.problem), followed.difference),
@@ -169,10 +154,7 @@ def warmup_steps(steps: int) -> int:
 
 
 def _steady(curves: Mapping[str, Curve]) -> dict[str, float]:
-    """Return medians of metrics without the first steps, the last loss and the peak of memory.
-
-    Metrics without later values have the median of all steps.
-    """
+    """Return medians after the warm-up, or of all steps; of loss the last, of memory the peak."""
     first, figures = warmup_steps(num_steps(curves)), dict[str, float]()
     for name, curve in curves.items():
         late = curve.values[(curve.steps > first) & np.isfinite(curve.values)]

@@ -32,10 +32,7 @@ _MAX_ERROR = 300  # characters of its first line
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a layout of the recipe at ``path``.
-
-    folder: the experiment's. repeat: its number, from 1. layout_overrides: of the recipe.
-    """
+    """One run of a layout of the recipe at ``path``. folder: the experiment's. repeat: from 1."""
 
     folder: Path
     layout: str
@@ -45,12 +42,10 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run and of its folder."""
         return f"{self.layout}.{self.repeat}"
 
     @property
     def run_dir(self) -> Path:
-        """The run folder."""
         return self.folder / self.name
 
     @property
@@ -75,21 +70,17 @@ class Run:
         return (*self.layout_overrides, *place)
 
     def recipe(self) -> Recipe:
-        """Return the recipe with the run's overrides. Raises RecipeError."""
         return load_recipe(self.path, self.overrides)
 
     @property
     def was_submitted(self) -> bool:
-        """True if a job of the run was submitted."""
         return (self.run_dir / LAUNCH / "jobs.jsonl").exists()
 
     def started_with(self, recipe: Recipe) -> bool:
-        """Check if the last start had this recipe."""
         path = self.recipe_file
         return path.exists() and path.read_text(encoding="utf-8") == recipe.to_yaml()
 
     def curves(self) -> dict[str, Curve]:
-        """Return its metrics by name."""
         return read_curves(self.run_dir / METRICS)
 
 
@@ -97,8 +88,7 @@ class Run:
 class Outcome:
     """The state of a run, and its metrics.
 
-    error: the first line of what failed, or "". job: SLURM's line about the job that still has to
-    train it, or "".
+    error: the first line of what failed, or "". job: SLURM's line about a job that waits, or "".
     """
 
     run: Run
@@ -108,7 +98,6 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
-        """True if all steps are done."""
         return not self.error and not self.job
 
 
@@ -118,9 +107,8 @@ def num_steps(curves: Mapping[str, Curve]) -> int:
 
 
 def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
-    """Check each layout that has runs left, before the first run starts.
+    """Check each layout that has runs left. check: raises RecipeError for one that cannot run.
 
-    check: raises RecipeError for a layout that cannot run.
     Raises RecipeError with the refusals of all layouts; a line names the layouts that it is about.
     """
     refused, to_do = dict[str, list[str]](), set[str]()
@@ -144,10 +132,7 @@ def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
 
 
 def make_ready(run: Run) -> Outcome | None:
-    """Return the outcome of a run that needs no start; None if it must be started.
-
-    Then its recipe is in place, and a run with an older recipe has been moved aside.
-    """
+    """Return a run's outcome, or None once it is ready to start, an older run moved aside."""
     try:
         recipe = run.recipe()
     except InputError as error:
@@ -183,10 +168,7 @@ class Interrupted(Exception):
 
 
 def run_here(runs: Sequence[Run], steps: int) -> Iterator[Outcome]:
-    """Train what is not done yet, one run after the other; yield the outcome of each.
-
-    steps: of each run. Raises Interrupted when a run was asked to stop.
-    """
+    """Train the runs that are not done, in order; yield the outcome of each. Raises Interrupted."""
     for number, run in enumerate(runs, start=1):
         title = f"run {number} of {len(runs)}, {run.name}"
         outcome = collect(run)
@@ -198,10 +180,7 @@ def run_here(runs: Sequence[Run], steps: int) -> Iterator[Outcome]:
 
 
 def _train(run: Run) -> int:
-    """Run `mimo train`, which continues from its checkpoint if it has one; return the exit code.
-
-    Signals to this process are passed on. Raises Interrupted.
-    """
+    """Run `mimo train`, pass signals on, and return its exit code. Raises Interrupted."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mimo.cli.main", "train", str(run.recipe_file), "--resume"]
     with run.log.open("w") as log, run.errors.open("w") as errors:
@@ -229,8 +208,7 @@ def _train(run: Run) -> int:
 def submit(runs: Sequence[Run], cluster: Path | None) -> list[Outcome]:
     """Submit the runs that are neither done nor queued; return the outcomes of refused runs.
 
-    cluster: a file of `cluster:` keys. Raises RecipeError for layouts that cannot run, before
-    anything is submitted.
+    cluster: a file of `cluster:` keys. Raises RecipeError before anything is submitted.
     """
     groups, refused = dict[tuple[str, ...], dict[Run, Job]](), list[Outcome]()
     waiting = {run: job for run in runs if (job := waits_for(run))}

@@ -73,10 +73,7 @@ def _paths(folder: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def logs(folder: Path, rank: int | None, follow: bool) -> int:
-    """Print the output of one rank, or the ends of all outputs, for `mimo logs`.
-
-    follow: continue until the run ends. Raises InputError if there is no output.
-    """
+    """Print a rank's output or all ends. follow: until the run ends. Raises InputError if none."""
     view, looked, files = read_view(folder), time.monotonic(), dict[Path, _File]()
     while True:
         goes_on = follow and view.goes_on

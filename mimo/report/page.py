@@ -57,7 +57,6 @@ class Picture:
     curves: str = ""
 
     def write_png(self, path: Path) -> None:
-        """Write the picture to a file if matplotlib drew it."""
         if self.figure is not None:
             self.figure.suptitle(self.title, fontsize=10)
             self.figure.savefig(path, dpi=150, metadata={"Software": None})
@@ -74,10 +73,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one kind. learned: whether the loss counts them.
-
-    special: one special token. times: how often it is repeated.
-    """
+    """Neighbouring tokens of one kind. learned: the loss counts them. times: of a special token."""
 
     text: str
     learned: bool
@@ -109,17 +105,13 @@ class Section:
 
     @property
     def has_content(self) -> bool:
-        """True if there is more than a title."""
         content = (self.pictures, self.text, self.note, self.charts, self.samples)
         return any(content) or any(table.rows for table in self.tables)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a page. Without a title it is the only one.
-
-    tiles: figures at a glance, by name. facts: what the part is about, by name.
-    """
+    """A part of a page, without a title if alone. tiles: figures at a glance. facts: a header."""
 
     title: str
     tiles: Mapping[str, str] = field(default_factory=dict)
@@ -197,10 +189,7 @@ def _thinned(curve: Curve) -> Curve:
 
 @mpl.rc_context(_STYLE)
 def spreads(title: str, unit: str, rows: Mapping[str, Sequence[float]]) -> Picture:
-    """Draw one bar per row: the median of its values, with a line from the least to the most.
-
-    Rows without values have no bar.
-    """
+    """Draw a bar per row with values: their median, with a line from the least to the most."""
     figure, axes = _figure(0.8 + 0.3 * len(rows))
     for place, values in enumerate(rows.values()):
         if values:

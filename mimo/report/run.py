@@ -90,7 +90,6 @@ def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
 
 
 def _times(run: RunData) -> Section:
-    """Draw the seconds of a step by module and part: bars, curves by module, and a table."""
     bars, rows, over_time = dict[str, dict[str, float]](), list[Sequence[str]](), list[Picture]()
     for module, phases in times_by_module(sorted(run.curves)).items():
         medians = {phase: run.median(name) or 0.0 for phase, name in phases.items()}
@@ -110,7 +109,6 @@ def _times(run: RunData) -> Section:
 
 
 def _sources(run: RunData) -> Table:
-    """Return the weight and the epochs of each source."""
     sources, rows = run.value_of("data.sources") or [], []
     weights = [source.get("weight", 1.0) for source in sources]
     for place, source in enumerate(sources):
@@ -165,7 +163,6 @@ def _incidents(run: RunData) -> Section:
 
 
 def _environment(run: RunData) -> Section:
-    """List the environment of the last start."""
     last = dict(run.starts[-1]) if run.starts else {}
     last.pop("summary", None)  # it is the page's header
     packages = last.pop("packages", {})
@@ -176,7 +173,6 @@ def _environment(run: RunData) -> Section:
 
 
 def _jobs(folder: Path) -> Section:
-    """List the submitted jobs, and the end of the newest one's output."""
     columns = ("job_id", "kind", "time", "script")
     rows = [_cells(job, columns) for job in jobs_of(folder)[-_MAX_ROWS:]]
     tables = [Table(columns, rows, words=True)]
@@ -247,10 +243,7 @@ def figures(runs: Sequence[RunData]) -> Table:
 
 
 def differences(runs: Sequence[RunData]) -> Table:
-    """Return the keys of recipes and the shards of sources that differ between runs.
-
-    A dash stands for a missing value.
-    """
+    """Return recipe keys and shards that differ between runs; a dash for a missing value."""
     flat = [dict(_leaves(run.recipe)) | _shards(run) for run in runs]
     keys = sorted({key for leaves in flat for key in leaves} - {"name"})
     rows = [(key, *(str(leaves.get(key, "–")) for leaves in flat)) for key in keys]

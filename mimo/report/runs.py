@@ -42,7 +42,6 @@ class Curve:
 
     @property
     def is_zero(self) -> bool:
-        """True if no finite value differs from zero."""
         return not self.finite.any()
 
 
@@ -50,9 +49,8 @@ class Curve:
 class RunData:
     """One run.
 
-    curves: by the name of the metric; an entry of a mapping, such as `epochs`, is a metric such as
-    `epochs_0`. recipe: plain data. starts: see `mimo.runtime.run_files`. states: of ranks that did
-    not end well.
+    curves: by metric; an entry of a mapping, such as `epochs`, is a metric such as `epochs_0`.
+    recipe: plain data. starts: see `mimo.runtime.run_files`. states: of ranks that ended badly.
     """
 
     title: str
@@ -77,17 +75,14 @@ class RunData:
 
     @property
     def steps_done(self) -> int:
-        """The last step in the metrics."""
         return max((int(curve.steps[-1]) for curve in self.curves.values()), default=0)
 
     @property
     def steps_planned(self) -> int | None:
-        """The steps of the recipe; None if it cannot be read."""
         return self.value_of("train.steps")
 
     @property
     def state(self) -> str:
-        """The state in words: ended, running, or stopped and why."""
         if self.steps_planned is not None and self.steps_done >= self.steps_planned:
             return "ended"
         if self.alive:
@@ -105,7 +100,6 @@ class RunData:
         return value
 
     def median(self, name: str) -> float | None:
-        """Return the median of a metric over all steps, or None."""
         values = self.curves[name].finite if name in self.curves else ()
         return float(np.median(values)) if len(values) else None
 
@@ -116,10 +110,7 @@ class RunData:
 
 
 def read_runs(folder: Path, newest_bytes: int | None = None) -> list[RunData]:
-    """Read the run in a folder, or the runs of its phases, in order.
-
-    newest_bytes: see `read_curves`. Raises InputError if there is no run.
-    """
+    """Read a folder's run or its phases, in order; see `read_curves`. Raises InputError."""
     folders = [*phase_folders(folder).values()] or [folder]
     if not any((f / "recipe.yaml").exists() or (f / METRICS).exists() for f in folders):
         raise InputError(
@@ -160,10 +151,7 @@ def _read_run(folder: Path, title: str, newest_bytes: int | None) -> RunData:
 
 
 def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]:
-    """Read all metrics of a file; null is NaN, and damaged lines are skipped.
-
-    newest_bytes: bytes that are read, from the end; None for all.
-    """
+    """Read the metrics of a file or its newest bytes; null is NaN, damaged lines are skipped."""
     points = dict[str, tuple[array[int], array[float]]]()
     if not path.exists():
         return {}
@@ -205,16 +193,14 @@ def times_by_module(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return modules
 
 
-BY_HAND = "by hand"
-"""The kind of a job that recorded itself."""
+BY_HAND = "by hand"  # the kind of a job that recorded itself
 _READ_BYTES = 2**16  # of a job's output, from its end
 
 
 def jobs_of(folder: Path) -> list[dict[str, Any]]:
     """Return the submitted jobs, the oldest first: time, job_id, kind and script.
 
-    `mimo launch` records a job, and the job records itself in case a person submitted it. The kind
-    that `mimo launch` recorded counts.
+    A job records itself, too, in case a person submitted it; the kind from `mimo launch` counts.
     """
     jobs: dict[str, dict[str, Any]] = {}
     for line in json_lines(folder / LAUNCH / "jobs.jsonl"):

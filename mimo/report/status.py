@@ -1,7 +1,6 @@
 """`mimo status`: the state of a run, from its folder and from SLURM.
 
-The folder is enough, so any machine that sees it can show the state. Only the end of the metrics is
-read.
+The folder is enough, so any machine that sees it can show the state.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class View:
 
     @property
     def goes_on(self) -> bool:
-        """True if the run may still make progress."""
         return self.may_be_queued or bool(self.holder) or any(run.alive for run in self.runs)
 
     @property
@@ -59,7 +57,6 @@ class View:
 
     @property
     def has_ended(self) -> bool:
-        """True if all steps are done."""
         return bool(self.runs) and all(run.state == "ended" for run in self.runs)
 
     @property
@@ -110,8 +107,7 @@ def _is_of_job(number: str, job: str) -> bool:
 def _queue(user: int) -> list[list[str]]:
     """Return number, state, time, time left, and nodes or reason of each job of a user.
 
-    All jobs are asked for, because squeue fails for the number of a job that SLURM has forgotten.
-    Raises OSError or SubprocessError where SLURM does not answer.
+    Of all jobs: squeue fails for a number that it has forgotten. Raises OSError, SubprocessError.
     """
     ask = ["squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i|%T|%M|%L|%R"]
     answer = subprocess.run(
@@ -119,9 +115,6 @@ def _queue(user: int) -> list[list[str]]:
     )
     rows = (line.strip().split("|", 4) for line in answer.stdout.splitlines())
     return [row for row in rows if len(row) == 5]
-
-
-# ----------------------------------------------------------------------- what is shown
 
 
 def facts_of(view: View) -> Iterator[tuple[str, str]]:

@@ -43,12 +43,11 @@ def show(*tables: Table) -> None:
         console.print(shown)
 
 
-def number(value: float | None, unit: str = "") -> str:
+def number(value: float | None) -> str:
     """Format a number; a dash for None."""
     if value is None:
         return "–"
-    text = f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
-    return f"{text} {unit}".strip()
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
 
 
 def percent(value: float | None) -> str:

@@ -33,9 +33,8 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     """Write the folder ``target``: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     run: a run or checkpoint folder. The Hugging Face folder that it started from must still be
-    there: every weight is compared with it, so that nothing trained is lost. average: write the
-    moving average. Raises InputError for a checkpoint without adapters, or if other weights than
-    adapters and a projector's were trained.
+    there: every weight is compared with it. average: write the moving average. Raises InputError
+    without adapters, or if other weights than adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
     if not any(weight.lora for weight in trained.weights):
@@ -107,8 +106,7 @@ def _tensors_of(trained: TrainedModel, modules: list[str]) -> dict[str, Tensor]:
 def _changed_modules(trained: TrainedModel) -> set[str]:
     """Return the modules in transformers whose weights differ from the base model's.
 
-    The last recipe of several phases does not tell. Raises InputError for weights that are not a
-    projector's.
+    The last recipe of several phases does not tell. Raises InputError for others than projectors.
     """
     base = initial_weights(trained.recipe)
     assert base is not None, "the recipe starts from the folder"
@@ -120,8 +118,8 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
         for shard in shards:
             ours = trained.read(shard)
             for weight in shard:
-                rows = weight.shape[0]
-                theirs = whole_tensor(weight.weight, rows, base.checkpoint, weight.dtype)
+                rows, dtype = weight.tensor.shape[0], weight.tensor.dtype
+                theirs = whole_tensor(weight.weight, rows, base.checkpoint, dtype)
                 if torch.equal(ours.pop(weight.key), theirs):
                     continue
                 module = weight.key.partition(".")[0]
@@ -135,7 +133,6 @@ def _changed_modules(trained: TrainedModel) -> set[str]:
     if others:
         raise InputError(
             f"{trained.checkpoint}: {len(others)} other weights than adapters and projectors were "
-            f"trained, such as {others[0]}, and an adapter folder would lack them; leave --adapter "
-            f"out to write the whole model"
+            f"trained, such as {others[0]}, and an adapter folder lacks them; leave --adapter out"
         )
     return modules

@@ -1,14 +1,13 @@
 """Carry tensors and files of the source folder to an export, bit for bit.
 
-The tensors are those that are not trained, such as heads that predict several tokens. The files are
-neither weights nor assets of the checkpoint.
+The tensors are not trained, such as further heads; the files are neither weights nor assets.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from mimo.checkpoint.assets import RECORD, contents_of
 from mimo.checkpoint.hf.conversion import Conversion
 from mimo.checkpoint.hf.initial import COMPUTED
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
-from mimo.checkpoint.reading import shards_of
 from mimo.errors import InputError, StartError
 from mimo.families.hf_config import read_json
 from mimo.families.keymap import Source
@@ -34,12 +32,7 @@ class Carried:
     tensors: Mapping[str, int]
     files: list[str]
 
-    def shards(self, num_bytes: int) -> Iterator[list[str]]:
-        """Yield names of tensors of ``num_bytes`` at most together; a larger one is alone."""
-        yield from shards_of(self.tensors.items(), num_bytes) if self.tensors else ()
-
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors as they are stored."""
         assert self.stored is not None, "all tensors are there"
         return {name: self.stored.read(name) for name in names}
 
@@ -66,8 +59,7 @@ def _first(names: Iterable[str]) -> str:
 def carried_of(folder: Path, assets: Path, trained: list[Source]) -> Carried:
     """Return the tensors and files to carry. folder: `init_from`, which may no longer exist.
 
-    assets: the checkpoint's, with a record of the folder. trained: the trained tensors.
-    Raises InputError if tensors that were in the folder are gone.
+    assets: the checkpoint's. Raises InputError if tensors that were in the folder are gone.
     """
     contents = read_json(assets / RECORD) if (assets / RECORD).is_file() else None
     try:

@@ -49,18 +49,26 @@ class _Group:
 
 
 class Conversion:
-    """The tensors on disk that make up each tensor in memory. stored: shapes by name on disk.
+    """The tensors on disk that make up each tensor in memory, by the rules of transformers.
 
-    problems: why a tensor cannot be converted, by name in memory. It holds no tensors, so rank 0
-    can send it to other ranks. Build it with `of_folder` or `of_model`.
+    model: the whole one, which may be on meta. stored: shapes by name on disk. problems: why a
+    tensor cannot be converted, by name in memory. Without tensors, so that rank 0 can send it.
     """
 
-    def __init__(self, stored: Mapping[str, Shape]) -> None:
+    def __init__(self, model: Any, stored: Mapping[str, Shape]) -> None:
         self.problems: dict[str, str] = {}
-        self._stored, self._shapes, self._config = stored, dict[str, Shape](), None
-        self._prefix = ""  # of the base model; folders may have been saved from it or the whole
+        self._stored, self._config = stored, model.config
+        self._shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+        # Folders may have been saved from the base model or from the whole.
+        self._prefix = model.base_model_prefix
         self._groups: dict[str, _Group] = {}
         self._ties: dict[str, list[str]] = {}
+        tied = defaultdict[int, list[str]](list)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            tied[id(parameter)].append(name)
+            self._ties[name] = tied[id(parameter)]
+        for group in self._groups_of_rules(model):
+            self._add(group)
 
     @classmethod
     def of_folder(cls, folder: Path, stored: Mapping[str, Shape]) -> Conversion:
@@ -71,22 +79,9 @@ class Conversion:
 
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            return cls.of_model(on_meta(config, "eager", torch.float32), stored)
+            return cls(on_meta(config, "eager", torch.float32), stored)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{folder / 'config.json'}: transformers: {error}") from error
-
-    @classmethod
-    def of_model(cls, model: Any, stored: Mapping[str, Shape]) -> Conversion:
-        """Return transformers' conversion for a whole model, which may be on meta."""
-        conversion, tied = cls(stored), defaultdict[int, list[str]](list)
-        conversion._config, conversion._prefix = model.config, model.base_model_prefix
-        conversion._shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            tied[id(parameter)].append(name)
-            conversion._ties[name] = tied[id(parameter)]
-        for group in conversion._groups_of_rules(model):
-            conversion._add(group)
-        return conversion
 
     def _groups_of_rules(self, model: Any) -> list[_Group]:
         """Group stored tensors as `convert_and_load_state_dict_in_model` of transformers does."""
@@ -179,8 +174,6 @@ class Conversion:
     def _name_in(self, group: _Group, key: str) -> str:
         return next((name for name in self._ties.get(key, [key]) if name in group.targets), key)
 
-    # ---- use
-
     def shape(self, key: str) -> Shape | None:
         """Return the shape of a tensor in memory; None if it is not stored or has a problem."""
         groups = self._groups_of(key)
@@ -196,7 +189,6 @@ class Conversion:
         return next((group.name for group in groups if disk in group.on_disk.values()), disk)
 
     def is_tied(self, key: str) -> bool:
-        """Return whether several parameters of the model share this tensor."""
         return len(self._ties.get(key, ())) > 1
 
     def group(self, key: str) -> str:

@@ -25,9 +25,9 @@ from mimo.checkpoint.hf.carried import carried_of
 from mimo.checkpoint.hf.conversion import Conversion
 from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
 from mimo.checkpoint.hf.weights_folder import INDEX, SINGLE
-from mimo.checkpoint.reading import describe, read, shards_of
+from mimo.checkpoint.reading import read, shards_of
 from mimo.checkpoint.resume import open_checkpoint
-from mimo.checkpoint.tensors import averages
+from mimo.checkpoint.tensors import StoredTensor, averages
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe, key_of
 from mimo.config.source import dotted
@@ -55,35 +55,34 @@ _CROPS = [f"pan_and_scan_{k}" for k in ("min_crop_size", "max_num_crops", "min_r
 _SAME = ("image_mean", "image_std", *_CROPS)
 _IMAGE_KEYS = {"pan_and_scan": "do_pan_and_scan", **{key: key for key in _SAME}}
 
-Shape = tuple[torch.Size, torch.dtype]
-
 
 def convert_to_hf(
     run: Path, target: Path, shard_bytes: int = 5 * 10**9, average: bool = False
 ) -> None:
     """Write the folder ``target``: weights, index, configuration, tokenizer and processor files.
 
-    run: a run or checkpoint folder whose model started from a Hugging Face checkpoint. shard_bytes:
-    the largest size of a file; a larger tensor has a file to itself. average: write the moving
-    average of the weights. Tensors and files of the original folder that are not trained are
-    copied. Raises InputError for a checkpoint of another kind or if those tensors are gone.
+    run: a run or checkpoint folder. shard_bytes: the largest size of a file; a larger tensor has a
+    file to itself. average: write the moving average of the weights. Tensors and files of the
+    original folder that are not trained are copied. Raises InputError, also if these are gone.
     """
     trained = open_trained(run, average)
-    changed = _changed_settings(trained.recipe, trained.architecture, trained.assets)
+    assets = trained.checkpoint / ASSETS
+    changed = _changed_settings(trained.recipe, trained.architecture, assets)
     sources = [source for weight in trained.weights for source in weight.weight.sources]
     folder = Path(trained.recipe.init_from or "")
-    carried = carried_of(folder, trained.assets, sources)
+    carried = carried_of(folder, assets, sources)
     conversion = carried.to_disk
     files: list[Callable[[], dict[str, Tensor]]] = [
         partial(_merged_tensors, trained, conversion, shard)
         for shard in _whole_groups(trained, conversion, shard_bytes)
     ]
-    files += [partial(carried.read, shard) for shard in carried.shards(shard_bytes)]
+    shards = shards_of(carried.tensors.items(), shard_bytes)
+    files += [partial(carried.read, shard) for shard in shards]
     with new_folder(target) as folder, counter_of("files", len(files)) as advance:
         carried.copy_files(folder)
-        copy_assets(trained.assets, folder)
+        copy_assets(assets, folder)
         _write_image_settings(folder, changed)
-        _set_dtype(folder / "config.json", trained.weights[0].dtype)
+        _set_dtype(folder / "config.json", trained.weights[0].tensor.dtype)
         _write_files(folder, files, advance)
     trained.print_left_out()
 
@@ -146,31 +145,21 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A parameter of ours in a checkpoint.
-
-    stored: shape and dtype by key: the parameter, then what adapts it. lora: of its module.
-    """
+    """A parameter of ours. stored: by key, padded, its adapters after it. lora: of its module."""
 
     key: str
     weight: Weight
-    stored: Mapping[str, Shape]
+    stored: Mapping[str, StoredTensor]
     lora: LoRA | None
 
     @property
-    def shape(self) -> torch.Size:
-        """The parameter's shape, with padding."""
-        return self.stored[self.key][0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
-        return self.stored[self.key][1]
+    def tensor(self) -> StoredTensor:
+        return self.stored[self.key]
 
     @property
     def num_bytes(self) -> int:
         """Bytes after export: without padding, with its adapter merged."""
-        columns = self.shape.numel() // self.shape[0]
-        return self.weight.num_rows * columns * self.dtype.itemsize
+        return self.weight.num_rows * self.tensor.matrix[1] * self.tensor.dtype.itemsize
 
     def merged(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the parameter with its adapter, (R, ...); removes both from ``tensors``."""
@@ -195,35 +184,26 @@ class TrainedModel:
     averages: Mapping[str, str]
 
     def print_left_out(self) -> None:
-        """Print which encoders the format has no place for."""
         tower, kind = self.architecture.tower_of(self.recipe), self.architecture.model_type
         for name in self.recipe.encoders:
             if name != tower:
                 print(f"encoders.{name}: no part of {kind} in Hugging Face format, so not written")
 
-    @property
-    def assets(self) -> Path:
-        """The folder with the configuration, the tokenizer and the processor's files."""
-        return self.checkpoint / ASSETS
-
     def read(
         self, weights: Iterable[TrainedWeight], only_adapters: bool = False
     ) -> dict[str, Tensor]:
         """Return parameters and what adapts them, or only the latter, by key."""
-        stored = {key: form for weight in weights for key, form in weight.stored.items()}
+        stored = {key: tensor for weight in weights for key, tensor in weight.stored.items()}
         sources = {k: self.averages.get(k, k) for k in stored if is_adapter(k) or not only_adapters}
         tensors = read(self.checkpoint, sources.values())
         # Averages are kept in fp32.
-        return {key: tensors[source].to(stored[key][1]) for key, source in sources.items()}
+        return {key: tensors[source].to(stored[key].dtype) for key, source in sources.items()}
 
 
 def open_trained(run: Path, average: bool = False) -> TrainedModel:
-    """Open the trained model in a run or checkpoint folder. average: read the moving average.
-
-    Raises InputError for a model that did not start from a Hugging Face checkpoint.
-    """
+    """Open the model of a run or checkpoint, or its moving average. Raises InputError."""
     checkpoint = find_checkpoint(run)
-    open_checkpoint(checkpoint)
+    index = open_checkpoint(checkpoint)
     recipe = load_recipe(checkpoint / "recipe.yaml")
     assets = checkpoint / ASSETS
     if recipe.init_from is None or not (assets / "config.json").is_file():
@@ -232,22 +212,21 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
             f"there is no configuration that describes it (train with init_from)"
         )
     architecture = architecture_of_folder(assets, recipe.language.family)
-    described = describe(checkpoint)
     weights, missing = list[TrainedWeight](), list[str]()
     for module, of_module in architecture.weights_of(recipe).items():
         lora = recipe.module(module).lora
         for weight in of_module:
             key = f"{module}.{weight.name}"
-            if key not in described:
+            if key not in index:
                 missing.append(key)
                 continue
-            keys = [key, *(name for name in adapter_names(key) if name in described)]
-            stored = {name: described[name] for name in keys}
+            keys = [key, *(name for name in adapter_names(key) if name in index)]
+            stored = {name: index[name] for name in keys}
             weights.append(TrainedWeight(key, weight, stored, lora if len(keys) > 1 else None))
     if missing:
         kind = architecture.model_type
         raise InputError(f"{checkpoint} is not a whole {kind}: it lacks {', '.join(missing)}")
-    average_keys = averages(described) if average else {}
+    average_keys = averages(index) if average else {}
     return TrainedModel(checkpoint, recipe, architecture, weights, average_keys)
 
 
@@ -265,7 +244,6 @@ class Difference:
 
     @property
     def is_of_images(self) -> bool:
-        """Whether it only says how images are prepared."""
         return self.module != LANGUAGE and self.key in (*_LIMITS, *_IMAGE_KEYS)
 
 
@@ -289,10 +267,7 @@ def differences(recipe: Recipe, architecture: Architecture, folder: Path) -> Ite
 
 
 def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) -> dict[str, Any]:
-    """Return the recipe's image settings that differ from the folder's.
-
-    Raises RecipeError for others.
-    """
+    """Return image settings that differ from the folder's. Raises RecipeError for others."""
     changed = [*differences(recipe, architecture, folder)]
     problems = [
         f"  {dotted((*key_of(item.module), 'model'))}.{item.key} is {item.value}, "
@@ -310,7 +285,6 @@ def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) 
 
 
 def _write_image_settings(folder: Path, changed: Mapping[str, Any]) -> None:
-    """Write changed image settings into the files of ``folder`` that transformers reads."""
     if not changed:
         return
     for name, nested in ((WHOLE, "image_processor"), ("preprocessor_config.json", None)):

@@ -115,9 +115,6 @@ class HFCheckpoint:
                 yield f"  {disk} is unknown"
 
 
-# ------------------------------------------------------------------------ start of a recipe
-
-
 @dataclass(frozen=True)
 class InitialWeights:
     """A checkpoint to start from, and its weights by module; other encoders are drawn afresh."""
@@ -142,10 +139,7 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
 
 
 def convert_from_hf(source: Path, target: Path) -> None:
-    """Write the checkpoint folder ``target``: weights, ``recipe.yaml`` and assets, no optimizer.
-
-    Raises InputError for a source that does not fit.
-    """
+    """Write the checkpoint ``target`` (weights, recipe and assets). Raises InputError."""
     recipe = minimal_recipe(source)
     initial = initial_weights(recipe)
     assert initial is not None, "the recipe starts from the folder"

@@ -43,9 +43,8 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
 
     A Hub id (``org/name``) becomes its folder in the local cache, downloaded on first use.
     Values in the recipe win. Without ``encoders`` it gets one for images; ``encoders: {}`` means
-    the language model alone. A resolved recipe (from a run) no longer needs the folder. The
-    folder's tower is the first encoder that names no family, or the folder's family; the others
-    must name a family and give their settings. Yields location and message of every problem.
+    the language model alone. The folder's tower is the first encoder that names no family, or the
+    folder's family; the others have their own. Yields location and message of every problem.
     """
     init_from = data.get("init_from")
     if init_from is None:
@@ -104,9 +103,8 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
                 section.setdefault(key, copy.deepcopy(value))
         elif isinstance(encoders[name], dict) and section.get("family") is None:
             message = (
-                f"this key is required: the encoder that init_from holds is encoders.{tower_name}, "
-                f"and every other one has a family and a model of its own (or name further media "
-                f"of the same encoder in encoders.{tower_name}.other_media)"
+                f"this key is required: the encoder that init_from holds is encoders.{tower_name} "
+                f"(name further media of it in encoders.{tower_name}.other_media)"
             )
             yield ("encoders", name, "family"), message
             section["family"] = _UNREAD  # so that it is not reported twice
@@ -121,10 +119,7 @@ def item_keys(folder: Path) -> dict[str, Any]:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return the folder of a Hub id in the cache of Hugging Face; None if there is none.
-
-    It is downloaded if the machine is online. Raises StartError if files cannot be written.
-    """
+    """Return a Hub id's folder in the local cache, downloaded if absent. Raises StartError."""
     if not _HUB_ID.fullmatch(name):
         return None
     from huggingface_hub import snapshot_download
@@ -150,10 +145,7 @@ def tower_settings(
 
 
 def architecture_of_folder(folder: Path, family: str | None = None) -> Architecture:
-    """Return the architecture of a folder. Raises InputError if it is no known model.
-
-    family: of the language model, if a recipe gives one.
-    """
+    """Return a folder's architecture. family: of a recipe's language model. Raises InputError."""
     try:
         return architecture_of(read_config(folder).get("model_type"), family)
     except StartError:
@@ -193,10 +185,7 @@ def _fill_module(
 
 
 def config_of_folder(folder: Path) -> PretrainedConfig:
-    """Return the configuration of the whole model in a folder.
-
-    Raises InputError for a model that is code in the folder, or that transformers does not know.
-    """
+    """Return a whole model's configuration. Raises InputError if it is unknown, or code."""
     from transformers import AutoConfig  # late: it takes seconds to import
 
     try:

@@ -28,8 +28,7 @@ _DTYPES = TORCH_DTYPES | {
 class WeightsFolder:
     """The tensors of a folder of safetensors; one file is open at a time. shapes, dtypes: by key.
 
-    bytes_read: bytes of tensors read so far. Building it reads the headers only. Raises InputError
-    for an incomplete or damaged folder; StartError if its file system fails.
+    bytes_read: of tensors, so far. Building it reads headers only. Raises InputError or StartError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,14 +77,10 @@ class WeightsFolder:
             self._file_of[key] = file
 
     def file_of(self, key: str) -> str:
-        """Return the name of the file with a tensor."""
         return self._file_of[key].name
 
     def read(self, key: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return these rows of a tensor, and of a matrix these columns of them, as stored.
-
-        Nothing else is read from the file.
-        """
+        """Return these rows, of a matrix these columns of them, as stored; nothing else is read."""
         reader = self._reader(self._file_of[key])
         if not self.shapes[key]:
             return reader.get_tensor(key)  # no slice of a scalar can be read

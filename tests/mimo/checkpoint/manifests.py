@@ -22,9 +22,7 @@ def write_manifest(checkpoint: Path) -> None:
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         if path.name != "manifest.json":
             summing = Summing()
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    summing.add(chunk)
+            summing.add(path.read_bytes())
             written = summing.sum("")
             has_blocks = path.suffix == ".safetensors"
             name = path.relative_to(checkpoint).as_posix()

@@ -19,7 +19,7 @@ from data.text.chat import ChatTokenizer
 from mimo.checkpoint.folder import read_progress
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.manifest import listed_files
-from mimo.checkpoint.reading import describe, read
+from mimo.checkpoint.reading import read
 from mimo.checkpoint.resume import problems_of
 from mimo.checkpoint.tensors import read_index
 from mimo.errors import InputError
@@ -80,12 +80,12 @@ def test_files_of_other_formats_and_pickles_for_tensors_are_never_loaded(tmp_pat
     for name in ("common.pt", ".metadata", "pytorch_model.bin", "optimizer.pt"):
         (checkpoint / name).write_bytes(PICKLE)
     assert problems_of(checkpoint) == []
-    assert read(checkpoint, describe(checkpoint))["language.w"].shape == (40, 100)
+    assert read(checkpoint)["language.w"].shape == (40, 100)
     size = (checkpoint / "tensors_0.safetensors").stat().st_size
     (checkpoint / "tensors_0.safetensors").write_bytes(PICKLE.ljust(size, b"\0"))
     assert "has checksum" in problems_of(checkpoint)[0]
     write_manifest(checkpoint)
-    read(checkpoint, describe(checkpoint))  # numbers, whatever they are
+    read(checkpoint)  # numbers, whatever they are
     assert not Path("PWNED").exists()
 
 

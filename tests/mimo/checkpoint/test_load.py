@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.reading import describe, read
+from mimo.checkpoint.reading import read
 from mimo.checkpoint.resume import FromScratch, FromWeights, Resume, Start
 from mimo.config.schema import Recipe
 from mimo.engines.contract import EMA, key_of, kind_of
@@ -50,10 +50,6 @@ def trained(
     if not recipe.run_dir.exists():
         run_from(run_ranks, recipe, start or FromScratch())
     return recipe.run_dir
-
-
-def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    return read(checkpoint, describe(checkpoint))
 
 
 def steps_of(stored: dict[str, Tensor], module: str) -> set[float]:
@@ -125,8 +121,8 @@ def test_a_run_resumes_with_other_settings_and_names_fresh_state(
     beginnings = (re.split(r": it is| \(|;", line)[0] for line in printed[0].splitlines())
     assert set(beginnings) == notes
     assert printed[1] == ""
-    stored = tensors(checkpoint)
-    loaded = tensors(resumed.run_dir / "checkpoints" / "step_2")
+    stored = read(checkpoint)
+    loaded = read(resumed.run_dir / "checkpoints" / "step_2")
     assert (steps_of(loaded, "language"), steps_of(loaded, "vision")) == steps
     for key, values in loaded.items():
         if key in stored:
@@ -149,13 +145,13 @@ def test_an_unfrozen_module_counts_its_own_updates(
     name = "".join(filter(str.isalnum, request.node.name))
     steps = [*engine, every, "train.steps=4"]
     whole = trained(run_ranks, recipe, f"{name}_on", *steps, start=Resume(frozen))
-    after = {n: tensors(whole / "checkpoints" / f"step_{n}") for n in (3, 4)}
+    after = {n: read(whole / "checkpoints" / f"step_{n}") for n in (3, 4)}
     assert [steps_of(after[n], "language") for n in (3, 4)] == [{3.0}, {4.0}]
     assert [steps_of(after[n], "vision") for n in (3, 4)] == [{1.0}, {2.0}]
     # A fresh optimizer of all modules does the same first step of this one: no bias is corrected
     # as of a third step.
     anew = trained(run_ranks, recipe, f"{name}_new", *steps, start=FromWeights(frozen))
-    first, before = tensors(anew / "checkpoints" / "step_1"), tensors(frozen)
+    first, before = read(anew / "checkpoints" / "step_1"), read(frozen)
     moved = 0
     for key, values in first.items():
         if key.startswith("vision."):
@@ -166,7 +162,7 @@ def test_an_unfrozen_module_counts_its_own_updates(
     start = Resume(whole / "checkpoints" / "step_3")
     again = trained(run_ranks, recipe, f"{name}_again", *steps, start=start)
     assert metrics(recipe, again.name)[-1]["loss"] == metrics(recipe, whole.name)[-1]["loss"]
-    for key, values in tensors(again / "checkpoints" / "step_4").items():
+    for key, values in read(again / "checkpoints" / "step_4").items():
         assert torch.equal(values, after[4][key]), key
 
 
@@ -232,8 +228,8 @@ def folders(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_resumes_with_every_tensor_of_a_checkpoint(folders: Path, engine: str) -> None:
-    stored = tensors(folders / engine / "step" / "checkpoints" / "step_1")
-    loaded = tensors(folders / engine / "resumed" / "checkpoints" / "step_1")
+    stored = read(folders / engine / "step" / "checkpoints" / "step_1")
+    loaded = read(folders / engine / "resumed" / "checkpoints" / "step_1")
     weights = {key for key in stored if not kind_of(key)[0]}
     averages = {key for key in stored if kind_of(key)[0] == EMA}
     assert averages == {key_of(EMA, key) for key in weights}
@@ -244,8 +240,8 @@ def test_a_run_resumes_with_every_tensor_of_a_checkpoint(folders: Path, engine: 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_initial_weights_survive_a_step_at_rate_zero(folders: Path, engine: str) -> None:
-    stored = tensors(folders / engine / "step" / "checkpoints" / "step_1")
-    loaded = tensors(folders / engine / "begun" / "checkpoints" / "step_0")
+    stored = read(folders / engine / "step" / "checkpoints" / "step_1")
+    loaded = read(folders / engine / "begun" / "checkpoints" / "step_0")
     for key in (key for key in stored if not kind_of(key)[0]):
         assert torch.equal(loaded[key], stored[key]), key
         assert torch.equal(loaded[key_of(EMA, key)], stored[key].float()), key

@@ -197,7 +197,7 @@ def _evaluate_average(rank: int, folder: Path) -> None:
     from mimo.generate.answer import Generator
 
     checkpoint = folder / "checkpoints" / "step_1"
-    stored = reading.read(checkpoint, reading.describe(checkpoint))
+    stored = reading.read(checkpoint)
     key = "language.decoder.layers.0.mlp.linear_fc1.weight"
     assert not torch.equal(stored[key], stored[f"ema.{key}"])
     used = []

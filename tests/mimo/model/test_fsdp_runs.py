@@ -86,7 +86,7 @@ def measured(run: Path) -> list[tuple[float, ...]]:
 
 
 def read(checkpoint: Path) -> dict[str, Tensor]:
-    return reading.read(checkpoint, reading.describe(checkpoint))
+    return reading.read(checkpoint)
 
 
 def assert_alike(got: Path, expected: Path, resumed: bool = False) -> None:

@@ -45,10 +45,8 @@ def test_axes_become_all_combinations_with_readable_names(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("axes", "names"),
     [
-        ("{language.grid: [{tp: 1}, {tp: 2}]}", ["tp1", "tp2"]),
         ("{train.micro_batch_size: [1, 4]}", ["micro_batch_size1", "micro_batch_size4"]),
         ("{language.grid.sp: [true, false]}", ["sptrue", "spfalse"]),
-        ("{language.recompute: [full]}", ["full"]),
         (
             "{encoders.vision.grid: [{tp: 2}], language.grid: [{tp: 2}, {pp: 2}]}",
             ["tp2-tp2", "tp2-pp2"],
@@ -66,11 +64,6 @@ def test_overrides_come_from_all_layouts_then_the_command_line_then_the_layout(
     shared = ("train.save_every=null", "train.seed=3", "train.steps=5", "train.seed=4")
     assert experiment.shared == shared
     assert experiment.layouts["b"] == (*shared, "language.grid.tp=2")
-
-
-def test_the_reference_is_the_layout_that_is_named_or_else_the_first(tmp_path: Path) -> None:
-    assert read(tmp_path, f"{HEAD}reference: b\n{TWO}").reference == "b"
-    assert read(tmp_path, HEAD + TWO).reference == "a"
 
 
 def test_the_recipe_is_looked_for_beside_the_file_then_in_the_working_folder(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mimo.errors import InputError
-from mimo.report.runs import read_curves, read_runs
+from mimo.report.runs import begun_runs, read_curves, read_runs
 from mimo.runtime.run_files import record
 from tests.mimo.report.folders import RECIPE, make_run, write_state
 
@@ -61,4 +61,4 @@ def test_phases_are_runs_in_their_order_and_other_folders_are_none(tmp_path: Pat
     assert [run.steps_done for run in phases] == [3, 100]
     for wrong in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match="give the folder of a run"):
-            read_runs(wrong)
+            begun_runs(wrong)

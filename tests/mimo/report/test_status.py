@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mimo.errors import InputError
 from mimo.report.status import facts_of, read_view, status
 from mimo.runtime.run_files import record
 from tests.mimo.report.folders import RECIPE, install, make_run, write_state
@@ -203,11 +202,6 @@ def test_the_end_of_the_output_of_a_finished_job_is_shown(
     assert lines == ["b", "x.yaml:3: no", "exit code 2 at noon"]
     make_run(run)
     assert "job_7.out" not in facts(run), "it has ended well"
-
-
-def test_a_folder_without_a_run_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="give the folder of a run"):
-        read_view(tmp_path)
 
 
 def test_looking_needs_no_torch() -> None:

@@ -230,7 +230,7 @@ def samples_of(run_dir: Path, rank: int) -> dict[int, list]:
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """Of all modules and their optimizers, at the end of a run."""
     checkpoint = run_dir / "checkpoints" / f"step_{STEPS}"
-    return reading.read(checkpoint, reading.describe(checkpoint))
+    return reading.read(checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -68,5 +68,5 @@ def test_a_folder_that_cannot_be_written_ends_the_run_with_reason_and_path(
     kept = runs / ("elsewhere" if (runs / "elsewhere").exists() else "tiny")
     checkpoint = find_checkpoint(kept)
     assert checkpoint.name == "step_2"
-    assert reading.read(checkpoint, reading.describe(checkpoint))
+    assert reading.read(checkpoint)
     assert fault != "gone" or not (runs / "tiny").exists(), "it was made anew"

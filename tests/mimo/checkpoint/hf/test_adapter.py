@@ -240,11 +240,11 @@ def test_peft_loads_adapters_of_any_class_and_computes_what_the_merged_model_doe
 
     write_tiny(TinyCheckpoint("internvl"), tmp_path / "base")
     convert_from_hf(tmp_path / "base", tmp_path / "checkpoint")
-    weights = reading.describe(tmp_path / "checkpoint")
+    weights = reading.read(tmp_path / "checkpoint")
     shapes: dict[str, tuple[int, ...]] = {}
     for module, target in (("language", ".q_proj.weight"), ("vision", ".fc1.weight")):
         for key in [k for k in weights if k.startswith(module) and k.endswith(target)]:
-            (rows, columns), linear = weights[key][0], key.removesuffix(".weight")
+            (rows, columns), linear = weights[key].shape, key.removesuffix(".weight")
             shapes |= {f"{linear}.lora_a": (2, columns), f"{linear}.lora_b": (rows, 2)}
     loras = {"language": "*.q_proj", "encoders.vision": "*.fc1"}
     lora = [f"{k}.lora={{rank: 2, alpha: 1, targets: ['{t}']}}" for k, t in loras.items()]
@@ -278,7 +278,7 @@ def change(
     lora: Sequence[str] = ("language.lora={rank: 4, alpha: 8, targets: [qkv]}",),
 ) -> None:
     """Add tensors, and ``lora`` to the recipe."""
-    tensors = reading.read(checkpoint, reading.describe(checkpoint))
+    tensors = reading.read(checkpoint)
     tensors |= {
         key: torch.full(shape, 2.0 if key.startswith("ema.") else 1.0)
         for key, shape in shapes.items()

@@ -205,12 +205,9 @@ def test_a_further_encoder_trains_from_fresh_weights_and_stays_out_of_the_export
     assert len(lines) == 2
     first, last = (tmp_path / "two" / "checkpoints" / f"step_{step}" for step in (1, 2))
     assert find_checkpoint(tmp_path / "two") == last
-    described = reading.describe(last)
     key = "film.blocks.layers.1.mlp.linear_fc1.weight"
-    assert described[key][0] == (24, 16)
-    before, after = (
-        reading.read(checkpoint, {key: described[key]})[key] for checkpoint in (first, last)
-    )
+    before, after = (reading.read(checkpoint, [key])[key] for checkpoint in (first, last))
+    assert after.shape == (24, 16)
     assert not torch.equal(before, after)
 
     capsys.readouterr()

@@ -151,9 +151,9 @@ def passes_on(
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors, without the rows that pad the vocabulary: Megatron draws them like others."""
-    from mimo.checkpoint.reading import describe, read
+    from mimo.checkpoint.reading import read
 
-    tensors = read(folder, describe(folder))
+    tensors = read(folder)
     for key, tensor in tensors.items():
         if "word_embeddings" in key and ".step." not in key:
             assert tensor.shape[0] == 128
