@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ import numpy as np
 
 from data.modalities.processor import Part
 from mimo.config.schema import Recipe
-from mimo.families.keymap import num_elements
+from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import (
     GENERAL,
     encoder_family,
@@ -119,6 +119,16 @@ def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     return roles
 
 
+def weights_of(recipe: Recipe, module: str, vocab_size: int, **sizes: int) -> Sequence[Weight]:
+    """Return a module's weights over all ranks. sizes: in place of those of the recipe."""
+    language = language_settings(recipe)
+    if module == LANGUAGE:
+        small = language.model_copy(update={"vocab_size": vocab_size, **sizes})
+        return language_family(recipe).weights_in_hf(small)
+    settings = encoder_settings(recipe, module).model_copy(update=sizes)
+    return encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
+
+
 def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     """Return the inputs of a tower, such as patches, per embedding of an item of noise."""
     settings = encoder_settings(recipe, encoder)
@@ -145,20 +155,13 @@ class _Module:
         self.wide = max(4, self.size)
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
-        last: tuple[str, ...] = (_OUTPUT,)
-        if name == LANGUAGE:
-            self.layers = language.num_layers // self.grid.pp
-            known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
-            small = language.model_copy(update={"vocab_size": known, "num_layers": 1})
-            weights = language_family(recipe).weights_in_hf(small)
-        else:
-            family, settings = encoder_family(recipe, name), encoder_settings(recipe, name)
-            self.layers, last = settings.num_layers // self.grid.pp, family.PROJECTOR
-            tower = settings.model_copy(update={"num_layers": 1})
-            weights = family.weights_in_hf(tower, self.hidden)
+        settings = language if name == LANGUAGE else encoder_settings(recipe, name)
+        self.layers = settings.num_layers // self.grid.pp
+        last = (_OUTPUT,) if name == LANGUAGE else encoder_family(recipe, name).PROJECTOR
+        known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
-            for weight in weights
+            for weight in weights_of(recipe, name, known, num_layers=1)
         }
         self.held, self.trained = Counter[str](), Counter[str]()
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp

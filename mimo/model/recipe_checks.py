@@ -15,14 +15,7 @@ from mimo.config.training import Source
 from mimo.device import Memory, has_gpu, machine_memory
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
-from mimo.families.registry import (
-    GENERAL,
-    encoder_family,
-    encoder_settings,
-    language_family,
-    language_settings,
-    trainable_names,
-)
+from mimo.families.registry import GENERAL, encoder_settings, language_settings, trainable_names
 from mimo.model.dataset import (
     SPLITS,
     check_index,
@@ -35,7 +28,7 @@ from mimo.model.dataset import (
     unknown_text,
 )
 from mimo.model.indexing import build_in_processes, survey_source
-from mimo.model.memory import CUT_BY_COLUMNS, format_bytes, parameters_by_role
+from mimo.model.memory import CUT_BY_COLUMNS, format_bytes, parameters_by_role, weights_of
 from mimo.ops.acceleration import fp8_multiple, fp8_problem, this_machine
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
@@ -102,7 +95,7 @@ def _encoder_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
 
 def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     """Yield patterns that match no name, and lists of patterns that freeze everything."""
-    part, key, language = recipe.module(grid.module), key_of(grid.module), language_settings(recipe)
+    part, key = recipe.module(grid.module), key_of(grid.module)
     for target in part.lora.targets if part.lora and grid.engine == "megatron" else ():
         if target not in TARGETS:
             yield recipe.problem(
@@ -112,13 +105,8 @@ def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
             )
     if not isinstance(part.freeze, tuple):
         return
-    if grid.module == LANGUAGE:
-        known = language.model_copy(update={"vocab_size": language.padded_vocab_size(1)})
-        weights = language_family(recipe).weights_in_hf(known)
-    else:
-        settings = encoder_settings(recipe, grid.module)
-        weights = encoder_family(recipe, grid.module).weights_in_hf(settings, language.hidden_size)
-    names = [weight.name for weight in weights]
+    vocab_size = language_settings(recipe).padded_vocab_size(1)
+    names = [weight.name for weight in weights_of(recipe, grid.module, vocab_size)]
     for pattern in part.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             yield recipe.problem(
@@ -159,9 +147,8 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
             ("train", "fp8"),
             f"got {fp8}, but linears with adapters (language.lora) compute in bf16; remove one",
         )
-    settings = language_settings(recipe)
-    small = {"num_layers": 1, "vocab_size": settings.padded_vocab_size(1)}
-    for weight in language_family(recipe).weights_in_hf(settings.model_copy(update=small)):
+    vocab_size = language_settings(recipe).padded_vocab_size(1)
+    for weight in weights_of(recipe, LANGUAGE, vocab_size, num_layers=1):
         linear = weight.name.removesuffix(".weight").rpartition(".")[2]
         if not (linear.startswith("linear_") and weight.name.endswith(".weight")):
             continue
@@ -307,14 +294,10 @@ def check_room(
     if has_gpu():
         return
     phased.each(check_device)
-    memory = machine_memory()
-    if memory is None:
-        return
-    pairs = zip(phased.phases, layouts, strict=True)
-    layout_of = {id(phase.recipe): layout for phase, layout in pairs}
+    memory, left = machine_memory(), iter(layouts)
 
     def check(recipe: Recipe) -> None:
-        layout = layout_of[id(recipe)]
+        layout = next(left)
         ranks = range(layout.world_size) if environment is None else environment.ranks_here
         check_memory(recipe, layout, ranks, memory)
 

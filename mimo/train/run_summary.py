@@ -13,16 +13,11 @@ from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.config.schema import Recipe
 from mimo.families.keymap import adapter_shapes, num_elements
-from mimo.families.registry import (
-    encoder_family,
-    encoder_settings,
-    language_family,
-    language_settings,
-    trainable_names,
-)
+from mimo.families.registry import language_settings, trainable_names
 from mimo.families.wire import precision_of
 from mimo.model.dataset import Dataset, sources_of
-from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.model.memory import weights_of
+from mimo.parallel.grids import Layout
 
 _MEASURED = 256  # samples of a source, from which its mean length is estimated
 
@@ -62,16 +57,10 @@ def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> tuple[in
 
     Adapters count, the vocabulary's padding does not.
     """
-    language = language_settings(recipe)
-    if module == LANGUAGE:
-        sizes = {"vocab_size": language.num_tokens(tokenizer_size)}
-        weights = language_family(recipe).weights_in_hf(language.model_copy(update=sizes))
-    else:
-        settings = encoder_settings(recipe, module)
-        weights = encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
+    num_tokens = language_settings(recipe).num_tokens(tokenizer_size)
     part, is_trainable = recipe.module(module), trainable_names(recipe, module)
     total = trained = 0
-    for weight in weights:
+    for weight in weights_of(recipe, module, num_tokens):
         size = num_elements([weight])
         total += size
         trained += size * is_trainable(weight.name)
