@@ -135,12 +135,10 @@ class Cluster(Section):
 
     @property
     def places_per_node(self) -> int:
-        """Most ranks on a node."""
         return self.ranks_per_node or self.gpus_per_node
 
     @property
     def places_per_encoder_node(self) -> int:
-        """Most ranks on a node of disjoint encoders."""
         nodes = self.encoder_nodes
         if nodes is None:
             return self.places_per_node

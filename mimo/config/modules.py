@@ -92,11 +92,9 @@ class LoRA(Section):
 
     @property
     def scale(self) -> float:
-        """Factor on the adapters' output."""
         return self.alpha / self.rank
 
     def adapts(self, weight: str) -> bool:
-        """Return whether the parameter of this name gets an adapter."""
         linear, _, kind = weight.rpartition(".")
         return kind == "weight" and any(
             fnmatch(linear, target)
@@ -135,7 +133,6 @@ class Module(Section):
 
     @property
     def trains(self) -> bool:
-        """True if any weights are updated."""
         return self.freeze is not True
 
     @model_validator(mode="after")

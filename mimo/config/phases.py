@@ -97,7 +97,6 @@ class PhasedRecipe:
         return _for_each(names, [phase.recipe for phase in self.phases], do)
 
     def to_yaml(self) -> str:
-        """The recipe as given, with its phases and overrides."""
         return as_yaml(self.source.data)
 
 
@@ -186,7 +185,6 @@ def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterat
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
-    """Turn the recipe of a phase into a separate run inside the folder of the job."""
     train = recipe.train.model_copy(update={"run_dir": str(recipe.run_dir)})
     return recipe.model_copy(update={"name": f"phase_{number}_{name}", "train": train})
 

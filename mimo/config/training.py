@@ -233,7 +233,6 @@ class Train(Section):
 
     @property
     def last_decay_steps(self) -> int:
-        """Steps in which the learning rate of `schedule: wsd` falls."""
         return self.decay_steps or max(1, self.steps // 10)
 
     @model_validator(mode="after")

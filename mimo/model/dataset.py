@@ -203,8 +203,8 @@ def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[st
 def for_each_source[T](recipe: Recipe, splits: Sequence[str], do: Callable[[Source], T]) -> list[T]:
     """Call ``do`` on every source of these splits.
 
-    Raises one RecipeError with all its ValueErrors, each with the source's key, and RecipeErrors;
-    StartError at once where a file system fails.
+    Raises one RecipeError with all errors, each with the source's key; StartError at once where a
+    file system fails.
     """
     results, problems = list[T](), list[str]()
     for split in splits:

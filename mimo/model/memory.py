@@ -83,7 +83,6 @@ class RoleMemory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.activations + self.logits + self.buffers
 
@@ -317,7 +316,6 @@ class _Module:
         return block * (self.wide + (self.size if self.size < self.wide else 0))
 
     def activations(self, stage: int) -> float:
-        """Return the bytes of activations on a rank of a stage at the peak."""
         size, (width, kept) = self._tokens * self.size, self._widths()
         if self._is_frozen:  # nothing is kept for a backward
             return size * kept

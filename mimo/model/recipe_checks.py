@@ -36,10 +36,7 @@ from mimo.runtime.ranks import RankEnv
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
-    """Check all that needs no data (layout, families, sizes) and return the layout.
-
-    Raises RecipeError with all problems.
-    """
+    """Check layout, families and sizes; return the layout. Raises RecipeError with all problems."""
     layout = build_layout(recipe, num_ranks)
     problems = list[str]()
     for check in (
@@ -118,7 +115,6 @@ def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
 
 
 def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Yield steps and ranks of `train.profile` that the run does not have."""
     profile, size = recipe.train.profile, layout.world_size
     if profile is None:
         return
@@ -171,10 +167,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
-    """Open all splits, and warn of unknown text. build: indexes missing shards.
-
-    Raises RecipeError.
-    """
+    """Open all splits, indexed by ``build``, and warn of unknown text. Raises RecipeError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     problems: list[str] = []
     for split in SPLITS:
@@ -287,10 +280,7 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
 def check_room(
     phased: PhasedRecipe, layouts: Sequence[Layout], environment: RankEnv | None
 ) -> None:
-    """Raise RecipeError if the ranks of this machine cannot hold a phase's model.
-
-    On GPUs each rank checks its GPU later: see `mimo.train.rank` and `check_device`.
-    """
+    """Raise RecipeError if this machine cannot hold a phase's model; ranks check GPUs later."""
     if has_gpu():
         return
     phased.each(check_device)

@@ -49,10 +49,7 @@ class StepRows:
     runs: Sequence[ItemRuns]
 
     def plans(self, link: Link, rank: int | None = None) -> list[BridgePlan]:
-        """Return the plan of the bridge over ``link`` for each microbatch.
-
-        rank: plan only what the ranks of its lanes send and receive; None for all ranks.
-        """
+        """Plan the bridge over ``link`` per microbatch, for all ranks or for the lanes of one."""
         every, lanes = self._side_by_side, self.layout.language.dp
         gets = np.ones(len(self.runs) * lanes, np.bool_)
         if rank is not None:

@@ -143,11 +143,10 @@ class Batches:
 
     @property
     def upcoming(self) -> PreparedBatch:
-        """The batch that `next` returns next."""
         return self._prepared[0]
 
     def next(self) -> RankBatch:
-        """Return the next batch; waits for it if need be. Raises what its preparation raised."""
+        """Wait for the next batch and return it. Raises what its preparation raised."""
         prepared = self._prepared.popleft()
         with self._waiting():
             batch, staging = prepared.batch.result()
@@ -156,10 +155,7 @@ class Batches:
         return batch
 
     def read_ahead(self) -> None:
-        """Wait until the samples are read whose readability the next sum carries, if any are left.
-
-        Raises what their reading raised.
-        """
+        """Wait for the samples of the next sum, if any are left. Raises what reading raised."""
         if self._num_unread > 0:
             with self._waiting():
                 self._read.append(self._loader.next())
@@ -184,7 +180,6 @@ class Batches:
         return sums
 
     def take_waited_seconds(self) -> float:
-        """Return the seconds that this rank waited for batches since the last call."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 

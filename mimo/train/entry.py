@@ -56,10 +56,7 @@ def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, *args: Any) -> int:
 
 
 def prepare_process(layout: Layout, run_dir: Path) -> None:
-    """Set what has to be known before the engine is imported.
-
-    Raises InputError for a package of kernels that is installed but cannot be imported.
-    """
+    """Set what the engine's import needs. Raises InputError for kernels that fail to import."""
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
     set_variables(variables_of(layout, environment.rank))
@@ -131,10 +128,7 @@ def _begin(
 
 
 def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment: RankEnv) -> Choice:
-    """Choose the first intact checkpoint; each rank reads its share of the files.
-
-    Raises Refused on all ranks if all are damaged.
-    """
+    """Choose the first intact checkpoint; each rank reads a share. Raises Refused on all ranks."""
 
     def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
         files, problems = files_to_compare(checkpoint)
@@ -200,10 +194,7 @@ def _index_together(job: Job, ranks: Rendezvous, num_ranks: int) -> None:
 
 
 def _train_here(runs: Sequence[Run], ranks: Rendezvous, start: float) -> int:
-    """Do runs on the same ranks until one ends with another exit code than 0, which is returned.
-
-    Does not return if one of them fails.
-    """
+    """Do runs until one ends with another code than 0, and return it. Failures end the process."""
     run_dir = runs[0].recipe.run_dir
 
     def end(error: BaseException) -> NoReturn:

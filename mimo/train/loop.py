@@ -31,7 +31,7 @@ from mimo.train.step import StepObserver, run_modules, train_step
 
 
 class Trainer:
-    """One rank's training run. Build it, then call `train`."""
+    """One rank's training run: build it, then call `train`; see `build_model` for its arguments."""
 
     def __init__(
         self,
@@ -42,7 +42,6 @@ class Trainer:
         provided: Collection[str] = (),
         early_stop: EarlyStop | None = None,
     ) -> None:
-        """Build the model. initial, provided: passed on to `build_model`."""
         self.recipe, self.topology, self.run_dir = recipe, topology, run_dir
         self.early_stop = early_stop or EarlyStop()
         self.chat = open_tokenizer(recipe)
@@ -184,7 +183,6 @@ class Trainer:
 
 
 def _is_due(every: int | None, done: int) -> bool:
-    """Return whether what happens every ``every`` steps is due after ``done`` steps."""
     return every is not None and done % every == 0
 
 

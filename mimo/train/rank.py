@@ -127,7 +127,6 @@ class MonitoredSteps(StepObserver):
 
 
 def _work(model: MimoModel) -> Work:
-    """Describe what the modules of this rank do now, and what they wait for."""
     doing, batch = model.doing, ""
     waits, is_transfer = "", False
     span = SPANS.open[-1] if SPANS.open else None
@@ -276,10 +275,7 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Write this process's log and warnings to a file instead of the console.
-
-    A library that logged before any handler existed has given the root logger a console handler.
-    """
+    """Write log and warnings to a file, not to console handlers that libraries have added."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()

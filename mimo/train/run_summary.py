@@ -31,8 +31,7 @@ def summary_of(
 ) -> dict[str, str]:
     """Return facts of a run by name, one line each. Reads some samples' lengths in the indexes.
 
-    tokenizer_size: number of its tokens. progress: where the run begins. splits: `sources`, and
-    perhaps `validation`.
+    tokenizer_size: number of its tokens. progress: where the run begins.
     """
     facts = dict[str, str]()
     for name in layout.grids:
@@ -53,10 +52,7 @@ def summary_of(
 
 
 def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> tuple[int, int]:
-    """Count a module's parameters over all ranks, and those that train, by its family's key map.
-
-    Adapters count, the vocabulary's padding does not.
-    """
+    """Count a module's parameters over all ranks, with adapters, and those that train."""
     num_tokens = language_settings(recipe).num_tokens(tokenizer_size)
     part, is_trainable = recipe.module(module), trainable_names(recipe, module)
     total = trained = 0
