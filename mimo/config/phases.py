@@ -149,7 +149,6 @@ def read_phases(
 
 
 def _form_problems(source: YamlSource) -> list[str]:
-    """Errors of `phases` as a list of mappings with different names."""
     phases = source.data[PHASES]
     if not isinstance(phases, list) or not phases:
         return [source.problem((PHASES,), f"needs a list of phases; got {shown(phases)}")]
@@ -258,7 +257,6 @@ def _number_entries(base: YamlSource, below: Any, changes: Any, where: Location)
 
 
 def _fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
-    """Keys of phase `index` that all phases must share."""
     encoders = base.data.get("encoders")
     known = set(encoders) if isinstance(encoders, dict) else set()
     for location, value in leaves(base.data[PHASES][index]):

@@ -81,8 +81,8 @@ class Recipe(Section):
         train, slowest = self.train, max(self.modules, key=self.warmup_steps)
         longest = self.warmup_steps(slowest)
         if train.schedule == "wsd" and longest + train.last_decay_steps > train.steps:
-            module = slowest if slowest == LANGUAGE else f"encoders.{slowest}"
-            owner = "train" if self.module(slowest).warmup_steps is None else module
+            is_shared = self.module(slowest).warmup_steps is None
+            owner = "train" if is_shared else dotted(key_of(slowest))
             raise ValueError(
                 f"{owner}.warmup_steps {longest} + train.decay_steps {train.last_decay_steps} "
                 f"exceed train.steps {train.steps}; lower one of them"

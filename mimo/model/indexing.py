@@ -133,11 +133,7 @@ def build_nothing(
 
 
 def tasks_of(recipe: Recipe) -> list[IndexTask]:
-    """Return the shards of all splits that are not indexed yet.
-
-    Raises RecipeError for missing shards and for an index that can be stored nowhere; StartError
-    where the shards' file system fails.
-    """
+    """Return the shards of all splits that are not indexed yet; raises as `for_each_source`."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
 
     def tasks_of_source(source: Source) -> tuple[IndexTask, ...]:

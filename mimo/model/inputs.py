@@ -1,8 +1,5 @@
 """The inputs of a rank's modules: batches copied to the device, and rows received from encoders.
 
-A thread in the background stages batches while the device works on another step. Encoders deliver
-embeddings and feature levels to each chunk of the language model.
-
 Letters: B sequences (1 for packed) of S tokens on this lane, I items, n rows of this rank,
 H hidden, k levels of a chunk.
 """

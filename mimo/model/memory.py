@@ -1,7 +1,5 @@
 """Estimates of the memory that a rank needs, by its role.
 
-A role is an encoder's rank, or a rank of one stage of the language model.
-
 Weights, gradients and optimizer state are counted exactly; what is sharded over ranks counts as the
 mean over these ranks.
 
@@ -118,7 +116,9 @@ def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     return roles
 
 
-def weights_of(recipe: Recipe, module: str, vocab_size: int, **sizes: int) -> Sequence[Weight]:
+def weights_of(
+    recipe: Recipe, module: str, vocab_size: int | None, **sizes: int
+) -> Sequence[Weight]:
     """Return a module's weights over all ranks. sizes: in place of those of the recipe."""
     language = language_settings(recipe)
     if module == LANGUAGE:

@@ -62,10 +62,9 @@ Batch = LanguageBatch | WholeBatch
 class MimoModel:
     """The modules of this rank and its ends of the bridges.
 
-    hidden_size: H. num_tokens: that the language model knows; later rows of its embedding are
-    padding. item_rules: the language family's. partition: cuts sequences, on language ranks.
-    senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
-    of the language model that need their rows. colocated: of colocated encoders.
+    num_tokens: that the language model knows; later rows of its embedding are padding. partition:
+    cuts sequences, on language ranks. senders: of disjoint encoders, on their last stage.
+    receivers: of disjoint encoders, on stages of the language model that need their rows.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     trains_encoders: whether any encoder of the recipe trains, on any rank: gradients then pass
     through all stages of the language model, frozen or not.
@@ -74,7 +73,6 @@ class MimoModel:
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are placed in whole
     sequences, which are cut afterwards.
     doing: the current activity of this rank's modules, and its microbatch; None outside of `run`.
-    describe_batch: describes a microbatch of the batch that `run` works on.
     squared_changes: by module, this rank's share of the last update's squared change of weights,
     until it is reported.
     """

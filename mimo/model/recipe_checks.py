@@ -188,10 +188,7 @@ def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
 
 
 def check_indexed_data(recipe: Recipe) -> list[str]:
-    """Check tokenizer, shards, and samples of sources that are already indexed.
-
-    Returns a note for each source that is not indexed or has unknown text. Raises RecipeError.
-    """
+    """Check the data as far as it is indexed; return notes on sources. Raises RecipeError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     notes = list[str]()
 

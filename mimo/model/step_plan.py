@@ -102,7 +102,6 @@ class StepPlanner:
     """Plans steps of a fixed shape over a fixed order of samples; see the recipe's keys.
 
     media: by encoder, the modalities of the items that it encodes.
-    encode_group: microbatches that colocated encoders encode in one go; None for all.
     done: the steps before this run, and the samples used in them. The order continues from
         there, whatever the batch size or the budget was.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.

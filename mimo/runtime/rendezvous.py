@@ -73,7 +73,7 @@ class Rendezvous:
             self._next_report = time.monotonic() + _PROGRESS_SECONDS
 
     def scatter[T](self, compute: Callable[[], Sequence[T]]) -> T:
-        """Scatter rank 0's list: one element per rank. All ranks call it; raises as `from_rank_0`."""
+        """Scatter rank 0's list, one element a rank. All ranks call it; errors as `from_rank_0`."""
         name = f"share {self._round}"
 
         def set_shares() -> None:

@@ -62,10 +62,7 @@ def incidents(run_dir: Path) -> list[dict[str, Any]]:
 def write_environment(
     run_dir: Path, num_ranks: int, step: int, device: str, summary: Mapping[str, str]
 ) -> None:
-    """Add this start of the run, at ``step``, to `ENVIRONMENT`; the reporting rank calls it.
-
-    device: its name. summary: facts by name, of `mimo.train.run_summary`.
-    """
+    """Add this start of the run, at ``step``, to `ENVIRONMENT`; the reporting rank calls it."""
     start = {
         "time": time.strftime(_TIME),
         "step": step,

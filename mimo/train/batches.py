@@ -87,7 +87,6 @@ class Batches:
     sum. used: the samples of the order before the first batch; later, those up to the last batch
     that `next` returned. num_prepared: how many batches are prepared while another is in use, 1 or
     0; the one after these is read meanwhile, and more of what follows as ``decoding`` allows.
-    flops: counts the operations of each batch; None to skip that.
     """
 
     def __init__(

@@ -70,10 +70,7 @@ def prepare_process(layout: Layout, run_dir: Path) -> None:
 
 
 def join_job(request: Request, environment: RankEnv, start: float) -> int:
-    """Train as a rank that torchrun or srun started; returns an exit code.
-
-    All ranks check the recipe; rank 0 makes the run folders and prints.
-    """
+    """Train as a rank of torchrun or srun, of which rank 0 prints; returns an exit code."""
     job, problem, timeouts = None, None, list[float]()
     try:
         job = request.check(environment)
@@ -156,10 +153,7 @@ def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment:
 
 
 def _index_together(job: Job, ranks: Rendezvous, num_ranks: int) -> None:
-    """Index the shards that are not indexed yet, each rank its share; then check the data.
-
-    Raises Refused on all ranks if that fails, or if the data does not fit the recipe.
-    """
+    """Index missing shards, each rank a share, and check the data. Raises Refused on all ranks."""
     recipes = [phase.recipe for phase in job.phased.phases]
 
     def deal() -> list[list[tuple[int, list[IndexTask]]]]:

@@ -152,10 +152,7 @@ class Trainer:
         check_skipped(self.recipe.data, self.progress, batch.used.samples, dataset)
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:
-        """Return the mean loss per token, over all sources and of each; all ranks call it.
-
-        Each source is validated on `train.validation_batches` global batches of its own.
-        """
+        """Return the mean loss per token, over all sources and of each; all ranks call it."""
         sources = split_by_source(self.recipe, "validation", dataset)
         sums = {n: self._loss_and_tokens(source, decoding) for n, source in sources.items()}
         self.model.take_waited_seconds()
@@ -191,10 +188,7 @@ def _is_due(every: int | None, done: int) -> bool:
 
 @contextmanager
 def profiler_of(train: Train, rank: int, run_dir: Path) -> Iterator[Callable[[int], None]]:
-    """Trace the steps of `train.profile` on this rank; call the result before each step.
-
-    The spans of mimo.spans are the trace's named ranges. Other ranks and steps cost nothing.
-    """
+    """Trace the steps of `train.profile` on this rank; call the result before each step."""
     if train.profile is None or rank not in train.profile.ranks:
         yield lambda _: None
         return

@@ -48,10 +48,7 @@ def main(
 
 
 def train_here(job: Job, max_restarts: int = 0, start: float | None = None) -> int:
-    """Train on ranks of this machine, restarting them after failures; returns an exit code.
-
-    start: of the job, on the monotonic clock; None for now.
-    """
+    """Train on ranks of this machine, restarting them after failures; returns an exit code."""
     start = time.monotonic() if start is None else start
     runs, failures, restarts = job.begin(), list[RankError](), 0
     if runs:

@@ -80,7 +80,6 @@ def _data(index: Index) -> str:
 
 
 def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, str]:
-    """Return the tokens of a step, the epochs of the whole run, and the precision."""
     train, budget = recipe.train, recipe.data.tokens_per_microbatch
     lengths = []  # the mean of each source
     for index in dataset.indexes:
