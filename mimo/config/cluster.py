@@ -1,7 +1,6 @@
 """`cluster:` of a recipe: the machines of a job and its request to SLURM.
 
-The keys describe a site, so they may be in a separate file, which `mimo launch --cluster
-my_site.yaml` merges over the recipe's.
+The keys describe a site, so `mimo launch --cluster my_site.yaml` merges a file over the recipe's.
 """
 
 from __future__ import annotations

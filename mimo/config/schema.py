@@ -201,8 +201,7 @@ def descriptions(
 ) -> Iterator[str]:
     """Yield a line for each of pydantic's errors about `model`, in the words of a recipe.
 
-    problem: formats a location and a message. base: location of the model's keys. skipped: a type
-    of errors to leave out.
+    problem: formats a location and a message. base: of the model's keys. skipped: an error type.
     """
     for details in error.errors():
         if details["type"] == skipped:

@@ -168,10 +168,7 @@ def place_embeddings(text: Tensor, received: Sequence[ReceivedRows]) -> Tensor:
 
 
 def join_levels(received: Sequence[ReceivedRows]) -> tuple[Tensor, Tensor] | None:
-    """Join the levels of all encoders: rows (k, n, H) and places (n,); None without levels.
-
-    An encoder with fewer levels than another adds nothing at the later layers.
-    """
+    """Join the levels of all encoders, padded with zeros: rows (k, n, H), places (n,); or None."""
     with_levels = [rows for rows in received if rows.levels.shape[0] > 0]
     if not with_levels:
         return None

@@ -115,22 +115,21 @@ def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
 
 
 def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    profile, size = recipe.train.profile, layout.world_size
+    profile, steps, size = recipe.train.profile, recipe.train.steps, layout.world_size
     if profile is None:
         return
-    if (last := profile.steps[1]) >= recipe.train.steps:
-        steps = recipe.train.steps
-        message = (
+    if (last := profile.steps[1]) >= steps:
+        yield recipe.problem(
+            ("train", "profile", "steps"),
             f"got {last}, but train.steps is {steps}, and steps count from 0; give at most "
-            f"{steps - 1}"
+            f"{steps - 1}",
         )
-        yield recipe.problem(("train", "profile", "steps"), message)
     if missing := [rank for rank in profile.ranks if rank >= size]:
-        message = (
+        yield recipe.problem(
+            ("train", "profile", "ranks"),
             f"got {missing[0]}, but there are {size} ranks, and ranks count from 0; give at most "
-            f"{size - 1}"
+            f"{size - 1}",
         )
-        yield recipe.problem(("train", "profile", "ranks"), message)
 
 
 def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:

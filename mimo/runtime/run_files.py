@@ -42,8 +42,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 def record(run_dir: Path, kind: str, text: str, step: int | None = None, **facts: Any) -> None:
     """Append one incident, or warn on stderr that it cannot; one process per incident calls it.
 
-    kind: such as "hang" or "loss spike". text: one sentence for people. step: counted from 0; None
-    outside of steps. facts: further JSON values for programs.
+    text: one sentence for people. step: from 0; None outside of steps. facts: JSON for programs.
     """
     now = time.strftime(_TIME)
     line = json.dumps({"time": now, "kind": kind, "step": step, "text": text, **facts})

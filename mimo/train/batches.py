@@ -163,8 +163,7 @@ class Batches:
     def sum_over_world[T](self, terms: T) -> T:
         """Sum ``terms`` over all ranks, after `read_ahead`; every rank of the world calls it.
 
-        The same message carries which samples each rank could not read, and whether the run stops
-        early. Then the batch of these samples is prepared. terms: see `sum_over_world` below.
+        The sum also carries unreadable samples and early stops. Then the next batch is prepared.
         """
         unusable_flags = [self._report_unusable(loaded) for loaded in self._read]
         sums, stop_flags, unusable_flags = sum_over_world(

@@ -49,7 +49,6 @@ class Trainer:
         self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
         self.saver = Saver(self.model.modules, run_dir / "checkpoints", recipe)
-        # Takes the other arguments of `Batches`, by name.
         self.batches = partial(
             Batches, recipe=recipe, topology=topology, model=self.model, early_stop=self.early_stop
         )
