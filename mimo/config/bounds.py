@@ -1,4 +1,4 @@
-"""Types of numbers and names in recipes, with bounds far beyond what anybody trains today.
+"""Types that keys of recipes share, with bounds far beyond what anybody trains today.
 
 They catch typing errors (`1e300`) and bound the work of checking a recipe.
 """
@@ -20,7 +20,6 @@ MAX_MICROBATCH_TOKENS = 2**31 - 1  # positions are int32
 # ------------------------------------------------------------------ counts
 
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]  # size of an axis of a grid
-RankOffset = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 RankNumber = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 Layers = Annotated[int, Field(ge=1, le=2**10)]  # of a stack; also stages and chunks
 Heads = Annotated[int, Field(ge=1, le=2**12)]
@@ -41,33 +40,16 @@ SequenceLength = Annotated[int, Field(ge=1, le=2**24)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
 StepNumber = Annotated[int, Field(ge=0, lt=10**9)]  # counted from 0
 WarmupSteps = Annotated[int, Field(ge=0, le=10**9)]
-PackingWindow = Annotated[int, Field(ge=1, le=2**16)]  # samples
-Mebibytes = Annotated[int, Field(ge=0, le=2**22)]
-Workers = Annotated[int, Field(ge=0, le=2**10)]  # processes of a rank
-Samples = Annotated[int, Field(ge=1, le=10**9)]
-SkippedSamples = Annotated[int, Field(ge=0, le=10**12)]
-SkippedSteps = Annotated[int, Field(ge=0, le=10**6)]
-SpikeWindow = Annotated[int, Field(ge=8, le=10**5)]
-CacheGib = Annotated[float, Field(ge=0, le=2**20)]  # 0 for none
-Checkpoints = Annotated[int, Field(ge=1, le=10**6)]
 Threads = Annotated[int, Field(ge=1, le=2**12)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-AdapterRank = Annotated[int, Field(ge=1, le=2**16)]
 
 # ------------------------------------------------------------- real numbers
 
 LearningRate = Annotated[float, Field(gt=0, le=1e3)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
-WeightDecay = Annotated[float, Field(ge=0, le=1e3)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
-Norm = Annotated[float, Field(gt=0, le=1e12)]
-ZScore = Annotated[float, Field(ge=1, le=1e6)]
-AdapterScale = Annotated[float, Field(gt=0, le=1e6)]
-SourceWeight = Annotated[float, Field(ge=1e-9, le=1e9)]
 ItemSeconds = Annotated[float, Field(ge=0.1, le=300.0)]  # length of an item
 Seconds = Annotated[float, Field(ge=0.1, le=7 * 24 * 3600)]  # timeouts
-Minutes = Annotated[float, Field(gt=0, le=366 * 24 * 60)]  # of a job
 InitStd = Annotated[float, Field(gt=0, le=100)]
 RotaryBase = Annotated[float, Field(gt=1, le=1e12)]
 RotaryFactor = Annotated[float, Field(ge=1e-3, le=1e6)]

@@ -1,7 +1,6 @@
 """`cluster:` of a recipe: the machines of a job and its request to SLURM.
 
-The keys describe a site, so they may be in a separate file, which `mimo launch --cluster
-my_site.yaml` merges over the recipe's.
+The keys describe a site, so `mimo launch --cluster my_site.yaml` merges a file over the recipe's.
 """
 
 from __future__ import annotations
@@ -135,12 +134,10 @@ class Cluster(Section):
 
     @property
     def places_per_node(self) -> int:
-        """Most ranks on a node."""
         return self.ranks_per_node or self.gpus_per_node
 
     @property
     def places_per_encoder_node(self) -> int:
-        """Most ranks on a node of disjoint encoders."""
         nodes = self.encoder_nodes
         if nodes is None:
             return self.places_per_node

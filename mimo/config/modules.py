@@ -47,7 +47,7 @@ class Grid(Section):
     dp_replicate: bounds.Ranks = 1
     """With `engine: fsdp`, groups of lanes that each hold all weights (hybrid sharding); 1 shards
     the weights over all lanes."""
-    rank_offset: bounds.RankOffset | None = None
+    rank_offset: Annotated[int, Field(ge=0, le=bounds.MAX_RANKS)] | None = None
     """First rank of the module; null: disjoint encoders come first, then the language model."""
 
     @model_validator(mode="after")
@@ -78,9 +78,9 @@ def _targets(targets: tuple[str, ...]) -> tuple[str, ...]:
 class LoRA(Section):
     """Low-rank adapters on linears of every transformer layer, whose weights are frozen."""
 
-    rank: bounds.AdapterRank = 16
+    rank: Annotated[int, Field(ge=1, le=2**16)] = 16
     """Inner size of the adapters."""
-    alpha: bounds.AdapterScale = 32.0
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """The adapters' output is multiplied by `alpha` / `rank`."""
     targets: Annotated[
         tuple[bounds.Word, ...],
@@ -92,11 +92,9 @@ class LoRA(Section):
 
     @property
     def scale(self) -> float:
-        """Factor on the adapters' output."""
         return self.alpha / self.rank
 
     def adapts(self, weight: str) -> bool:
-        """Return whether the parameter of this name gets an adapter."""
         linear, _, kind = weight.rpartition(".")
         return kind == "weight" and any(
             fnmatch(linear, target)
@@ -135,7 +133,6 @@ class Module(Section):
 
     @property
     def trains(self) -> bool:
-        """True if any weights are updated."""
         return self.freeze is not True
 
     @model_validator(mode="after")

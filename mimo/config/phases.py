@@ -97,7 +97,6 @@ class PhasedRecipe:
         return _for_each(names, [phase.recipe for phase in self.phases], do)
 
     def to_yaml(self) -> str:
-        """The recipe as given, with its phases and overrides."""
         return as_yaml(self.source.data)
 
 
@@ -150,7 +149,6 @@ def read_phases(
 
 
 def _form_problems(source: YamlSource) -> list[str]:
-    """Errors of `phases` as a list of mappings with different names."""
     phases = source.data[PHASES]
     if not isinstance(phases, list) or not phases:
         return [source.problem((PHASES,), f"needs a list of phases; got {shown(phases)}")]
@@ -186,7 +184,6 @@ def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterat
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:
-    """Turn the recipe of a phase into a separate run inside the folder of the job."""
     train = recipe.train.model_copy(update={"run_dir": str(recipe.run_dir)})
     return recipe.model_copy(update={"name": f"phase_{number}_{name}", "train": train})
 
@@ -260,7 +257,6 @@ def _number_entries(base: YamlSource, below: Any, changes: Any, where: Location)
 
 
 def _fixed_problems(base: YamlSource, index: int) -> Iterator[str]:
-    """Keys of phase `index` that all phases must share."""
     encoders = base.data.get("encoders")
     known = set(encoders) if isinstance(encoders, dict) else set()
     for location, value in leaves(base.data[PHASES][index]):

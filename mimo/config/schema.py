@@ -81,8 +81,8 @@ class Recipe(Section):
         train, slowest = self.train, max(self.modules, key=self.warmup_steps)
         longest = self.warmup_steps(slowest)
         if train.schedule == "wsd" and longest + train.last_decay_steps > train.steps:
-            module = slowest if slowest == LANGUAGE else f"encoders.{slowest}"
-            owner = "train" if self.module(slowest).warmup_steps is None else module
+            is_shared = self.module(slowest).warmup_steps is None
+            owner = "train" if is_shared else dotted(key_of(slowest))
             raise ValueError(
                 f"{owner}.warmup_steps {longest} + train.decay_steps {train.last_decay_steps} "
                 f"exceed train.steps {train.steps}; lower one of them"
@@ -90,7 +90,6 @@ class Recipe(Section):
         return self
 
     def warmup_steps(self, module: str) -> int:
-        """Steps over which the learning rate of this module rises."""
         steps = self.module(module).warmup_steps
         return self.train.warmup_steps if steps is None else steps
 
@@ -101,22 +100,18 @@ class Recipe(Section):
         return self.data.tokens_per_microbatch or tokens
 
     def module(self, name: str) -> Language | Encoder:
-        """The section of the module of this name."""
         return self.language if name == LANGUAGE else self.encoders[name]
 
     @property
     def modules(self) -> dict[str, Language | Encoder]:
-        """The section of every module by its name; the language model first."""
         return {LANGUAGE: self.language, **self.encoders}
 
     @property
     def run_dir(self) -> Path:
-        """The run folder."""
         return Path(self.train.run_dir) / self.name
 
     @property
     def path(self) -> Path | None:
-        """The file that the recipe was read from."""
         return None if self._source is None else self._source.path
 
     def problem(self, location: Location, message: str) -> str:
@@ -135,10 +130,7 @@ Fill = Callable[[dict[str, Any]], Iterable[tuple[Location, str]]]
 
 
 def read_recipe(path: Path, overrides: Sequence[str], fill: Fill) -> Recipe:
-    """Read the recipe at `path`, without phases, with overrides such as `language.grid.tp=2`.
-
-    fill: adds what the folder of `init_from` holds. Raises RecipeError with one line per error.
-    """
+    """Read a recipe without phases. Raises RecipeError with a line for each error."""
     source = read_yaml(Path(path), overrides)
     if PHASES in source.data:
         message = "a recipe without phases is needed here; give the recipe of one phase"
@@ -209,8 +201,7 @@ def descriptions(
 ) -> Iterator[str]:
     """Yield a line for each of pydantic's errors about `model`, in the words of a recipe.
 
-    problem: formats a location and a message. base: location of the model's keys. skipped: a type
-    of errors to leave out.
+    problem: formats a location and a message. base: of the model's keys. skipped: an error type.
     """
     for details in error.errors():
         if details["type"] == skipped:

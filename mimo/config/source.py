@@ -264,7 +264,6 @@ def _step(container: Any, part: str, location: Location) -> str | int:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a YAML error that says what is wrong."""
     if isinstance(error, RecursionError):
         return "lists and mappings are nested too deep"
     problem = getattr(error, "problem", None)

@@ -29,7 +29,7 @@ class Source(Section):
 
     path: bounds.PathText
     """Path or URL (of fsspec) of shards: `data/train-*.tar`, `s3://bucket/{00..99}.tar`."""
-    weight: bounds.SourceWeight = 1.0
+    weight: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
     """How often samples are drawn from this source, relative to the others."""
 
     @model_validator(mode="after")
@@ -71,7 +71,7 @@ class Data(Section):
     """Folder with the tokenizer and its chat template."""
     sequence_length: bounds.SequenceLength
     """Length of the longest sample in tokens; longer ones are an error, never cut."""
-    shuffle_block: bounds.Samples | None = None
+    shuffle_block: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Consecutive samples that shuffling keeps together, so that one read serves them; a source
     takes as many turns in a row. Null: 32 in sources of 65,536 samples or more, else 1."""
     packing: bool = True
@@ -81,21 +81,21 @@ class Data(Section):
     lane; padding for `cp` and `sp` comes on top. Null packs `train.micro_batch_size` samples."""
     rows_per_microbatch: bounds.Rows | None = None
     """With `tokens_per_microbatch`: most embeddings in a sequence, over all encoders; null: any."""
-    packing_window: bounds.PackingWindow = 512
+    packing_window: Annotated[int, Field(ge=1, le=2**16)] = 512
     """With `tokens_per_microbatch`: how many samples are candidates for the next sequence."""
-    max_skipped_samples: bounds.SkippedSamples = 100
+    max_skipped_samples: Annotated[int, Field(ge=0, le=10**12)] = 100
     """Unreadable samples that are skipped before the run stops."""
     max_skipped_fraction: bounds.Share = 0.05
     """Largest share of unusable samples, of an index or of those read so far (200 or more)."""
     cache_directory: bounds.PathText | None = None
     """Folder that caches indexes and blocks of shards at URLs, for all processes of a machine. Null
     for `$XDG_CACHE_HOME/mimo` or `~/.cache/mimo`."""
-    cache_gib: bounds.CacheGib | None = None
+    cache_gib: Annotated[float, Field(ge=0, le=2**20)] | None = None
     """Most GiB of cached blocks of shards at URLs; null or 0 caches none."""
-    workers: bounds.Workers | None = None
+    workers: Annotated[int, Field(ge=0, le=2**10)] | None = None
     """Decoding processes of each rank; 0 decodes in a thread. Null divides the cores of a host
     among its ranks, less one for each rank itself: 0 with fewer than two cores a rank."""
-    prefetch_mib: bounds.Mebibytes = 512
+    prefetch_mib: Annotated[int, Field(ge=0, le=2**22)] = 512
     """Most MiB that a rank prefetches; the next step is prefetched in any case."""
 
     @model_validator(mode="after")
@@ -149,7 +149,7 @@ class Train(Section):
     fp8: Literal["none", "current", "block", "mxfp8"] = "none"
     """8-bit linears of the language model, by Transformer Engine: scaled by tensor (`current`), by
     blocks of 128 (`block`, Hopper) or of 32 (`mxfp8`, Blackwell)."""
-    seed: bounds.Seed = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Seed of freshly drawn weights and of the order of samples."""
     learning_rate: bounds.LearningRate = 1e-3
     """Peak learning rate of every module that does not set its own."""
@@ -162,18 +162,18 @@ class Train(Section):
     """With `schedule: wsd`: steps at the end in which the rate falls; null for a tenth."""
     min_learning_rate_ratio: bounds.Share = 0.1
     """Learning rate that the schedule falls to, as a share of the peak."""
-    max_skipped_steps: bounds.SkippedSteps = 3
+    max_skipped_steps: Annotated[int, Field(ge=0, le=10**6)] = 3
     """Most consecutive steps without finite loss or gradient norm; such steps update no weights."""
-    loss_spike_zscore: bounds.ZScore | None = None
+    loss_spike_zscore: Annotated[float, Field(ge=1, le=1e6)] | None = None
     """Report a loss this many robust standard deviations above the losses before it, and keep its
     samples; null reports none."""
-    loss_spike_window: bounds.SpikeWindow = 128
+    loss_spike_window: Annotated[int, Field(ge=8, le=10**5)] = 128
     """Preceding losses that a loss is compared with; checks begin once half of them exist."""
     ema_decay: bounds.Decay | None = None
     """Keep a moving average of the trainable weights with this decay; null keeps none."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """The optimizer of every module."""
-    weight_decay: bounds.WeightDecay = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Decoupled weight decay of matrices; vectors such as norms and biases do not decay."""
     adam_beta1: bounds.Decay = 0.9
     """Decay of Adam's mean of gradients."""
@@ -181,7 +181,7 @@ class Train(Section):
     """Decay of Adam's mean of squared gradients."""
     adam_eps: bounds.Epsilon = 1e-8
     """Added to the denominator of Adam's update."""
-    clip_grad_norm: bounds.Norm | None = 1.0
+    clip_grad_norm: Annotated[float, Field(gt=0, le=1e12)] | None = 1.0
     """Largest gradient norm, taken over all modules together; null clips nothing."""
     overlap_grad_reduce: bool | Literal["auto"] = "auto"
     """Sum gradients over lanes while the backward pass is still running; `auto` does so on GPUs."""
@@ -208,7 +208,7 @@ class Train(Section):
         word_or_number("'auto', null or a number of steps", bounds.Steps | Literal["auto"] | None),
     ] = "auto"
     """Steps between saves; `auto` is a tenth of the run (100 to 500); null saves at the end."""
-    keep_checkpoints: bounds.Checkpoints = 2
+    keep_checkpoints: Annotated[int, Field(ge=1, le=10**6)] = 2
     """How many checkpoints to keep."""
     keep_every: bounds.Steps | None = None
     """Also keep every checkpoint whose step is a multiple of this."""
@@ -217,7 +217,7 @@ class Train(Section):
     step_timeout_seconds: bounds.Seconds | None = None
     """End the run if a rank makes no progress (a microbatch, a save) for so long; null only
     where a rank waits for others, shortly before that times out."""
-    max_minutes: bounds.Minutes | None = None
+    max_minutes: Annotated[float, Field(gt=0, le=366 * 24 * 60)] | None = None
     """Minutes after which the run saves and exits with 75, to be resumed; null for no limit."""
     run_dir: bounds.PathText = "runs"
     """Folder of all runs; a run writes to the folder of its name inside it."""
@@ -233,7 +233,6 @@ class Train(Section):
 
     @property
     def last_decay_steps(self) -> int:
-        """Steps in which the learning rate of `schedule: wsd` falls."""
         return self.decay_steps or max(1, self.steps // 10)
 
     @model_validator(mode="after")

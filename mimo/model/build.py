@@ -23,7 +23,6 @@ from bridge import (
 from mimo.checkpoint.hf.initial import HFCheckpoint, InitialWeights
 from mimo.config.schema import Recipe, Train
 from mimo.device import has_gpu, local_device
-from mimo.engines.contract import Module
 from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import build_optimizer, prepare_engine, wrap_data_parallel
@@ -59,8 +58,8 @@ def build_model(
     """Build the modules that this rank owns; every rank of the world calls it.
 
     initial: weights to start from. provided: parameters that the caller is about to fill, as
-    ``<module>.<parameter>``. All others are drawn. Raises RecipeError for a tokenizer with more
-    tokens than the model knows, and for a feature that this rank's GPU lacks.
+    ``<module>.<parameter>``; others are drawn. Raises RecipeError for a tokenizer with too many
+    tokens, and for a feature that this rank's GPU lacks.
     """
     check_device(recipe)
     prepare_engine(recipe.train.seed)
@@ -87,23 +86,15 @@ def build_model(
         item_rules=settings.item_rules,
         num_tokens=num_tokens,
     )
+    optimizer = _optimizer_settings(recipe.train)
     for name in topology.modules:
         filled = {key.removeprefix(f"{name}.") for key in provided if key.startswith(f"{name}.")}
-        module: Module
+        build = _megatron_module
         if recipe.module(name).engine == "fsdp":
             from mimo.model.fsdp import fsdp_module  # late: transformers takes seconds to import
 
-            module = fsdp_module(
-                recipe,
-                topology,
-                name,
-                settings=optimizer_settings(recipe.train),
-                num_tokens=num_tokens,
-                initial=initial,
-                filled=filled,
-            )
-        else:
-            module = _megatron_module(recipe, topology, name, num_tokens, initial, filled)
+            build = fsdp_module
+        module = build(recipe, topology, name, optimizer, num_tokens, initial, filled)
         if name != LANGUAGE and name not in topology.layout.colocated:
             module.run_ahead = run_ahead(recipe, topology.layout, name)
         model.modules[name] = module
@@ -115,11 +106,11 @@ def _megatron_module(
     recipe: Recipe,
     topology: Topology,
     name: str,
+    optimizer: OptimizerSettings,
     num_tokens: int,
     initial: InitialWeights | None,
     filled: set[str],
 ) -> MegatronModule:
-    """Build the chunks, optimizer and DDP of a module; takes what `build_model` takes."""
     part, groups, train = recipe.module(name), topology.modules[name], recipe.train
     settings, dtype = language_settings(recipe), DTYPES[train.precision]
     num_chunks = part.grid.vpp
@@ -171,7 +162,7 @@ def _megatron_module(
     for chunk in chunks:
         cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
     rate = part.learning_rate or train.learning_rate
-    module.optimizer = build_optimizer(wrapped, optimizer_settings(train), rate, dtype, groups)
+    module.optimizer = build_optimizer(wrapped, optimizer, rate, dtype, groups)
     module.chunks, module.ema_decay = list(wrapped), train.ema_decay
     return module
 
@@ -186,8 +177,7 @@ def load_weights(
 ) -> None:
     """Fill this rank's chunk of a module, in place and in the dtype of its parameters.
 
-    number: the chunk's; None without interleaving. weights: of the whole module; adapters keep
-    their drawn values. No collective; each rank reads its slices, tensor by tensor.
+    number: the chunk's; None without interleaving. Adapters keep their values. No collective.
     """
     by_name = {weight.name: weight for weight in weights}
     pairs: list[tuple[Weight, nn.Parameter]] = []
@@ -209,8 +199,7 @@ def load_weights(
             values[position:].zero_()  # padding
 
 
-def optimizer_settings(train: Train) -> OptimizerSettings:
-    """Return the optimizer's settings, the same for all modules of either engine."""
+def _optimizer_settings(train: Train) -> OptimizerSettings:
     return OptimizerSettings(
         name=train.optimizer,
         weight_decay=train.weight_decay,

@@ -145,9 +145,8 @@ def open_dataset(
 ) -> Dataset | None:
     """Open a split ("sources", "validation" or "test"); None when the recipe has no shards for it.
 
-    build: indexes the shards that are not indexed yet. Raises RecipeError for missing shards,
-    samples that do not fit a microbatch, too many unusable ones, and placeholders that do not match
-    items; StartError where the shards' file system fails.
+    build: indexes the shards that are not indexed yet. Raises RecipeError for data that does not
+    fit the recipe, StartError where the shards' file system fails.
     """
     indexes = open_indexes(recipe, split, chat, processors, progress, build)
     return dataset_of(recipe, split, indexes, chat, processors) if indexes else None
@@ -203,8 +202,8 @@ def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[st
 def for_each_source[T](recipe: Recipe, splits: Sequence[str], do: Callable[[Source], T]) -> list[T]:
     """Call ``do`` on every source of these splits.
 
-    Raises one RecipeError with all its ValueErrors, each with the source's key, and RecipeErrors;
-    StartError at once where a file system fails.
+    Raises one RecipeError with all errors, each with the source's key; StartError at once where a
+    file system fails.
     """
     results, problems = list[T](), list[str]()
     for split in splits:

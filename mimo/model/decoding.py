@@ -235,10 +235,7 @@ def gather_items(
     coords: Coords,
     form: WireForm,
 ) -> list[EncoderItems]:
-    """Gather the items of the encoder lane at ``coords``, per microbatch, in plan order.
-
-    form: for a lane without items.
-    """
+    """Gather a lane's items per microbatch, in plan order. form: for a lane without items."""
     gathered = []
     for m, planned in enumerate(plan.microbatches):
         samples, number = planned.samples, planned.encoders[encoder].of_lane(coords.dp)

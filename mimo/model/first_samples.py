@@ -29,8 +29,7 @@ def check_first_samples(recipe: Recipe, reader: SampleReader) -> None:
     """Compare the numbers of placeholders of the first samples, for `family: transformers`.
 
     The smallest of the first items of each modality is compared with the tower, and two samples
-    with images with the whole processor. Samples that cannot be read are left out, as in training.
-    Raises ValueError if a number differs.
+    with images with the whole processor. Raises ValueError if a number differs.
     """
     if reader.index.num_items:
         _check_tower(recipe, reader)

@@ -59,9 +59,8 @@ def fsdp_module(
 ) -> FsdpModule:
     """Build this rank's part of a module, with weights and optimizer; no collective.
 
-    settings: of the optimizer. num_tokens: of the language model. filled: parameters that the
-    caller is about to fill; all others come from ``initial``. A lone rank, without a mesh, gets the
-    plain module of transformers. Raises RecipeError for a module that cannot run.
+    filled: parameters that the caller is about to fill; all others come from ``initial``. A lone
+    rank gets the plain module of transformers. Raises RecipeError for a module that cannot run.
     """
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
@@ -226,7 +225,11 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
         return
     for name in names:
         if name == LANGUAGE:
-            yield from _language_problems(recipe, config, layout.language.tp)
+            for message in tp_problems(config, layout.language.tp):
+                yield recipe.problem((LANGUAGE, "grid", "tp"), message)
+            for message in model_problems(config):
+                message = f"got fsdp, but {message}; give another model in init_from"
+                yield recipe.problem((LANGUAGE, "engine"), message)
         else:
             yield from _tower_problems(recipe, name, architecture, layout.encoders[name].tp)
         yield from _adapter_problems(recipe, name, architecture)
@@ -309,15 +312,6 @@ def _half_problems(recipe: Recipe, layout: Layout, config: Any) -> Iterator[str]
                 (*key_of(name), "recompute"),
                 "got selective, but its attention is transformers' own; set it to full or none",
             )
-
-
-def _language_problems(recipe: Recipe, config: Any, tp: int) -> Iterator[str]:
-    for message in tp_problems(config, tp):
-        yield recipe.problem((LANGUAGE, "grid", "tp"), message)
-    for message in model_problems(config):
-        yield recipe.problem(
-            (LANGUAGE, "engine"), f"got fsdp, but {message}; give another model in init_from"
-        )
 
 
 def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> Iterator[str]:

@@ -77,10 +77,7 @@ UNSAFE = {
 
 
 def verdict_of(config: Any, cache: Path | None = None) -> Verdict:
-    """Return the verdict on a model's configuration, from the cache or by a comparison.
-
-    cache: the folder for ``verdicts/``; None for the machine's data cache.
-    """
+    """Return the verdict on a configuration, cached in ``cache`` or the machine's data cache."""
     if config.model_type in UNSAFE:
         return Verdict(UNSAFE[config.model_type])
     tiny = shrink(config)
@@ -208,7 +205,6 @@ class Examples:
                 places = places[rows:]
 
     def form_of(self, modality: str, grid: Grid) -> ItemForm:
-        """Return the form of an item, as a `FormOf`."""
         return self.forms[modality, grid]
 
     def loss_mask(self, number: int) -> Tensor:
@@ -218,7 +214,6 @@ class Examples:
         return torch.cat([is_text[1:], torch.tensor([False])])
 
     def lane(self, numbers: Sequence[int]) -> PackedLane:
-        """Return a lane with these samples one after the other."""
         ids = [self.samples[number].input_ids for number in numbers]
         lengths = tuple(map(len, ids))
         starts = itertools.accumulate(lengths, initial=0)
@@ -253,10 +248,7 @@ def placeholders_of(config: Any) -> Placeholders:
 def whole_gradients(
     whole: Any, examples: Examples, numbers: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return the summed loss and its gradients of transformers' whole model.
-
-    numbers: indices of the samples in the padded batch, in order; None for all.
-    """
+    """Return summed loss and gradients of the whole model; on all samples without ``numbers``."""
     numbers = range(len(examples.samples)) if numbers is None else numbers
     samples = [examples.samples[number] for number in numbers]
     ids = pad_sequence([s.input_ids for s in samples], True, examples.placeholders.padding)
@@ -280,10 +272,7 @@ def whole_gradients(
 def half_gradients(
     whole: Any, examples: Examples, packing: Packing | None, shares_calls: bool = True
 ) -> dict[str, Tensor]:
-    """Return loss and gradients as `whole_gradients`, of two halves with the same weights.
-
-    shares_calls: see `EncoderHalf`.
-    """
+    """Return loss and gradients as `whole_gradients`, of two halves with the same weights."""
     ctx = FsdpContext(mesh=None, dtype=next(whole.parameters()).dtype)
     numbers = range(len(examples.samples))
     items = [item for number in numbers for item in examples.items[number]]

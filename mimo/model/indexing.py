@@ -42,7 +42,6 @@ def main(path: Path, overrides: Sequence[str], workers: int | None) -> int:
 
 
 def _index_splits(recipe: Recipe, workers: int | None) -> None:
-    """Index all splits; print a line per source. Raises RecipeError with all problems."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     build = functools.partial(build_in_processes, workers=workers)
     problems = list[str]()
@@ -134,11 +133,7 @@ def build_nothing(
 
 
 def tasks_of(recipe: Recipe) -> list[IndexTask]:
-    """Return the shards of all splits that are not indexed yet.
-
-    Raises RecipeError for missing shards and for an index that can be stored nowhere; StartError
-    where the shards' file system fails.
-    """
+    """Return the shards of all splits that are not indexed yet; raises as `for_each_source`."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
 
     def tasks_of_source(source: Source) -> tuple[IndexTask, ...]:
@@ -151,9 +146,6 @@ def tasks_of(recipe: Recipe) -> list[IndexTask]:
 def survey_source(
     recipe: Recipe, source: Source, chat: ChatTokenizer, processors: Processors
 ) -> Survey:
-    """Find the existing part of a source's index.
-
-    Raises ValueError, also if no folder can store it.
-    """
+    """Find the existing part of a source's index. Raises ValueError if no folder can store it."""
     settings, modalities = settings_fingerprint(chat, processors), sorted(processors)
     return find_survey(source.path, settings, modalities, cache_folder(recipe))

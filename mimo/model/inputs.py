@@ -1,8 +1,5 @@
 """The inputs of a rank's modules: batches copied to the device, and rows received from encoders.
 
-A thread in the background stages batches while the device works on another step. Encoders deliver
-embeddings and feature levels to each chunk of the language model.
-
 Letters: B sequences (1 for packed) of S tokens on this lane, I items, n rows of this rank,
 H hidden, k levels of a chunk.
 """
@@ -171,10 +168,7 @@ def place_embeddings(text: Tensor, received: Sequence[ReceivedRows]) -> Tensor:
 
 
 def join_levels(received: Sequence[ReceivedRows]) -> tuple[Tensor, Tensor] | None:
-    """Join the levels of all encoders: rows (k, n, H) and places (n,); None without levels.
-
-    An encoder with fewer levels than another adds nothing at the later layers.
-    """
+    """Join the levels of all encoders, padded with zeros: rows (k, n, H), places (n,); or None."""
     with_levels = [rows for rows in received if rows.levels.shape[0] > 0]
     if not with_levels:
         return None

@@ -1,7 +1,5 @@
 """Estimates of the memory that a rank needs, by its role.
 
-A role is an encoder's rank, or a rank of one stage of the language model.
-
 Weights, gradients and optimizer state are counted exactly; what is sharded over ranks counts as the
 mean over these ranks.
 
@@ -20,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,7 +26,7 @@ import numpy as np
 
 from data.modalities.processor import Part
 from mimo.config.schema import Recipe
-from mimo.families.keymap import num_elements
+from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import (
     GENERAL,
     encoder_family,
@@ -83,7 +81,6 @@ class RoleMemory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.activations + self.logits + self.buffers
 
@@ -119,6 +116,18 @@ def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     return roles
 
 
+def weights_of(
+    recipe: Recipe, module: str, vocab_size: int | None, **sizes: int
+) -> Sequence[Weight]:
+    """Return a module's weights over all ranks. sizes: in place of those of the recipe."""
+    language = language_settings(recipe)
+    if module == LANGUAGE:
+        small = language.model_copy(update={"vocab_size": vocab_size, **sizes})
+        return language_family(recipe).weights_in_hf(small)
+    settings = encoder_settings(recipe, module).model_copy(update=sizes)
+    return encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
+
+
 def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     """Return the inputs of a tower, such as patches, per embedding of an item of noise."""
     settings = encoder_settings(recipe, encoder)
@@ -145,20 +154,13 @@ class _Module:
         self.wide = max(4, self.size)
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
-        last: tuple[str, ...] = (_OUTPUT,)
-        if name == LANGUAGE:
-            self.layers = language.num_layers // self.grid.pp
-            known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
-            small = language.model_copy(update={"vocab_size": known, "num_layers": 1})
-            weights = language_family(recipe).weights_in_hf(small)
-        else:
-            family, settings = encoder_family(recipe, name), encoder_settings(recipe, name)
-            self.layers, last = settings.num_layers // self.grid.pp, family.PROJECTOR
-            tower = settings.model_copy(update={"num_layers": 1})
-            weights = family.weights_in_hf(tower, self.hidden)
+        settings = language if name == LANGUAGE else encoder_settings(recipe, name)
+        self.layers = settings.num_layers // self.grid.pp
+        last = (_OUTPUT,) if name == LANGUAGE else encoder_family(recipe, name).PROJECTOR
+        known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
-            for weight in weights
+            for weight in weights_of(recipe, name, known, num_layers=1)
         }
         self.held, self.trained = Counter[str](), Counter[str]()
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
@@ -314,7 +316,6 @@ class _Module:
         return block * (self.wide + (self.size if self.size < self.wide else 0))
 
     def activations(self, stage: int) -> float:
-        """Return the bytes of activations on a rank of a stage at the peak."""
         size, (width, kept) = self._tokens * self.size, self._widths()
         if self._is_frozen:  # nothing is kept for a backward
             return size * kept

@@ -62,10 +62,9 @@ Batch = LanguageBatch | WholeBatch
 class MimoModel:
     """The modules of this rank and its ends of the bridges.
 
-    hidden_size: H. num_tokens: that the language model knows; later rows of its embedding are
-    padding. item_rules: the language family's. partition: cuts sequences, on language ranks.
-    senders: of disjoint encoders, on their last stage. receivers: of disjoint encoders, on stages
-    of the language model that need their rows. colocated: of colocated encoders.
+    num_tokens: that the language model knows; later rows of its embedding are padding. partition:
+    cuts sequences, on language ranks. senders: of disjoint encoders, on their last stage.
+    receivers: of disjoint encoders, on stages of the language model that need their rows.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
     trains_encoders: whether any encoder of the recipe trains, on any rank: gradients then pass
     through all stages of the language model, frozen or not.
@@ -74,7 +73,6 @@ class MimoModel:
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are placed in whole
     sequences, which are cut afterwards.
     doing: the current activity of this rank's modules, and its microbatch; None outside of `run`.
-    describe_batch: describes a microbatch of the batch that `run` works on.
     squared_changes: by module, this rank's share of the last update's squared change of weights,
     until it is reported.
     """
@@ -191,10 +189,7 @@ class MimoModel:
         return sum(bridge.end.clock.take_seconds() for bridge in self._bridges().values())
 
     def bridge_bytes(self, plan: StepPlan) -> dict[tuple[str, str], int]:
-        """Return by column and edge, such as `vision_forward`, what this rank sent in this step.
-
-        The column `least` is the lower bound: each row crosses once, and its gradient once back.
-        """
+        """Return the bytes sent, and the least, by column and edge, such as `vision_forward`."""
         sizes = Counter[tuple[str, str]]()
         for link, bridge in self._bridges().items():
             end, name = bridge.end, link.encoder
@@ -254,7 +249,6 @@ class MimoModel:
         items: Mapping[str, Sequence[EncoderBatch]],
         forward_only: bool,
     ) -> float | Tensor:
-        """Run the language model's schedule, once or, with colocated encoders, group by group."""
         size = self._group_size(len(batches))
         encoders = list(dict.fromkeys(link.encoder for link in self.colocated))
         loss: float | Tensor = 0.0
@@ -291,10 +285,7 @@ class MimoModel:
     def _encode(
         self, name: str, batch: EncoderBatch, group: range, forward_only: bool
     ) -> list[Tensor]:
-        """Run a colocated encoder's forward over a group's items, and deliver its rows.
-
-        Returns the rows (N, k·H) of each of its bridges, for the backward.
-        """
+        """Encode a group's items and deliver the rows; return those (N, k·H) of each bridge."""
         module, bridges = self.modules[name], self._colocated_bridges(name)
         self.doing = f"forward of {name}", group.start
         with SPANS.span(name, "encode"):
@@ -339,7 +330,6 @@ class MimoModel:
         return torch.stack(losses).sum().double()
 
     def _receive(self, chunk: Chunk, number: int) -> list[ReceivedRows]:
-        """Receive the rows of all encoders for a chunk's microbatch."""
         pairs = [
             receiver.receive(number, chunk.number)
             for link, receiver in self.receivers.items()
@@ -384,10 +374,7 @@ def _flat_embeddings(
     bridges: Mapping[Link, BridgeSender] | Mapping[Link, ColocatedBridge],
     microbatches: range,
 ) -> list[FlatEmbeddings]:
-    """Split a tower's output for ``microbatches`` into the rows that each of its bridges moves.
-
-    Raises UnexpectedRows when they are not the rows that were planned, item by item.
-    """
+    """Split a tower's output into the rows of its bridges. Raises UnexpectedRows for others."""
     link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows
     runs, first = bridge.runs(microbatches), microbatches.start
     sizes = split_sizes_of(output.rows_per_item, runs, bridge.lane, link.encoder, first)

@@ -15,14 +15,7 @@ from mimo.config.training import Source
 from mimo.device import Memory, has_gpu, machine_memory
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
-from mimo.families.registry import (
-    GENERAL,
-    encoder_family,
-    encoder_settings,
-    language_family,
-    language_settings,
-    trainable_names,
-)
+from mimo.families.registry import GENERAL, encoder_settings, language_settings, trainable_names
 from mimo.model.dataset import (
     SPLITS,
     check_index,
@@ -35,7 +28,7 @@ from mimo.model.dataset import (
     unknown_text,
 )
 from mimo.model.indexing import build_in_processes, survey_source
-from mimo.model.memory import CUT_BY_COLUMNS, format_bytes, parameters_by_role
+from mimo.model.memory import CUT_BY_COLUMNS, format_bytes, parameters_by_role, weights_of
 from mimo.ops.acceleration import fp8_multiple, fp8_problem, this_machine
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
@@ -43,10 +36,7 @@ from mimo.runtime.ranks import RankEnv
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
-    """Check all that needs no data (layout, families, sizes) and return the layout.
-
-    Raises RecipeError with all problems.
-    """
+    """Check layout, families and sizes; return the layout. Raises RecipeError with all problems."""
     layout = build_layout(recipe, num_ranks)
     problems = list[str]()
     for check in (
@@ -102,7 +92,7 @@ def _encoder_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
 
 def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     """Yield patterns that match no name, and lists of patterns that freeze everything."""
-    part, key, language = recipe.module(grid.module), key_of(grid.module), language_settings(recipe)
+    part, key = recipe.module(grid.module), key_of(grid.module)
     for target in part.lora.targets if part.lora and grid.engine == "megatron" else ():
         if target not in TARGETS:
             yield recipe.problem(
@@ -112,13 +102,8 @@ def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
             )
     if not isinstance(part.freeze, tuple):
         return
-    if grid.module == LANGUAGE:
-        known = language.model_copy(update={"vocab_size": language.padded_vocab_size(1)})
-        weights = language_family(recipe).weights_in_hf(known)
-    else:
-        settings = encoder_settings(recipe, grid.module)
-        weights = encoder_family(recipe, grid.module).weights_in_hf(settings, language.hidden_size)
-    names = [weight.name for weight in weights]
+    vocab_size = language_settings(recipe).padded_vocab_size(1)
+    names = [weight.name for weight in weights_of(recipe, grid.module, vocab_size)]
     for pattern in part.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             yield recipe.problem(
@@ -130,23 +115,21 @@ def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
 
 
 def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Yield steps and ranks of `train.profile` that the run does not have."""
-    profile, size = recipe.train.profile, layout.world_size
+    profile, steps, size = recipe.train.profile, recipe.train.steps, layout.world_size
     if profile is None:
         return
-    if (last := profile.steps[1]) >= recipe.train.steps:
-        steps = recipe.train.steps
-        message = (
+    if (last := profile.steps[1]) >= steps:
+        yield recipe.problem(
+            ("train", "profile", "steps"),
             f"got {last}, but train.steps is {steps}, and steps count from 0; give at most "
-            f"{steps - 1}"
+            f"{steps - 1}",
         )
-        yield recipe.problem(("train", "profile", "steps"), message)
     if missing := [rank for rank in profile.ranks if rank >= size]:
-        message = (
+        yield recipe.problem(
+            ("train", "profile", "ranks"),
             f"got {missing[0]}, but there are {size} ranks, and ranks count from 0; give at most "
-            f"{size - 1}"
+            f"{size - 1}",
         )
-        yield recipe.problem(("train", "profile", "ranks"), message)
 
 
 def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
@@ -159,9 +142,8 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
             ("train", "fp8"),
             f"got {fp8}, but linears with adapters (language.lora) compute in bf16; remove one",
         )
-    settings = language_settings(recipe)
-    small = {"num_layers": 1, "vocab_size": settings.padded_vocab_size(1)}
-    for weight in language_family(recipe).weights_in_hf(settings.model_copy(update=small)):
+    vocab_size = language_settings(recipe).padded_vocab_size(1)
+    for weight in weights_of(recipe, LANGUAGE, vocab_size, num_layers=1):
         linear = weight.name.removesuffix(".weight").rpartition(".")[2]
         if not (linear.startswith("linear_") and weight.name.endswith(".weight")):
             continue
@@ -184,10 +166,7 @@ def check_device(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
-    """Open all splits, and warn of unknown text. build: indexes missing shards.
-
-    Raises RecipeError.
-    """
+    """Open all splits, indexed by ``build``, and warn of unknown text. Raises RecipeError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     problems: list[str] = []
     for split in SPLITS:
@@ -208,10 +187,7 @@ def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
 
 
 def check_indexed_data(recipe: Recipe) -> list[str]:
-    """Check tokenizer, shards, and samples of sources that are already indexed.
-
-    Returns a note for each source that is not indexed or has unknown text. Raises RecipeError.
-    """
+    """Check the data as far as it is indexed; return notes on sources. Raises RecipeError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     notes = list[str]()
 
@@ -300,21 +276,14 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
 def check_room(
     phased: PhasedRecipe, layouts: Sequence[Layout], environment: RankEnv | None
 ) -> None:
-    """Raise RecipeError if the ranks of this machine cannot hold a phase's model.
-
-    On GPUs each rank checks its GPU later: see `mimo.train.rank` and `check_device`.
-    """
+    """Raise RecipeError if this machine cannot hold a phase's model; ranks check GPUs later."""
     if has_gpu():
         return
     phased.each(check_device)
-    memory = machine_memory()
-    if memory is None:
-        return
-    pairs = zip(phased.phases, layouts, strict=True)
-    layout_of = {id(phase.recipe): layout for phase, layout in pairs}
+    memory, left = machine_memory(), iter(layouts)
 
     def check(recipe: Recipe) -> None:
-        layout = layout_of[id(recipe)]
+        layout = next(left)
         ranks = range(layout.world_size) if environment is None else environment.ranks_here
         check_memory(recipe, layout, ranks, memory)
 

@@ -36,10 +36,7 @@ from mimo.parallel.grids import GridSpec, Layout, Link
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """An encoder's rows in all microbatches of a step, and the sequences that they go to.
-
-    samples, runs: of each microbatch. encode_group: microbatches that are encoded in one go.
-    """
+    """An encoder's rows in all microbatches of a step, and the sequences that they go to."""
 
     layout: Layout
     encoder: str
@@ -49,10 +46,7 @@ class StepRows:
     runs: Sequence[ItemRuns]
 
     def plans(self, link: Link, rank: int | None = None) -> list[BridgePlan]:
-        """Return the plan of the bridge over ``link`` for each microbatch.
-
-        rank: plan only what the ranks of its lanes send and receive; None for all ranks.
-        """
+        """Plan the bridge over ``link`` per microbatch, for all ranks or for the lanes of one."""
         every, lanes = self._side_by_side, self.layout.language.dp
         gets = np.ones(len(self.runs) * lanes, np.bool_)
         if rank is not None:
@@ -141,10 +135,7 @@ class StepRows:
     def _destination(
         self, link: Link, lane: Ints, runs: ItemRuns
     ) -> tuple[ShardMap, ShardMap | None]:
-        """Map rows to ranks of the link's stage, for some lanes of all microbatches.
-
-        The second map says which ranks return gradients where rows have copies.
-        """
+        """Map rows to ranks of the link's stage and, of copies, to those that return gradients."""
         language, segments = self.layout.language, self._segments(lane)
         ranks = _ranks(language, link.stage)[lane % language.dp]
         if self.delivery == "sharded":

@@ -56,7 +56,6 @@ class PlannedMicrobatch:
     encoders: dict[str, PlannedItems]
 
     def runs_of(self, encoder: str) -> ItemRuns:
-        """Return the encoder's items as runs of rows."""
         samples, items = self.samples, self.encoders[encoder]
         sample = samples.item_sample[items.item]
         return ItemRuns(
@@ -103,7 +102,6 @@ class StepPlanner:
     """Plans steps of a fixed shape over a fixed order of samples; see the recipe's keys.
 
     media: by encoder, the modalities of the items that it encodes.
-    encode_group: microbatches that colocated encoders encode in one go; None for all.
     done: the steps before this run, and the samples used in them. The order continues from
         there, whatever the batch size or the budget was.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
@@ -209,10 +207,7 @@ class StepPlanner:
     def finish(
         self, microbatches: Sequence[PlannedMicrobatch], unusable: Sequence[int] = ()
     ) -> StepPlan:
-        """Blank the unusable samples and plan the bridges.
-
-        unusable: sample numbers in the step, the same on every rank.
-        """
+        """Blank the samples ``unusable``, numbers in the step, and plan the bridges."""
         if self.layout.language.vpp > 1:  # interleaved stages need one length
             tokens = max(m.samples.longest_sequence for m in microbatches)
             microbatches = [replace(m, samples=m.samples.padded_to(tokens)) for m in microbatches]

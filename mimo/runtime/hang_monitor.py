@@ -154,10 +154,7 @@ class HangMonitor:
                     self._folder.rmdir()
 
     def _report_failure(self, error: Exception) -> None:
-        """Write the failure to this rank's file and, if it is the first, to an incident.
-
-        Raises RankLost in place of an error that another rank has caused.
-        """
+        """Record the failure. Raises RankLost in place of an error that another rank has caused."""
         peers = getattr(error, "waits_for", ())
         if peers:
             # The bridge names a peer, which may itself wait for a silent rank. Do not delay: peers
@@ -210,7 +207,6 @@ class HangMonitor:
             path.unlink(missing_ok=True)
 
     def _is_stuck(self) -> bool:
-        """Whether this rank has been in one place for too long."""
         now, place, work = time.monotonic(), self._place, self.work()
         # By identity: the next batch may do just what this one did.
         if self._last_place is not place or self._last_marker is not work.marker:

@@ -71,7 +71,6 @@ class RankState:
 
     @property
     def where(self) -> str:
-        """The place in a step."""
         doing = f": {self.doing}" if self.doing else ""
         return f"at step {self.step}, in '{self.activity}'{doing}"
 
@@ -87,7 +86,6 @@ class RankState:
 
     @property
     def problem(self) -> str:
-        """How the rank failed, else that it is silent."""
         if self.failure:
             return f"{self} failed {self.where}: {self.failure}"
         return (

@@ -265,10 +265,7 @@ def _rank_main(
 
 
 def end_with_failed_thread(end: Callable[[BaseException], None]) -> None:
-    """Call ``end`` in this process when one of its threads fails, in that thread.
-
-    Python would print the error and go on, though the main thread may be stuck for good.
-    """
+    """Call ``end`` in any thread that fails: Python would go on, perhaps stuck elsewhere."""
 
     def failed(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):

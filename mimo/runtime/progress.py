@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
+from rich.progress import Progress
 
 
 @contextmanager
 def progress_of(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar; yields a callback (done, total)."""
     console = Console()
-    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

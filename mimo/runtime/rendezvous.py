@@ -38,7 +38,6 @@ class Refused(Exception):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of rank 0."""
         return self.args[0]
 
 
@@ -61,8 +60,7 @@ class Rendezvous:
     def agree(self, problem: InputError | None) -> None:
         """Collect the ``problem`` of every rank, None where there is none. All ranks call it.
 
-        If there is any, rank 0 prints each one once, and all raise Refused; bad input decides the
-        exit code.
+        If there is any, rank 0 prints each once, and all raise Refused; bad input decides the code.
         """
         message = (0, "") if problem is None else (problem.exit_code, str(problem))
         texts = self.gather(json.dumps(message))
@@ -75,10 +73,7 @@ class Rendezvous:
             self._next_report = time.monotonic() + _PROGRESS_SECONDS
 
     def scatter[T](self, compute: Callable[[], Sequence[T]]) -> T:
-        """Scatter the list that ``compute`` returns on rank 0: one element per rank.
-
-        All ranks call it; errors are those of `from_rank_0`.
-        """
+        """Scatter rank 0's list, one element a rank. All ranks call it; errors as `from_rank_0`."""
         name = f"share {self._round}"
 
         def set_shares() -> None:
@@ -173,7 +168,6 @@ class Rendezvous:
                 num_left = self._keys.add("left", 0)
 
     def _check_problems(self, texts: Sequence[str | None]) -> None:
-        """Raise one error with the problems of all ranks and the ranks that did not join."""
         ranks_of = dict[tuple[int, str], list[int]]()
         absent = StartError.exit_code, f"did not join within {self._timeout.total_seconds():g} s"
         for rank, message in enumerate(texts):
@@ -189,10 +183,7 @@ class Rendezvous:
             raise (InputError if is_input else StartError)("\n".join(lines))
 
     def _wait(self, keys: list[str], patience: timedelta) -> None:
-        """Wait until all keys are set.
-
-        Raises RuntimeError once no rank has reported progress for as long as ``patience``.
-        """
+        """Wait for all keys. Raises RuntimeError if no rank reports progress in ``patience``."""
         last_progress, deadline = 0, time.monotonic() + patience.total_seconds()
         while True:
             seconds = min(max(0.01, deadline - time.monotonic()), _PROGRESS_SECONDS)

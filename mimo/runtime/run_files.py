@@ -42,8 +42,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 def record(run_dir: Path, kind: str, text: str, step: int | None = None, **facts: Any) -> None:
     """Append one incident, or warn on stderr that it cannot; one process per incident calls it.
 
-    kind: such as "hang" or "loss spike". text: one sentence for people. step: counted from 0; None
-    outside of steps. facts: further JSON values for programs.
+    text: one sentence for people. step: from 0; None outside of steps. facts: JSON for programs.
     """
     now = time.strftime(_TIME)
     line = json.dumps({"time": now, "kind": kind, "step": step, "text": text, **facts})
@@ -62,10 +61,7 @@ def incidents(run_dir: Path) -> list[dict[str, Any]]:
 def write_environment(
     run_dir: Path, num_ranks: int, step: int, device: str, summary: Mapping[str, str]
 ) -> None:
-    """Add this start of the run, at ``step``, to `ENVIRONMENT`; the reporting rank calls it.
-
-    device: its name. summary: facts by name, of `mimo.train.run_summary`.
-    """
+    """Add this start of the run, at ``step``, to `ENVIRONMENT`; the reporting rank calls it."""
     start = {
         "time": time.strftime(_TIME),
         "step": step,

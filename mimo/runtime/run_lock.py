@@ -53,10 +53,7 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
 
 
 def keep_lock(run_dir: Path) -> None:
-    """Share the lock until this process ends; every rank of the job that has it calls it.
-
-    So a rank that outlives the process that took the lock keeps other jobs away.
-    """
+    """Share the lock until this process ends, perhaps after the launcher; every rank calls it."""
     with suppress(FileNotFoundError):  # the process that took it has just ended; this one will end
         descriptor = os.open(_lock_file(run_dir), os.O_RDWR)  # for as long as this process lives
         with suppress(OSError):
@@ -83,7 +80,6 @@ def _lock_file(run_dir: Path) -> Path:
 
 
 def _lock(path: Path, run_dir: Path, deadline: float) -> int:
-    """Lock the file at ``path``, if need be by the ``deadline``, and return its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

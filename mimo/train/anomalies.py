@@ -66,7 +66,6 @@ class BadSamples:
         self._count = len(self._read)
 
     def list_of_indexes(self, splits: Mapping[str, Dataset | None]) -> None:
-        """List the samples that indexes leave out."""
         entries: list[dict[str, Any]] = []
         for split, dataset in splits.items():
             for source, index in enumerate(dataset.indexes if dataset else ()):
@@ -165,8 +164,7 @@ class AnomalyDetector:
     def check(self, step: int, done: StepResult) -> None:
         """Check one step; every rank calls it after each.
 
-        Raises FloatingPointError, on all ranks, once more than `train.max_skipped_steps` steps in
-        a row were skipped.
+        Raises FloatingPointError on all ranks after more than `train.max_skipped_steps` in a row.
         """
         self._skipped_in_a_row = [*self._skipped_in_a_row, step] if done.is_skipped else []
         if self._reports:

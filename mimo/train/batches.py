@@ -87,7 +87,6 @@ class Batches:
     sum. used: the samples of the order before the first batch; later, those up to the last batch
     that `next` returned. num_prepared: how many batches are prepared while another is in use, 1 or
     0; the one after these is read meanwhile, and more of what follows as ``decoding`` allows.
-    flops: counts the operations of each batch; None to skip that.
     """
 
     def __init__(
@@ -143,11 +142,10 @@ class Batches:
 
     @property
     def upcoming(self) -> PreparedBatch:
-        """The batch that `next` returns next."""
         return self._prepared[0]
 
     def next(self) -> RankBatch:
-        """Return the next batch; waits for it if need be. Raises what its preparation raised."""
+        """Wait for the next batch and return it. Raises what its preparation raised."""
         prepared = self._prepared.popleft()
         with self._waiting():
             batch, staging = prepared.batch.result()
@@ -156,10 +154,7 @@ class Batches:
         return batch
 
     def read_ahead(self) -> None:
-        """Wait until the samples are read whose readability the next sum carries, if any are left.
-
-        Raises what their reading raised.
-        """
+        """Wait for the samples of the next sum, if any are left. Raises what reading raised."""
         if self._num_unread > 0:
             with self._waiting():
                 self._read.append(self._loader.next())
@@ -168,8 +163,7 @@ class Batches:
     def sum_over_world[T](self, terms: T) -> T:
         """Sum ``terms`` over all ranks, after `read_ahead`; every rank of the world calls it.
 
-        The same message carries which samples each rank could not read, and whether the run stops
-        early. Then the batch of these samples is prepared. terms: see `sum_over_world` below.
+        The sum also carries unreadable samples and early stops. Then the next batch is prepared.
         """
         unusable_flags = [self._report_unusable(loaded) for loaded in self._read]
         sums, stop_flags, unusable_flags = sum_over_world(
@@ -184,7 +178,6 @@ class Batches:
         return sums
 
     def take_waited_seconds(self) -> float:
-        """Return the seconds that this rank waited for batches since the last call."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 

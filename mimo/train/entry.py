@@ -56,10 +56,7 @@ def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, *args: Any) -> int:
 
 
 def prepare_process(layout: Layout, run_dir: Path) -> None:
-    """Set what has to be known before the engine is imported.
-
-    Raises InputError for a package of kernels that is installed but cannot be imported.
-    """
+    """Set what the engine's import needs. Raises InputError for kernels that fail to import."""
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
     set_variables(variables_of(layout, environment.rank))
@@ -73,10 +70,7 @@ def prepare_process(layout: Layout, run_dir: Path) -> None:
 
 
 def join_job(request: Request, environment: RankEnv, start: float) -> int:
-    """Train as a rank that torchrun or srun started; returns an exit code.
-
-    All ranks check the recipe; rank 0 makes the run folders and prints.
-    """
+    """Train as a rank of torchrun or srun, of which rank 0 prints; returns an exit code."""
     job, problem, timeouts = None, None, list[float]()
     try:
         job = request.check(environment)
@@ -131,10 +125,7 @@ def _begin(
 
 
 def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment: RankEnv) -> Choice:
-    """Choose the first intact checkpoint; each rank reads its share of the files.
-
-    Raises Refused on all ranks if all are damaged.
-    """
+    """Choose the first intact checkpoint; each rank reads a share. Raises Refused on all ranks."""
 
     def deal(checkpoint: Path) -> list[tuple[list[str], list[Listed]]]:
         files, problems = files_to_compare(checkpoint)
@@ -162,10 +153,7 @@ def _choose_together(candidates: Sequence[Path], ranks: Rendezvous, environment:
 
 
 def _index_together(job: Job, ranks: Rendezvous, num_ranks: int) -> None:
-    """Index the shards that are not indexed yet, each rank its share; then check the data.
-
-    Raises Refused on all ranks if that fails, or if the data does not fit the recipe.
-    """
+    """Index missing shards, each rank a share, and check the data. Raises Refused on all ranks."""
     recipes = [phase.recipe for phase in job.phased.phases]
 
     def deal() -> list[list[tuple[int, list[IndexTask]]]]:
@@ -200,10 +188,7 @@ def _index_together(job: Job, ranks: Rendezvous, num_ranks: int) -> None:
 
 
 def _train_here(runs: Sequence[Run], ranks: Rendezvous, start: float) -> int:
-    """Do runs on the same ranks until one ends with another exit code than 0, which is returned.
-
-    Does not return if one of them fails.
-    """
+    """Do runs until one ends with another code than 0, and return it. Failures end the process."""
     run_dir = runs[0].recipe.run_dir
 
     def end(error: BaseException) -> NoReturn:

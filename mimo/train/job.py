@@ -44,8 +44,7 @@ class Request:
     def check(self, environment: RankEnv | None) -> Job:
         """Check everything that needs no ranks. Raises RecipeError with all problems.
 
-        environment: of this rank if torchrun or srun started it. Then the data is checked after the
-        rendezvous, so that only one rank looks at the shards.
+        environment: of a rank of torchrun or srun, which checks the data after the rendezvous.
         """
         ranks = environment.world_size if environment else self.num_ranks
         phased = load_phases(self.path, self.overrides, self.site)

@@ -90,10 +90,7 @@ def _mlflow(recipe: Recipe, run_dir: Path, ids: dict[str, str]) -> Logger:
 
 
 class Loggers:
-    """The loggers of `train.loggers`; one process has them.
-
-    One that fails is dropped with a warning, and training continues.
-    """
+    """The loggers of `train.loggers`; one that fails is dropped with a warning."""
 
     def __init__(self, recipe: Recipe, run_dir: Path, first_step: int) -> None:
         self._open: dict[str, Logger] = {}
@@ -121,7 +118,6 @@ class Loggers:
                     logger.write(metrics, step)
 
     def close(self) -> None:
-        """Close all loggers."""
         for name, logger in list(self._open.items()):
             with self._dropped_on_failure(name):
                 logger.close()
@@ -217,7 +213,6 @@ class MetricsWriter:
         print(f"validation after step {metrics['step']}: {text}", flush=True)
 
     def _time_left(self, done: int) -> timedelta:
-        """Estimate the remaining time from the pace since the last line."""
         (before, then), self._logged = self._logged, (done, time.monotonic())
         pace = (self._logged[1] - then) / (done - before)
         return timedelta(seconds=round((self._train.steps - done) * pace))
@@ -244,10 +239,7 @@ _LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
 
 
 def _drop_lines_from(path: Path, first_step: int) -> bool:
-    """Cut the file before that step, without parsing what may be a million lines.
-
-    Returns whether the last line that is left is of the step before.
-    """
+    """Cut the lines from a step on, unparsed; return whether the last one is of the step before."""
     if not path.exists():
         return False
     last, end = None, 0

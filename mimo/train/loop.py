@@ -31,7 +31,7 @@ from mimo.train.step import StepObserver, run_modules, train_step
 
 
 class Trainer:
-    """One rank's training run. Build it, then call `train`."""
+    """One rank's training run: build it, then call `train`; see `build_model` for its arguments."""
 
     def __init__(
         self,
@@ -42,7 +42,6 @@ class Trainer:
         provided: Collection[str] = (),
         early_stop: EarlyStop | None = None,
     ) -> None:
-        """Build the model. initial, provided: passed on to `build_model`."""
         self.recipe, self.topology, self.run_dir = recipe, topology, run_dir
         self.early_stop = early_stop or EarlyStop()
         self.chat = open_tokenizer(recipe)
@@ -50,7 +49,6 @@ class Trainer:
         self.model = build_model(recipe, topology, self.chat.vocab_size, initial, provided)
         self.progress = Progress(step=0, samples=0)
         self.saver = Saver(self.model.modules, run_dir / "checkpoints", recipe)
-        # Takes the other arguments of `Batches`, by name.
         self.batches = partial(
             Batches, recipe=recipe, topology=topology, model=self.model, early_stop=self.early_stop
         )
@@ -153,10 +151,7 @@ class Trainer:
         check_skipped(self.recipe.data, self.progress, batch.used.samples, dataset)
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:
-        """Return the mean loss per token, over all sources and of each; all ranks call it.
-
-        Each source is validated on `train.validation_batches` global batches of its own.
-        """
+        """Return the mean loss per token, over all sources and of each; all ranks call it."""
         sources = split_by_source(self.recipe, "validation", dataset)
         sums = {n: self._loss_and_tokens(source, decoding) for n, source in sources.items()}
         self.model.take_waited_seconds()
@@ -184,7 +179,6 @@ class Trainer:
 
 
 def _is_due(every: int | None, done: int) -> bool:
-    """Return whether what happens every ``every`` steps is due after ``done`` steps."""
     return every is not None and done % every == 0
 
 
@@ -193,10 +187,7 @@ def _is_due(every: int | None, done: int) -> bool:
 
 @contextmanager
 def profiler_of(train: Train, rank: int, run_dir: Path) -> Iterator[Callable[[int], None]]:
-    """Trace the steps of `train.profile` on this rank; call the result before each step.
-
-    The spans of mimo.spans are the trace's named ranges. Other ranks and steps cost nothing.
-    """
+    """Trace the steps of `train.profile` on this rank; call the result before each step."""
     if train.profile is None or rank not in train.profile.ranks:
         yield lambda _: None
         return

@@ -28,10 +28,7 @@ def main(
     max_restarts: int = 0,
     site: Path | None = None,
 ) -> int:
-    """Train on ranks of this machine, or be a rank of torchrun or srun; returns an exit code.
-
-    site: a file whose keys override the recipe's `cluster:`.
-    """
+    """Train on ranks of this machine, or be a rank of torchrun or srun; returns an exit code."""
     start = time.monotonic()
     request = Request(path, overrides, num_ranks, resume, resume_from, site)
     environment = rank_environment()
@@ -51,10 +48,7 @@ def main(
 
 
 def train_here(job: Job, max_restarts: int = 0, start: float | None = None) -> int:
-    """Train on ranks of this machine, restarting them after failures; returns an exit code.
-
-    start: of the job, on the monotonic clock; None for now.
-    """
+    """Train on ranks of this machine, restarting them after failures; returns an exit code."""
     start = time.monotonic() if start is None else start
     runs, failures, restarts = job.begin(), list[RankError](), 0
     if runs:
@@ -69,7 +63,6 @@ def train_here(job: Job, max_restarts: int = 0, start: float | None = None) -> i
 
 
 def _launch(job: Job, runs: Sequence[Run], start: float, failures: list[RankError]) -> int:
-    """Do runs until one ends with another exit code than 0, which is returned."""
     for run in runs:
         if job.phased.has_phases:
             print(run, flush=True)

@@ -64,18 +64,12 @@ class StepTimes:
         self._spans, self._ways = spans, ways
 
     def utilization(self, flops: Mapping[str, float], seconds: float) -> float | None:
-        """Return the share of the peak of all ranks of the job, encoders' included (MFU).
-
-        flops: of a step, by module. None if the device's peak is unknown.
-        """
+        """Return the share of all ranks' peak (MFU) for FLOPs by module; None if it is unknown."""
         peak = peak_flops()
         return sum(flops.values()) / (seconds * peak * self._layout.world_size) if peak else None
 
     def of_this_rank(self, bridge_bytes: Mapping[Column, int]) -> dict[Column, np.ndarray]:
-        """Return the table with this rank's figures since the last call, and 0 of the others.
-
-        bridge_bytes: what `MimoModel.bridge_bytes` returns for this step.
-        """
+        """Return the table with this rank's figures since the last call, and 0 of the others."""
         table = {column: np.zeros(self._layout.world_size) for column in self._columns}
         for (module, phase, edge), seconds in SPANS.take().items():
             table[module, phase][self._rank] += seconds

@@ -75,8 +75,7 @@ def run_rank(
 ) -> int:
     """Be one rank of a job launched on this machine; returns an exit code.
 
-    locked: the folder whose lock the launcher holds. job_start: of the job, on the monotonic clock;
-    None for now.
+    locked: the folder whose lock the launcher holds. job_start: on the monotonic clock; None: now.
     """
     if locked is not None:
         keep_lock(locked)
@@ -89,8 +88,7 @@ def run_rank(
 def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:
     """Join torch.distributed as the rank that the environment names.
 
-    later: what the same world trains afterwards; the longest timeout of all applies. store: of the
-    rendezvous; None to meet as the environment says.
+    later: what the world trains afterwards; the longest timeout applies. store: of the rendezvous.
     """
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
@@ -127,7 +125,6 @@ class MonitoredSteps(StepObserver):
 
 
 def _work(model: MimoModel) -> Work:
-    """Describe what the modules of this rank do now, and what they wait for."""
     doing, batch = model.doing, ""
     waits, is_transfer = "", False
     span = SPANS.open[-1] if SPANS.open else None
@@ -250,10 +247,7 @@ def _train(
 
 
 def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | None:
-    """Open a split: rank 0 looks at the shards, the others open the indexes that it names.
-
-    Raises InputError, on all ranks, if one cannot open them; StartError if a file system fails.
-    """
+    """Open a split; rank 0 looks at the shards. Raises InputError or StartError on all ranks."""
     indexes, problem, file_system_fails = tuple[Index, ...](), "", False
 
     def find() -> bytes:
@@ -276,10 +270,7 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Write this process's log and warnings to a file instead of the console.
-
-    A library that logged before any handler existed has given the root logger a console handler.
-    """
+    """Write log and warnings to a file, not to console handlers that libraries have added."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()

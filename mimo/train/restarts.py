@@ -148,10 +148,7 @@ def record_restart(
 
 
 def record_signal(run_dir: Path, signal_name: str) -> None:
-    """Record that a signal ended the ranks of a run at once; their launcher calls it.
-
-    The ranks' files are removed, so that nobody takes the ranks for running.
-    """
+    """Record that a signal ended the ranks, and remove their files; their launcher calls it."""
     done, checkpoint = max(_steps_done(run_dir), default=0), latest_checkpoint(run_dir)
     last = f"the last checkpoint is {checkpoint.name}" if checkpoint else "without a checkpoint"
     text = f"ended at once by {signal_name} after step {done}; {last}"

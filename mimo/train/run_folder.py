@@ -153,8 +153,7 @@ def report_choice(choice: Choice, run_dir: Path) -> None:
 def check_start(run: Run) -> list[str]:
     """Refuse a start that does not fit the recipe; return a line for each change on resuming.
 
-    Raises RecipeError with all problems: a folder of initial weights that does not fit; another
-    model or tokenizer than the checkpoint's; adapters that would be lost.
+    Raises RecipeError for initial weights, model or tokenizer that do not fit, and lost adapters.
     """
     if isinstance(run.start, FromScratch):
         initial_weights(run.recipe)

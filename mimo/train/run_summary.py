@@ -13,16 +13,11 @@ from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.config.schema import Recipe
 from mimo.families.keymap import adapter_shapes, num_elements
-from mimo.families.registry import (
-    encoder_family,
-    encoder_settings,
-    language_family,
-    language_settings,
-    trainable_names,
-)
+from mimo.families.registry import language_settings, trainable_names
 from mimo.families.wire import precision_of
 from mimo.model.dataset import Dataset, sources_of
-from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.model.memory import weights_of
+from mimo.parallel.grids import Layout
 
 _MEASURED = 256  # samples of a source, from which its mean length is estimated
 
@@ -36,8 +31,7 @@ def summary_of(
 ) -> dict[str, str]:
     """Return facts of a run by name, one line each. Reads some samples' lengths in the indexes.
 
-    tokenizer_size: number of its tokens. progress: where the run begins. splits: `sources`, and
-    perhaps `validation`.
+    tokenizer_size: number of its tokens. progress: where the run begins.
     """
     facts = dict[str, str]()
     for name in layout.grids:
@@ -58,20 +52,11 @@ def summary_of(
 
 
 def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> tuple[int, int]:
-    """Count a module's parameters over all ranks, and those that train, by its family's key map.
-
-    Adapters count, the vocabulary's padding does not.
-    """
-    language = language_settings(recipe)
-    if module == LANGUAGE:
-        sizes = {"vocab_size": language.num_tokens(tokenizer_size)}
-        weights = language_family(recipe).weights_in_hf(language.model_copy(update=sizes))
-    else:
-        settings = encoder_settings(recipe, module)
-        weights = encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
+    """Count a module's parameters over all ranks, with adapters, and those that train."""
+    num_tokens = language_settings(recipe).num_tokens(tokenizer_size)
     part, is_trainable = recipe.module(module), trainable_names(recipe, module)
     total = trained = 0
-    for weight in weights:
+    for weight in weights_of(recipe, module, num_tokens):
         size = num_elements([weight])
         total += size
         trained += size * is_trainable(weight.name)
@@ -95,7 +80,6 @@ def _data(index: Index) -> str:
 
 
 def _amounts(recipe: Recipe, progress: Progress, dataset: Dataset) -> dict[str, str]:
-    """Return the tokens of a step, the epochs of the whole run, and the precision."""
     train, budget = recipe.train, recipe.data.tokens_per_microbatch
     lengths = []  # the mean of each source
     for index in dataset.indexes:

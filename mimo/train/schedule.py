@@ -8,11 +8,7 @@ from mimo.config.schema import Recipe, Train
 
 
 def learning_rate(train: Train, peak: float, warmup_steps: int, step: int) -> float:
-    """Return the learning rate of ``step``, which counts from 0, for a module's peak and warm-up.
-
-    It rises linearly to ``peak``; `train.schedule` says how it then falls to
-    `train.min_learning_rate_ratio` of it, or that it stays. Steps without an update count, too.
-    """
+    """Return a module's rate in a step, counted from 0; steps without an update count, too."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     # Warm-up, a long stretch at the peak and a short decay: Hu et al. 2024, arXiv:2404.06395.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +27,7 @@ _CHECKED_STEPS = 3
 _SHOWN_SAMPLES = 16  # in one error message
 
 
-class StepObserver(Protocol):
+class StepObserver:
     """Watches the steps of one rank. The methods do nothing; an observer overrides some of them.
 
     All ranks call them in the same order, so an observer on every rank may use collectives.
@@ -86,9 +85,6 @@ def train_step(
     On a device the host runs ahead and waits once, when it reads the norm and the loss. A step
     lasts from asking for its batch until its update is queued; the device still works on the
     update, which counts for the next step.
-
-    A loss or a norm that is not finite, which all ranks see, updates no module. The model is then
-    as it was before the step.
     """
     started = time.perf_counter()
 
@@ -186,9 +182,8 @@ def run_modules(
 ) -> float | Tensor:
     """Run forward, and backward, of this rank's modules; returns its part of the summed loss.
 
-    Every rank of the world calls it. check: compare plans over the bridge first.
-    An error gets a note with the batch's name and the microbatch's samples, or the one sample that
-    it is about.
+    Every rank of the world calls it. check: compare plans over the bridge first. An error gets a
+    note with the batch's name and the samples of its microbatch, or its one sample.
     """
     # On a device a transfer may time out long after this call, so the model keeps the descriptions
     # until the next batch. They must not hold the batch itself.

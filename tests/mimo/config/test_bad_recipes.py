@@ -42,6 +42,9 @@ def check(*overrides: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (b"a: 1\nb: [", r"bad.yaml:2: not valid YAML"),
+        (b"name: x\nname: y", r"bad.yaml:2: not valid YAML: found duplicate key"),
+        (b"- 1", r"bad.yaml:1: a recipe is a mapping"),
         (b"a: [*b]", r"bad.yaml:1: .*found undefined alias"),
         (b"name: !!python/name:os.system x", r"bad.yaml:1: .*not determine a constructor for the"),
         (b"x: {<<: 3}", r"bad.yaml:1: .*expected a mapping"),

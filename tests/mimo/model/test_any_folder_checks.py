@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +16,6 @@ from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_data
 from tests.mimo.model import any_folder
 
-AUTO_MAP = {"AutoConfig": "own.Config", "AutoModelForImageTextToText": "own.Model"}
 REFUSED = {
     "delivery": (["bridge.delivery=sharded"], "bridge.delivery", "set it to replicated"),
     "sequence parallelism": (
@@ -79,16 +76,6 @@ def test_a_layout_that_two_halves_cannot_have_is_refused_by_key(directory: Path,
     assert reason in text
 
 
-def changed_copy(directory: Path, target: Path, file: str, **changes: Any) -> Path:
-    """Copy the directory; set keys of a JSON file of its model's folder."""
-    shutil.copytree(directory, target, ignore=shutil.ignore_patterns("cache", "runs"))
-    path = target / "base" / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    recipe = target / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(directory), str(target)))
-    return target
-
-
 def test_a_class_without_features_of_images_is_refused_by_name(tmp_path: Path) -> None:
     path = any_folder.make("qwen3_5", tmp_path)
     from transformers import BlipConfig
@@ -97,13 +84,6 @@ def test_a_class_without_features_of_images_is_refused_by_name(tmp_path: Path) -
     text = refusal(path.parent)
     assert "init_from: " in text
     assert "blip" in text.lower()
-
-
-def test_a_folder_with_code_of_its_own_is_refused(directory: Path, tmp_path: Path) -> None:
-    own = changed_copy(directory, tmp_path / "own", "config.json", auto_map=AUTO_MAP)
-    text = refusal(own)
-    assert "init_from: " in text
-    assert "is not run" in text
 
 
 def test_a_processor_that_writes_another_number_of_placeholders_is_refused(tmp_path: Path) -> None:

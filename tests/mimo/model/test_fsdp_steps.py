@@ -14,11 +14,9 @@ import pytest
 
 from mimo.check.compare import RankSteps, Reference, compare
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.parallel.build import build_layout
 from tests.conftest import RunRanks
-from tests.mimo import tiny
-from tests.mimo.model.test_fsdp_runs import FSDP, RECIPE
+from tests.mimo.model.test_fsdp_runs import FSDP, make
 
 NUM_STEPS = 2
 TOLERANCE = 1e-10
@@ -79,11 +77,7 @@ def steps(
     request: pytest.FixtureRequest, run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
 ) -> Steps:
     family, more = MODELS[request.param]
-    folder = tmp_path_factory.mktemp(family)
-    write_tiny(TinyCheckpoint(family), folder / "base")
-    tiny.write_samples(folder)
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(directory=folder))
+    path = make(tmp_path_factory.mktemp(family), family)
     by_rank = run_ranks(take_steps, 2, path, [*SETTINGS, *more])
     together = "train.micro_batch_size=4"
     (expected,) = run_ranks(take_reference_steps, 1, path, [*SETTINGS, *more, together])

@@ -68,14 +68,11 @@ def _trained(path: Path, *overrides: str) -> Iterator[dict[str, Any]]:
     """The metrics of training on this rank, as they are made."""
     from mimo.train.step import StepObserver
 
-    class Observer(StepObserver):
-        pass
-
     recipe = load_recipe(path, [f"train.steps={STEPS}", *overrides])
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     trainer, dataset = open_trainer(recipe)
     validation = open_dataset(recipe, "validation", trainer.chat, trainer.processors)
-    return trainer.train(dataset, validation, Observer())
+    return trainer.train(dataset, validation, StepObserver())
 
 
 def _own_threads() -> list[str]:

@@ -13,7 +13,6 @@ from PIL import Image
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.families.registry import encoder_settings, language_settings
-from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
 from mimo.model.step_plan import StepFlops, StepPlan, step_planner
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import GridSpec, Layout
@@ -36,14 +35,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(recipe: Recipe) -> tuple[StepPlan, StepFlops, list[tuple[int, int, int]]]:
     """The first step, what counts its FLOPs, and the grids of all its images."""
-    chat, processors = open_tokenizer(recipe), item_processors(recipe)
-    dataset = open_dataset(recipe, "sources", chat, processors)
-    assert dataset is not None
+    dataset = tiny.open_sources(recipe)
     planner = step_planner(recipe, build_layout(recipe), dataset)
     plan = planner.finish(planner.microbatches(0), [])
     items = [item for m in plan.microbatches for item in m.samples.item.tolist()]
     grids = [dataset.readers[0].plan(item).grid for item in items]
-    return plan, StepFlops(recipe, chat.vocab_size, dataset), grids
+    return plan, StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset), grids
 
 
 def forward_flops(recipe: Recipe, grids: list[tuple[int, int, int]]) -> float:

@@ -12,8 +12,7 @@ from torch import Tensor
 from encoders.qwen_vl import PROJECTOR
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.recipes import load_phases
-from mimo.checkpoint.resume import FromScratch, FromWeights, Start
-from mimo.config.schema import Recipe
+from mimo.checkpoint.resume import FromScratch, FromWeights
 from mimo.families.keymap import is_adapter
 from mimo.families.wire import DTYPES
 from mimo.runtime.ranks import run_on_cpu
@@ -21,8 +20,8 @@ from mimo.train import main as job
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.model.test_fsdp_runs import read
-from tests.mimo.runs import metrics, run_from, save
+from tests.mimo.model.test_fsdp_runs import read, save_at_the_start
+from tests.mimo.runs import metrics, run_from
 
 # Three ranks that train the projector, then four with other grids and data.
 PHASES = """\
@@ -84,18 +83,6 @@ def assert_same(path: Path, name: str, other: str) -> None:
         assert [line["step"] for line in measured(path, name, phase)] == list(range(steps))
         tensors, expected = (read(checkpoint_of(path, n, phase, steps)) for n in (name, other))
         assert equal(tensors, expected)
-
-
-def save_at_the_start(rank: int, recipe: Recipe, start: Start) -> None:
-    """Write the checkpoint of a run before its first step."""
-    from mimo.checkpoint.load import load_start, read_start_index
-    from mimo.parallel.build import build_layout
-    from mimo.parallel.groups import build_topology
-    from mimo.train.loop import Trainer
-
-    trainer = Trainer(recipe, build_topology(build_layout(recipe)), recipe.run_dir)
-    trainer.progress = load_start(trainer.model.modules, start, read_start_index(start))
-    save(trainer.saver, trainer.progress)
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -25,7 +25,7 @@ from mimo.checkpoint.folder import Progress, read_progress, write_progress
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from mimo.model import decoding
-from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.model.dataset import Dataset
 from mimo.parallel.build import build_layout
 from mimo.parallel.connections import Host
 from mimo.train import batches, loop
@@ -43,10 +43,6 @@ BY_TOKENS = ["data.tokens_per_microbatch=128", "data.packing_window=9"]
 Key = tuple[str, str]  # path of the source, and the sample's own
 
 
-class Observer(StepObserver):
-    pass
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("streams")
@@ -60,12 +56,6 @@ def recipe_of(path: Path, weights: dict[str, float], *overrides: str) -> Recipe:
     paths = {name: path.parent / f"{name}-*.tar" for name in weights}
     sources = ", ".join(f'{{path: "{paths[n]}", weight: {w}}}' for n, w in weights.items())
     return load_recipe(path, [f"data.sources=[{sources}]", "data.shuffle_block=null", *overrides])
-
-
-def data_of(recipe: Recipe) -> Dataset:
-    dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
-    assert dataset is not None
-    return dataset
 
 
 def keys_at(dataset: Dataset, recipe: Recipe, positions: np.ndarray) -> list[Key]:
@@ -114,7 +104,7 @@ def train(
     with without_a_model(rank):
         trainer = Trainer(recipe, topology, recipe.run_dir)
         trainer.progress = progress
-        with closing(trainer.train(dataset, None, Observer())) as running:
+        with closing(trainer.train(dataset, None, StepObserver())) as running:
             used = [metrics["batch"] for metrics in islice(running, steps)]
     return used, trainer.progress
 
@@ -179,7 +169,7 @@ def test_every_rank_trains_on_the_same_stream_in_every_layout_however_it_is_read
     batch_size = batch_size if by_tokens else [f"train.micro_batch_size={micro_batch}"]
     layout = [f"language.grid={language}", *(f"encoders.vision.{key}" for key in tower)]
     recipe = recipe_of(path, weights, *settings, *batch_size, *layout, *reading)
-    dataset = data_of(recipe)
+    dataset = tiny.open_sources(recipe)
     # One lane, and no order but that of the positions.
     alone = recipe_of(path, weights, *settings, *batch_size)
     expected, done = train(alone, 1, dataset, Progress(0, 0), stop)
@@ -244,7 +234,7 @@ def run_legs(path: Path, folder: Path, runs: list[Leg]) -> list[Key]:
         settings.append(f"train.steps={progress.step + leg.steps + 3}")
         recipe = recipe_of(path, leg.sources, *settings)
         before = progress.used
-        dataset, progress, lines = continue_order(data_of(recipe), progress)
+        dataset, progress, lines = continue_order(tiny.open_sources(recipe), progress)
         dropped = sorted({*before.passed_over} - {*progress.passed_over})
         gone += [known[position] for position in dropped]
         assert any(line.startswith(f"{len(dropped)} samples") for line in lines) or not dropped
@@ -276,20 +266,20 @@ def test_a_run_that_goes_on_with_other_lanes_batches_budgets_or_sources_loses_no
     known = run_legs(path, tmp_path_factory.getbasetemp(), data.draw(legs(sources)))
     if sources is not ANY_SOURCES:  # no leg changes the order
         recipe = recipe_of(path, FIXED)
-        assert known == keys_at(data_of(recipe), recipe, np.arange(len(known)))
+        assert known == keys_at(tiny.open_sources(recipe), recipe, np.arange(len(known)))
 
 
 def test_what_was_passed_over_of_a_source_that_is_gone_is_left_out_and_counted(path: Path) -> None:
     both, one = {"train": 1.0, "other": 1.0}, {"other": 1.0}
     recipe = recipe_of(path, both)
-    dataset = data_of(recipe)
+    dataset = tiny.open_sources(recipe)
     source, sample = dataset.order.at(np.arange(20))
     passed_over = (2, 3, 5, 6, 7, 11)
     gone = [position for position in passed_over if source[position] == 0]
     assert 0 < len(gone) < len(passed_over), "the test needs samples of both sources"
     skipped = frozenset({(0, 4), (1, 3)})
     before = Progress(4, 14, 3, skipped, passed_over, dataset.order.mixtures)
-    dataset, after, lines = continue_order(data_of(recipe_of(path, one)), before)
+    dataset, after, lines = continue_order(tiny.open_sources(recipe_of(path, one)), before)
     assert after.passed_over == tuple(p for p in passed_over if source[p] == 1)
     assert after.used.end == before.used.end
     assert any(line.startswith(f"{len(gone)} samples that were passed over") for line in lines)
@@ -299,13 +289,13 @@ def test_what_was_passed_over_of_a_source_that_is_gone_is_left_out_and_counted(p
     assert (left[0] == 0).all()
     assert left[1].tolist() == [sample[p] for p in after.passed_over]
     # The same without a change.
-    same, unchanged, lines = continue_order(data_of(recipe), before)
+    same, unchanged, lines = continue_order(tiny.open_sources(recipe), before)
     assert (unchanged, lines) == (before, [])
     assert same.order.mixtures == dataset.order.mixtures[:1]
 
 
 def test_a_checkpoint_without_a_history_goes_on_in_the_order_of_now(path: Path) -> None:
-    dataset = data_of(recipe_of(path, {"train": 1.0}))
+    dataset = tiny.open_sources(recipe_of(path, {"train": 1.0}))
     dataset, progress, lines = continue_order(dataset, Progress(2, 9, passed_over=(4,)))
     assert (progress.mixtures, lines) == (dataset.order.mixtures, [])
     assert [mixture.first for mixture in progress.mixtures] == [0]
