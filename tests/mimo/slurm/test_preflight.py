@@ -44,17 +44,10 @@ def test_versions_that_differ_and_problems_are_named_with_their_nodes() -> None:
     assert [*find_faults([*full, None, None])] == ["ranks 3, 4 did not join", "a, b: is full"]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "hosts"),
-    [
-        ("gpu[03-05,9],login1", ["gpu03", "gpu04", "gpu05", "gpu9", "login1"]),
-        ("n[08-11]-ib", ["n08-ib", "n09-ib", "n10-ib", "n11-ib"]),
-        ("one", ["one"]),
-        ("", []),
-    ],
-)
-def test_a_node_list_is_expanded(nodes: str, hosts: list[str]) -> None:
-    assert [*hosts_of(nodes)] == hosts
+def test_a_node_list_is_expanded() -> None:
+    hosts = ["gpu03", "gpu04", "gpu05", "gpu9", "login1", "n09-ib", "n10-ib"]
+    assert [*hosts_of("gpu[03-05,9],login1,n[09-10]-ib")] == hosts
+    assert not [*hosts_of("")]
 
 
 def test_a_wrong_clock_is_a_note_that_keeps_no_job_from_starting(
