@@ -46,7 +46,6 @@ class Launched:
 
     @property
     def launch(self) -> Path:
-        """The folder of the script and of what jobs print."""
         return self.run / "launch"
 
     def steps(self) -> list[int]:
