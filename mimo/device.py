@@ -117,11 +117,8 @@ def initialize_distributed(
 
 
 def barrier() -> None:
-    """Wait for every rank of the world; all of them call it.
-
-    NCCL's barrier is a sum on a device, which it would otherwise guess from the rank.
-    """
-    device = local_device()
+    """Wait for every rank of the world; all of them call it."""
+    device = local_device()  # NCCL would guess it from the rank
     dist.barrier(device_ids=None if device.index is None else [device.index])
 
 
@@ -156,26 +153,21 @@ def gpu_memory() -> Memory | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a rank. identity: equal only for the same device. free: bytes of free memory."""
+    """The GPU of a rank. free: bytes of free memory."""
 
     name: str
-    identity: str
     free: int
 
 
 def gpu_of(local_rank: int) -> Gpu | None:
-    """Test the GPU of a rank by a small sum and describe it; None without. Initialises the GPU.
-
-    Raises RuntimeError if the sum is wrong.
-    """
+    """Test a rank's GPU by a small sum; None without. Raises RuntimeError if it is wrong."""
     if not has_gpu():
         return None
     device = local_device(local_rank)
     if (result := torch.ones(1024, device=device).sum().item()) != 1024:
         raise RuntimeError(f"the sum of 1,024 ones on {device} is {result:g}")
-    properties = torch.cuda.get_device_properties(device)
     free, _ = torch.cuda.mem_get_info(device)
-    return Gpu(properties.name, str(properties.uuid), free)
+    return Gpu(torch.cuda.get_device_name(device), free)
 
 
 def library_versions() -> dict[str, str]:
@@ -254,10 +246,7 @@ Timestamp = float | torch.cuda.Event
 
 
 def record_time() -> Timestamp:
-    """Take the time on the clock of what computes: the host's, or that of the device's queue.
-
-    Does not block the host.
-    """
+    """Take the time of the host, or of the device's queue; does not block the host."""
     if not has_gpu():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -331,7 +320,6 @@ class Staging:
         self._tensors: list[Tensor] = []
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device."""
         return tensor if self._stream is None else self._moved([tensor], self._stream)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:

@@ -57,7 +57,6 @@ class RecipeError(InputError):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The lines, in order."""
         return self.args
 
     def __str__(self) -> str:

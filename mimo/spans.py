@@ -20,10 +20,7 @@ RANK = ""
 
 
 class Span(NamedTuple):
-    """Work for a module.
-
-    phase: part of the step. edge: bridge and direction. number: of the microbatch.
-    """
+    """Work for a module. phase: part of the step. edge: bridge and way. number: microbatch."""
 
     module: str
     phase: str
@@ -72,7 +69,6 @@ class Spans:
     def span(
         self, module: str, phase: str, edge: str = "", number: int | None = None
     ) -> Iterator[None]:
-        """Enter a span."""
         span = Span(module, phase, edge, number)
         self._charge()
         self.open.append(span)
@@ -88,10 +84,7 @@ class Spans:
         return self.span(self.open[-1].module if self.open else RANK, phase, edge, number)
 
     def end_period(self, measures: bool) -> None:
-        """Begin the next period; called once a step, before the host waits for the device.
-
-        measures: whether to measure the next period; on a CPU all are measured.
-        """
+        """Begin a period, once a step, before the host waits. measures: whether to measure it."""
         self._charge()
         done = self._passed
         if self._late:

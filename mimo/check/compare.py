@@ -4,8 +4,7 @@ The error of a tensor is max|Δ| / max(max|reference|, floor). The floor of a gr
 global gradient norm: some gradients, such as that of a key bias, are zero in theory, and without a
 floor the comparison would be of rounding noise. See docs/parallelism.md.
 
-Both sides come as plain arrays, so comparing needs no engine. Whole tensors and parts of
-them are seen as matrices.
+Both sides come as plain arrays, so comparing needs no engine; all are seen as matrices.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import numpy as np
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 TOKENS, PIXELS, POSITIONS = "tokens", "pixels", "positions"
-INPUTS = (TOKENS, PIXELS, POSITIONS)
-"""Points at which both sides must have the same numbers."""
+INPUTS = (TOKENS, PIXELS, POSITIONS)  # points at which both sides must have the same numbers
 LOGITS = "language.head"
 
 _NOISE = 1e-6  # of the global gradient norm
@@ -85,10 +83,7 @@ class RankSteps:
 
 @dataclass
 class ReferenceParameter:
-    """The gradient before clipping of each step (none if frozen), the weights and their floors.
-
-    Without ``weight_floors`` the gradient's floor applies.
-    """
+    """Of each step: gradient before clipping (none if frozen), weight, and perhaps its floor."""
 
     gradients: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)
@@ -111,10 +106,7 @@ class Reference:
 def reference_of(
     results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]
 ) -> Reference:
-    """Return what a layout's ranks hold as a reference for another run, without points.
-
-    Of replicas the last rank's counts. weight_floors: by parameter, in the order of the model.
-    """
+    """Return a layout's steps as a reference, without points. weight_floors: in model order."""
     shards, parameters = _shards_by_name(results), dict[str, ReferenceParameter]()
     for name, floors in weight_floors.items():
         gradients, weights = (join_shards(shards[name], what) for what in ("gradients", "weights"))
@@ -172,11 +164,7 @@ def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
 
 
 def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
-    """Return how far the optimizer moves a weight in one step for a gradient at its floor.
-
-    SGD moves it by rate · g, Adam by about rate · g / (g + eps). gradient_norm: of all modules.
-    eps: Adam's, None for SGD.
-    """
+    """Return how far a gradient at its floor moves a weight. gradient_norm: of all modules."""
     floor = _NOISE * gradient_norm
     return rate * floor if eps is None else rate * floor / (floor + eps)
 
@@ -225,7 +213,6 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """The largest error of the steps."""
         return largest(self.worst(what) for what in ("gradients", "weights", *_SCALARS))
 
     def worst(self, what: str) -> float:
@@ -253,11 +240,7 @@ class Comparison:
 
 
 def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
-    """Compare every rank's points, and its metrics and parameters after every step.
-
-    Inputs are prepared by the same arithmetic on both sides, so they must be equal. Raises
-    IncomparableError.
-    """
+    """Compare every rank's points, metrics and parameters. Raises IncomparableError."""
     comparison, shards = Comparison(), _shards_by_name(results)
     _compare_points(comparison, results, reference.points, tolerance)
     _check_parameters(shards, reference)

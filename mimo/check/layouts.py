@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mimo.check.scale import scale_recipe
+from mimo.check.scale import OF_SEVERAL_RANKS, scale_recipe
 from mimo.check.shrink import cover, lane_ratio, place
 from mimo.config.schema import Recipe
 from mimo.config.source import YamlSource
@@ -57,7 +57,6 @@ _RESET = {
     **{"reshard_after_forward": True, "reduce_gradients": "step"},
 }
 _RESET_ENCODER = {**_RESET, "run_ahead": "auto", "encode_group": "all"}
-_RESET_TRAIN = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 
 
 class Cell(NamedTuple):
@@ -90,7 +89,6 @@ class SweepCell:
 
     @property
     def encoders(self) -> list[str]:
-        """The grids of one or two encoders, in shorthand."""
         return [self.encoder, *([] if self.second is None else [self.second])]
 
     @property
@@ -243,7 +241,7 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
         data["encoders"][name]["engine"] = _grid(name, text).engine
     data["bridge"] |= {"delivery": "sharded", "block_ranks": 512}
     data["data"]["packing"] = True
-    data["train"] |= dict.fromkeys(_RESET_TRAIN, False) | {"precision": "fp32"}
+    data["train"] |= dict.fromkeys(OF_SEVERAL_RANKS, False) | {"precision": "fp32"}
     source = YamlSource(Path("sweep"), data)
     for override in (text for option in cell.options for text in _OPTIONS[option]):
         source.override(override.format(first=names[0]))

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -43,8 +42,6 @@ from mimo.report.tables import Table, check_writable, scientific, show, write_js
 from mimo.runtime.processes import RanksFailed, RanksHung
 from mimo.runtime.ranks import run_on_cpu, warm_up_on_cpu
 
-Engine = Literal["megatron", "fsdp"]
-
 # Named, not imported: only the fork server loads the engine and transformers.
 _TRANSFORMERS = "mimo.check.points:run_transformers"
 _LAYOUT = "mimo.check.recording:run_points"
@@ -66,10 +63,7 @@ _OVERRIDABLE = ("bridge.", "language.", "encoders.vision.")
 
 
 class ParityRunner:
-    """Compares layouts of one checkpoint; all of them share what transformers computed.
-
-    folder: for the data, written once.
-    """
+    """Compares layouts of one checkpoint. folder: for the data, written once."""
 
     def __init__(
         self, checkpoint: Path, folder: Path, timeout_seconds: float = _TIMEOUT_SECONDS
@@ -93,7 +87,7 @@ class ParityRunner:
         recipe = self._recipe(count, overrides)
         layout = check_recipe(recipe, None)
         check_memory(recipe, layout, range(layout.world_size), machine_memory())
-        shard = self._shard(count)
+        shard = Path(recipe.data.sources[0].path)
         if not shard.exists():
             write_shard(shard, picture_samples(count))
         return recipe, layout
@@ -106,9 +100,8 @@ class ParityRunner:
     ) -> Comparison:
         """Compare one layout. ``fault``: a deliberate bug of our ranks, for tests.
 
-        The weights are those that were imported. Of a large model only the smallest gradients are
-        compared, with a note. Raises InputError before any rank starts; RanksFailed or RanksHung if
-        a run fails; IncomparableError if one side lacks what the other has.
+        The weights are those that were imported. Raises InputError before any rank starts;
+        RanksFailed or RanksHung if a run fails; IncomparableError.
         """
         recipe, layout = self._prepare(overrides)
         warm_up_on_cpu(_PRELOAD)
@@ -139,9 +132,6 @@ class ParityRunner:
             self._transformers[count] = reference
         return self._transformers[count]
 
-    def _shard(self, count: int) -> Path:
-        return self.folder / f"samples-{count}.tar"
-
     def _recipe(self, count: int, overrides: Sequence[str]) -> Recipe:
         content = {
             "name": "parity",
@@ -150,7 +140,7 @@ class ParityRunner:
             "encoders": {"vision": {"placement": "colocated"}},
             "bridge": {"check": "always"},
             "data": {
-                "sources": [{"path": str(self._shard(count))}],
+                "sources": [{"path": str(self.folder / f"samples-{count}.tar")}],
                 "sequence_length": 16384,
                 "shuffle_block": count,  # in order
                 "max_skipped_samples": 0,
@@ -210,12 +200,9 @@ def main(
     overrides: Sequence[str],
     tolerance: float,
     json: Path | None,
-    engine: Engine = "megatron",
+    engine: str = "megatron",
 ) -> int:
-    """Print a table of errors; return 0 if both sides are equal, else 1.
-
-    engine: of all our modules. Raises InputError for bad input, before any rank starts.
-    """
+    """Print a table of errors; return 0 if both sides are equal, else 1. engine: of our modules."""
     check_writable(json)
     general = [f"language.family={GENERAL}"]
     if overrides == general or architecture_of_folder(checkpoint).language == GENERAL:
@@ -268,7 +255,6 @@ def on_engine(engine: str) -> list[str]:
 
 
 def _print_errors(comparison: Comparison, tolerance: float, title: str) -> None:
-    """Print a row per point in forward order, then loss, gradients and imported weights."""
     rows = []
     for point in comparison.points.values():
         limit = 0.0 if point.name in INPUTS else tolerance

@@ -51,10 +51,7 @@ _PADDING = -1  # the index of padding
 def run_points(
     recipe: Recipe, layout: Layout, names: Collection[str], fault: Fault | None = None
 ) -> RankSteps:
-    """Run one step as one rank of a world launched for this, and record all points.
-
-    names: of the parameters whose gradients and weights to return. fault: a deliberate bug.
-    """
+    """Run one step as a rank of a new world; record all points, and the parameters ``names``."""
     if fault is not None:
         fault()
     join_world(recipe)
@@ -112,7 +109,6 @@ class _Parts:
         self._patch_start = np.cumsum([0, *patches])
 
     def add_language(self, chunk: LayoutRecording, module: Module) -> None:
-        """Add what a chunk of the language model computed of each point."""
         groups = module.groups
         for point, calls in chunk.states.items():
             for number, (lengths, values) in enumerate(zip(chunk.lengths, calls, strict=True)):
@@ -174,11 +170,7 @@ class _Parts:
 def _held_tokens(
     count: int, lengths: tuple[int, ...], groups: ProcessGroupCollection
 ) -> np.ndarray:
-    """Return positions in the lane (n,) of the ``count`` tokens of a tensor on this rank.
-
-    They are all tokens, its context-parallel share, or its sequence-parallel share of that.
-    lengths: of the segments, padded.
-    """
+    """Return positions in the lane (n,) of this rank's tokens. lengths: of the padded segments."""
     held = np.arange(sum(lengths))
     if count < len(held) and groups.cp.size() > 1:
         held = zigzag_indices(lengths, groups.cp.size(), groups.cp.rank()).numpy()

@@ -1,8 +1,7 @@
 """`mimo replay`: repeat one step of a run on one rank, with statistics of every layer.
 
-The samples are those of the step, whatever the layout: they follow from the order of samples and
-from how much of it the run had used. With the weights that the step began with, the loss is the
-run's, up to rounding. Layers have the names of the checkpoint format, in either engine.
+The samples are those of the step, whatever the layout. With the weights that the step began with,
+the loss is the run's, up to rounding. Layers have the names of the checkpoint format.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mimo.engines.contract import Module
 from mimo.engines.fsdp.module import FsdpModule
 from mimo.errors import InputError
 from mimo.generate.one_rank import join_world_of_one, one_rank_recipe
-from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
+from mimo.model.dataset import changed_shards_named, open_dataset
 from mimo.model.decoding import open_decoding
 from mimo.model.recipe_checks import check_memory
 from mimo.model.step_plan import StepPlan, step_planner
@@ -41,7 +40,7 @@ from mimo.runtime.run_files import METRICS, json_lines
 from mimo.train.anomalies import BATCHES, samples_of
 from mimo.train.batches import STEP
 from mimo.train.loop import Trainer
-from mimo.train.metrics import StepResult, StepTimes
+from mimo.train.metrics import StepTimes
 from mimo.train.run_folder import continue_order
 from mimo.train.step import StepObserver, train_step
 
@@ -71,9 +70,8 @@ class Replay:
 def replay(run: Path, step: int) -> Replay:
     """Run the batch of ``step``, as `metrics.jsonl` numbers it, forward and backward on one rank.
 
-    run: a run's folder, or that of one phase. The weights are those of the nearest checkpoint
-    before the step, or those that the run began with.
-    Raises InputError if there are no weights, or if data or recipe have changed since.
+    run: a run's folder, or that of one phase. Raises InputError if there are no weights, or if data
+    or recipe have changed since.
     """
     weights, recipe = _nearest_checkpoint(run, step)
     if step >= recipe.train.steps:
@@ -90,9 +88,28 @@ def replay(run: Path, step: int) -> Replay:
     progress = Progress(0, 0) if weights is None else read_progress(weights)
     updates_before = step - progress.step
     dataset, progress, _ = continue_order(dataset, progress)
+    recipe, layout = trainer.recipe, trainer.topology.layout
+    done = progress.step, progress.used
     watched = _WatchedLayers(trainer.model.modules)
-    with changed_shards_named():
-        result = _step(trainer, dataset, progress, step, watched)
+    with (
+        changed_shards_named(),
+        open_decoding(recipe, layout, 0, dataset.readers) as decoding,
+        trainer.batches(
+            name=STEP,
+            dataset=dataset,
+            steps=range(step, step + 1),
+            used=step_planner(recipe, layout, dataset, done=done).used_before(step),
+            decoding=decoding,
+        ) as batches,
+    ):
+        result = train_step(
+            step=step,
+            recipe=recipe,
+            model=trainer.model,
+            batches=batches,
+            observer=watched,
+            times=StepTimes(layout, 0),
+        )
     assert watched.plan is not None
     lines = (line for line in json_lines(run / METRICS) if "loss" in line)
     logged = next((line for line in lines if line["step"] == step), None)
@@ -144,33 +161,6 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
     return trainer
 
 
-def _step(
-    trainer: Trainer, dataset: Dataset, progress: Progress, step: int, watched: StepObserver
-) -> StepResult:
-    """Run the step. progress: of the run at any time before it."""
-    recipe, layout = trainer.recipe, trainer.topology.layout
-    done = progress.step, progress.used
-    used = step_planner(recipe, layout, dataset, done=done).used_before(step)
-    with (
-        open_decoding(recipe, layout, 0, dataset.readers) as decoding,
-        trainer.batches(
-            name=STEP,
-            dataset=dataset,
-            steps=range(step, step + 1),
-            used=used,
-            decoding=decoding,
-        ) as batches,
-    ):
-        return train_step(
-            step=step,
-            recipe=recipe,
-            model=trainer.model,
-            batches=batches,
-            observer=watched,
-            times=StepTimes(layout, 0),
-        )
-
-
 def _check_same(
     run: Path,
     step: int,
@@ -198,9 +188,6 @@ def _check_same(
         )
 
 
-# ------------------------------------------------------------------------ statistics
-
-
 class Statistics:
     """Norm, root mean square and maximum of the finite elements of all tensors that are added."""
 
@@ -209,7 +196,6 @@ class Statistics:
         self._squares = self._largest = 0.0
 
     def add(self, values: Tensor) -> None:
-        """Count a tensor."""
         wide = values.detach().double()
         finite = wide[wide.isfinite()]
         self._elements += wide.numel()
@@ -219,7 +205,6 @@ class Statistics:
             self._largest = max(self._largest, float(finite.abs().amax()))
 
     def result(self) -> dict[str, float]:
-        """Return the numbers by name."""
         return {
             "elements": self._elements,
             "norm": math.sqrt(self._squares),
@@ -274,9 +259,6 @@ def _layers(module: Module) -> Iterator[tuple[str, nn.Module]]:
         elif next(part.children(), None) or not list(part.parameters(recurse=False)):
             continue
         yield f"{module.name}.{name}", part
-
-
-# ----------------------------------------------------------------------- the command
 
 
 def main(run: Path, step: int) -> int:

@@ -1,8 +1,7 @@
 """The scaled-down copy of a recipe that is run: tiny modules, synthetic data, a chosen layout.
 
-A module with `engine: fsdp` is that of transformers in a folder. So its copy starts from a tiny
-checkpoint of the recipe's architecture, with layers of every kind, as do the modules of Megatron
-beside it.
+A recipe with a module of `engine: fsdp` starts from a tiny checkpoint of its architecture, with
+layers of every kind.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ _USUAL_TP = 2
 _USUAL_MICROBATCHES = 8
 _USUAL_SAMPLES = 6  # of all lanes, in a microbatch
 _SEQUENCE_LENGTH = 192
+OF_SEVERAL_RANKS = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 _AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
 _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
 
@@ -176,10 +176,9 @@ def _source_weights(recipe: Recipe) -> tuple[float, ...]:
 
 
 def _scaled_rate(recipe: Recipe, rate: float | None) -> float:
-    """Scale a module's learning rate so that the largest of all modules makes weights move.
+    """Scale a module's learning rate, `train.learning_rate` if None, so that weights move.
 
-    The others keep their ratio to it, down to `_SMALLEST_RATE`. rate: None for
-    `train.learning_rate`.
+    The largest of all modules is `_LEARNING_RATE`; others keep their ratio, at least the smallest.
     """
     train = recipe.train
     rates = [part.learning_rate or train.learning_rate for part in recipe.modules.values()]
@@ -194,7 +193,6 @@ def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
 
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
-    """Set the optimizer so that a difference shows."""
     warmups = _scaled_warmups(recipe)
     for name, module in recipe.modules.items():
         part = data["language"] if name == LANGUAGE else data["encoders"][name]
@@ -285,8 +283,7 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     tokens = scaled.workload.tokens
     if tokens is None:
         data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
-    multi_rank = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
-    data["train"] |= dict.fromkeys(multi_rank, False)
+    data["train"] |= dict.fromkeys(OF_SEVERAL_RANKS, False)
     data["data"] |= {"packing": True, "sequence_length": tokens or _SEQUENCE_LENGTH}
     return _validated(data)
 
@@ -302,10 +299,9 @@ def _validated(data: dict[str, Any]) -> Recipe:
 def _tiny_checkpoint(
     recipe: Recipe, layout: Layout, folder: Path
 ) -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """Return the checkpoint, and settings of its modules; None without fsdp modules.
+    """Return a tiny checkpoint in ``folder`` and its modules' settings; None without fsdp modules.
 
-    It is written into a folder inside ``folder`` unless it exists. Raises RecipeError for an
-    architecture without a tiny checkpoint.
+    Raises RecipeError for an architecture without a tiny checkpoint.
     """
     if all(grid.engine != "fsdp" for grid in layout.grids.values()):
         return None, {}

@@ -46,7 +46,7 @@ from mimo.train.step import StepObserver
 def run_layout(
     recipe: Recipe, layout: Layout, num_steps: int, fault: Fault | None = None
 ) -> RankSteps:
-    """Run a layout's steps as one rank of a world launched for this. fault: a deliberate bug."""
+    """Run a layout's steps as one rank of a world launched for this."""
     if fault is not None:
         fault()
     join_world(recipe)
@@ -98,11 +98,9 @@ class WatchedSteps(StepObserver):
 
     @property
     def shards(self) -> list[Shard]:
-        """The copies of each parameter."""
         return [*self._shards.values()]
 
     def note_weights(self) -> None:
-        """Copy the current weights."""
         for module in self.modules.values():
             module.wait_param_gather()
             for piece in module.pieces("load", with_optimizer=False):
@@ -110,7 +108,6 @@ class WatchedSteps(StepObserver):
                 shard.weights.append(_copy(piece.values))
 
     def note_gradient(self, piece: Piece) -> None:
-        """Copy a part of a gradient."""
         shard = self._shards[piece.key, piece.row, piece.column]
         shard.gradients.append(_copy(piece.values))
 

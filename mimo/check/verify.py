@@ -63,21 +63,16 @@ class CellResult:
 
     @property
     def passed(self) -> bool:
-        """True if the layout takes the steps of one rank."""
         return bool(self.deciding) and all(c.first is None for c in self.deciding)
 
     @property
     def verdict(self) -> str:
-        """One or two words for a table."""
         word = "equal" if self.passed else "DIFFERS" if self.deciding else "FAILED"
         return f"{word} (fp64)" if self.repeated and self.deciding else word
 
 
 class Verifier:
-    """Compares layouts; layouts that share model and batches share the run on one rank.
-
-    folder: for the data, written once. Start the fork server (`warm_up_on_cpu`) first.
-    """
+    """Compares layouts. folder: for the data. Start the fork server (`warm_up_on_cpu`) first."""
 
     def __init__(self, folder: Path, precision: str) -> None:
         self.folder = folder
@@ -86,10 +81,7 @@ class Verifier:
         self._references: dict[str, Reference] = {}
 
     def run(self, cell: Cell, fault: Fault | None = None) -> CellResult:
-        """Run one layout. ``fault``: a deliberate bug of the layout's ranks, for tests.
-
-        Raises RecipeError if a family cannot work on the layout's grids.
-        """
+        """Run one layout. fault: for tests. Raises RecipeError for grids that a family refuses."""
         started, result = time.monotonic(), CellResult(cell)
         try:
             self._compare(result, fault)
@@ -144,11 +136,7 @@ def main(
     precision: str,
     json: Path | None,
 ) -> int:
-    """Print a table of errors; return 0 if every layout of every phase equals one rank, else 1.
-
-    sweep: run the built-in matrix instead of the recipe's layout. full: do not shrink that layout.
-    Raises InputError for bad input, before any rank starts.
-    """
+    """Print a table of errors; return 0 if every layout of every phase equals one rank, else 1."""
     phased = load_phases(path, overrides)
     check_writable(json)
     if sweep and full:
@@ -198,7 +186,7 @@ def _join_phases(
 
 
 def print_results(results: Sequence[CellResult], tolerance: float) -> None:
-    """Print the errors of every layout, then what fp64 decided and the first differences."""
+    """Print the errors of every layout, what fp64 decided, and the first differences."""
     rows = []
     for result in results:
         errors = ["-"] * len(_ERRORS)

@@ -33,9 +33,8 @@ _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
 _SEEDS = 1000  # seeds to try; a tenth is enough for any weights in use
 _TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of a fourth
 
-# Of parity.
-# For each sample, width and height of its pictures in pixels. Two samples without pictures stand
-# together, so that one microbatch is text only.
+# Of parity: width and height of each sample's pictures in pixels. Two samples without pictures
+# stand together, so that one microbatch is text only.
 _PICTURES = (((61, 37), (140, 90)), (), ((97, 203),), ((28, 28), (45, 131), (33, 71)), (), ())
 _PICTURE_QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read the digit .")
 
@@ -68,7 +67,6 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The chat as it is stored."""
         return conversation([item.media for item in self.items], self.question, self.answer)
 
 
@@ -98,7 +96,6 @@ class Workload:
 
     @property
     def shards(self) -> list[str]:
-        """The name of each source's file."""
         return [f"source{source}-00000.tar" for source in range(len(self.weights))]
 
     @property
@@ -109,10 +106,9 @@ class Workload:
         return int(_TURN * self.samples_per_microbatch)
 
     def seed(self, first: int) -> int:
-        """Return the first seed from ``first`` on that shows both sources and their weights.
+        """Return the first seed from ``first`` on that mixes the sources in a microbatch.
 
-        A microbatch of the first step mixes the sources, and unequal weights draw from other
-        sources than equal weights would.
+        Unequal weights also draw from other sources than equal weights would.
         """
         if len(self.weights) == 1:
             return first

@@ -59,7 +59,7 @@ def launch(
 ) -> int | None:
     """Write a recipe's batch script, or submit it. Without SLURM, train on this machine."""
     from mimo.slurm.placement import split_groups
-    from mimo.slurm.script import prepare
+    from mimo.slurm.script import prepare, write
     from mimo.slurm.submit import array_scripts, torchrun_lines, variables_of
 
     overrides = overrides or []
@@ -93,7 +93,9 @@ def launch(
     elif explain:
         pass
     elif shutil.which("sbatch") is not None:
-        _write(job)
+        script = write(job)
+        _print_resume_point(job)
+        print(f"wrote {script}; submit it with\n  sbatch {shlex.quote(str(script))}")
     else:
         from mimo.train.main import main as train
 
@@ -101,14 +103,6 @@ def launch(
         os.environ.update(variables_of(job.cluster))
         return train(recipe, overrides, site=cluster)
     return None
-
-
-def _write(job: Job) -> None:
-    from mimo.slurm.script import write
-
-    script = write(job)
-    _print_resume_point(job)
-    print(f"wrote {script}; submit it with\n  sbatch {shlex.quote(str(script))}")
 
 
 def _submit(jobs: list[Job], chain: int | None, array: bool) -> None:

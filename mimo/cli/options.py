@@ -65,7 +65,6 @@ class Group(TyperGroup):
     """A group of commands that names the replacement of a command that was removed."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command, or None. Raises BadParameter for one that was removed."""
         if cmd_name in _REMOVED:
             raise typer.BadParameter(f"mimo {cmd_name} was removed; {_REMOVED[cmd_name]}")
         return super().get_command(ctx, cmd_name)
@@ -75,7 +74,6 @@ class Command(TyperCommand):
     """A command that names the replacement of an option that was removed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as click does. Raises click's errors, with a word about removed options."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # click's NoSuchOption, of which typer carries its own copy

@@ -25,30 +25,25 @@ def check(
     """Validate a recipe and its data, and print ranks, grids and memory. Indexes nothing."""
     gc.disable()  # the collector would scan torch's million objects again and again
     try:
-        _check(recipe, overrides or [], num_ranks)
+        from mimo.checkpoint.hf.recipes import load_phases
+
+        phased = load_phases(recipe, overrides or [])
+        # Imported after the recipe is read: a mistyped key is reported before torch loads.
+        from mimo.model.recipe_checks import check_indexed_data, check_recipe
+
+        layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
+        notes = phased.each(check_indexed_data)
+        for phase, layout in zip(phased.phases, layouts, strict=True):
+            _print_layout(phase.recipe, layout, phase.title)
+            _print_memory(phase.recipe, layout)
+        for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
+            print(note)
     finally:
         gc.enable()
         gc.freeze()  # so that it does not scan them at exit either
 
 
-def _check(recipe: Path, overrides: list[str], num_ranks: int | None) -> None:
-    from mimo.checkpoint.hf.recipes import load_phases
-
-    phased = load_phases(recipe, overrides)
-    # Imported after the recipe is read: a mistyped key is reported before torch loads.
-    from mimo.model.recipe_checks import check_indexed_data, check_recipe
-
-    layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
-    notes = phased.each(check_indexed_data)
-    for phase, layout in zip(phased.phases, layouts, strict=True):
-        _print_layout(phase.recipe, layout, phase.title)
-        _print_memory(phase.recipe, layout)
-    for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
-        print(note)
-
-
 def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
-    """Print a row per module (ranks, grid, lanes) and the size of a microbatch."""
     from mimo.parallel.grids import num_microbatches
 
     microbatches = num_microbatches(recipe, layout)
@@ -73,7 +68,6 @@ def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
 
 
 def _print_memory(recipe: Recipe, layout: Layout) -> None:
-    """Print the memory of a rank of each role."""
     from mimo.model.memory import format_bytes, memory_by_role
 
     columns, rows = ("weights", "gradients", "optimizer", "activations", "logits", "buffers"), []

@@ -84,9 +84,8 @@ class Generator:
     def __init__(self, path: Path, average: bool = False) -> None:
         """Load the latest checkpoint of ``path``, a run or checkpoint folder.
 
-        Uses the checkpoint's copies of tokenizer, template and configuration, and prints to stderr
-        which files of the recipe's folders differ from them. average: use the moving average of
-        the weights. Raises InputError if there is no checkpoint, a damaged one, or no average.
+        Uses the checkpoint's copies of tokenizer, template and configuration. Raises InputError if
+        there is no checkpoint, a damaged one, or no average.
         """
         checkpoint = find_checkpoint(path)
         stored = open_checkpoint(checkpoint)
@@ -215,16 +214,13 @@ class Generator:
         last = np.cumsum(lengths) - 1
         logits = self.model.forward(lane, placed, with_labels=False, at=last)
         # Padding entries of the vocabulary are not tokens.
-        return logits[0, :, : self.model.num_tokens].argmax(-1).tolist()
+        return logits[0, :, : self.model.model.num_tokens].argmax(-1).tolist()
 
 
 def main(
     path: Path, items: Sequence[ItemFiles], prompt: str, max_new_tokens: int, average: bool = False
 ) -> int:
-    """Run `mimo generate RUN_OR_CHECKPOINT --image ... --prompt ...`: print the answer.
-
-    items: placed before the prompt, in this order. average: use the moving average of the weights.
-    """
+    """Print the answer. average: use the moving average of the weights."""
     processors = item_processors(portable_recipe(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]
     generator = Generator(path, average)

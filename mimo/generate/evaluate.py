@@ -25,10 +25,8 @@ from mimo.generate.answer import Generator, Request
 from mimo.generate.scores import METRICS, Answered, Scoring
 from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
 
-BATCH_TOKENS = 8192
-"""Tokens of samples that are answered together, their answers included."""
-SHOWN = (3, 4)
-"""Rows and columns of the picture."""
+BATCH_TOKENS = 8192  # of samples that are answered together, their answers included
+SHOWN = (3, 4)  # rows and columns of the picture
 _GAP = 4  # pixels between the files of a sample
 
 
@@ -39,11 +37,7 @@ def main(
     average: bool = False,
     metrics: Sequence[str] = (),
 ) -> int:
-    """Run `mimo evaluate RUN`: score the answers of `answer_split`; the last line is the score.
-
-    metrics: in place of the recipe's. The run's folder gets all answers as JSON Lines, the score
-    and the first samples as JSON, and a picture of the first samples with items.
-    """
+    """Write the answers of `answer_split` and their score; the last line is the score."""
     if unknown := [name for name in metrics if name not in METRICS]:
         raise InputError(f"--metric {unknown[0]}: {suggestion(unknown[0], [*METRICS])}")
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
@@ -120,9 +114,6 @@ def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(columns, axis=1)[:, :-_GAP]
 
 
-# ------------------------------------------------------------------------------- answers
-
-
 @dataclass(frozen=True)
 class _Question:
     """A held-out sample whose answer is still empty, and the chat to complete."""
@@ -142,10 +133,8 @@ def answer_split(
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
     max_new_tokens: where an answer is cut; None for the length of the longest expected answer. No
-    prompt and answer together exceed `data.sequence_length`. average: use the moving average of the
-    weights. left_out: counts the samples that are printed as skipped, by reason.
-    Raises RecipeError if the recipe names no shards for the split, InputError with the name of a
-    sample that cannot be answered.
+    prompt and answer together exceed `data.sequence_length`. left_out: counts skipped samples by
+    reason. Raises InputError, with the name of a sample that cannot be answered.
     """
     recipe = portable_recipe(find_checkpoint(run))
     if not getattr(recipe.data, split):
@@ -208,10 +197,7 @@ def _question(reader: SampleReader, sample: int) -> _Question:
 def _batches(
     questions: Iterable[_Question], limit: int, max_length: int
 ) -> Iterator[list[_Question]]:
-    """Yield consecutive questions of at most `BATCH_TOKENS` with answers of ``limit``, or one.
-
-    max_length: tokens at which a question with its answer is cut.
-    """
+    """Yield consecutive questions of at most `BATCH_TOKENS` with answers of ``limit``, or one."""
     batch, tokens = list[_Question](), 0
     for question in questions:
         length = min(question.prompt_tokens + limit, max_length)

@@ -1,7 +1,5 @@
 """The whole model on one rank, without schedules and without the bridge.
 
-For generation, and as the reference that layouts are compared with.
-
 Letters: T packed tokens, N rows, H hidden, L levels with the embeddings, V padded vocabulary.
 """
 
@@ -43,10 +41,7 @@ def one_rank_layout(recipe: Recipe) -> Layout:
 
 
 def one_rank_recipe(recipe: Recipe, freeze: bool = True) -> Recipe:
-    """Return the recipe with one-rank grids and no recomputation, in the precision of its weights.
-
-    freeze: build neither optimizers nor gradients.
-    """
+    """Return the recipe for one rank. freeze: build neither optimizers nor gradients."""
     # FP8 needs certain GPUs and lengths; no moving average is kept.
     settings = {"fp8": "none", "ema_decay": None}
     parts: dict[str, object] = {"grid": Grid(), "recompute": "none"}
@@ -71,10 +66,7 @@ def join_world_of_one() -> None:
 
 
 class LocalModel:
-    """All modules on this one rank, without optimizers; build it in a world of one rank.
-
-    num_tokens: size of the vocabulary without the rows that pad it.
-    """
+    """All modules on this one rank, without optimizers; build it in a world of one rank."""
 
     def __init__(
         self,
@@ -86,7 +78,6 @@ class LocalModel:
         recipe = one_rank_recipe(recipe)
         topology = build_topology(one_rank_layout(recipe))
         self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial, provided)
-        self.num_tokens = self.model.num_tokens
         self.device = self.model.device
 
     @classmethod
@@ -98,11 +89,10 @@ class LocalModel:
         tokenizer_size: int,
         average: bool = False,
     ) -> LocalModel:
-        """Load a checkpoint's weights, or their moving average, whatever layout wrote them.
+        """Load a checkpoint's weights, or their moving average, into a world of one rank.
 
-        recipe: from `portable_recipe`. stored: from `open_checkpoint`. Joins a world of one rank.
-        Raises InputError if a file is damaged or there is too little memory, ValueError if the
-        checkpoint does not fit its recipe.
+        recipe: from `portable_recipe`. stored: from `open_checkpoint`. Raises InputError for damage
+        or too little memory, ValueError if the checkpoint does not fit its recipe.
         """
         join_world_of_one()
         alone = one_rank_recipe(recipe)
@@ -115,10 +105,7 @@ class LocalModel:
         return local
 
     def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
-        """Encode patches (P, C) float32 with grids (I, 3) int64 to rows (N, L·H).
-
-        A row holds the embedding and the feature levels side by side.
-        """
+        """Encode patches (P, C) float32 with grids (I, 3) int64 to rows (N, L·H)."""
         tower = self.model.modules[encoder].whole
         dtype = next(tower.parameters()).dtype
         inputs = torch.from_numpy(patches).to(self.device, dtype)

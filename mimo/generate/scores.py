@@ -11,8 +11,6 @@ import numpy as np
 NO_ITEMS = "text alone, where others have items"
 """Why a sample that was answered is not scored."""
 
-# ------------------------------------------------------------------------------- metrics
-
 Points = tuple[float, int]
 """Points of an answer, and the most that it could have. A score is their ratio over all samples."""
 _ANLS_THRESHOLD = 0.5
@@ -94,9 +92,6 @@ def _edit_distance(text: str, other: str) -> int:
     return row[-1]
 
 
-# -------------------------------------------------------------------------------- scores
-
-
 @dataclass(frozen=True)
 class Answered:
     """A held-out sample with its answer.
@@ -113,7 +108,6 @@ class Answered:
 
     @property
     def is_exact(self) -> bool:
-        """True if every word is right; spacing does not matter."""
         return exact(self.answer, self.expected)[0] > 0
 
 

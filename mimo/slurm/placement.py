@@ -1,8 +1,7 @@
 """The node of each rank, and the table of it that `mimo launch --explain` prints.
 
 Ranks are placed in order. The ranks of a tensor-parallel group stay on one node: a group that does
-not fit into the rest of a node begins the next one. `rank_offset` in the grid of an encoder changes
-which ranks it has.
+not fit into the rest of a node begins the next one.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Placement:
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node of all components."""
         return tuple(node for component in self.components for node in component.nodes)
 
     def node_of(self) -> tuple[int, ...]:
@@ -92,7 +90,6 @@ def _num_encoder_ranks(phased: PhasedRecipe, layouts: Sequence[Layout]) -> int:
 
 
 def _component(name: str, ranks: range, places: int, layouts: Sequence[Layout]) -> Component:
-    """Fill nodes in order with the units of these ranks."""
     nodes: list[list[int]] = []
     for unit in _units(layouts, ranks, places):
         if not nodes or len(nodes[-1]) + len(unit) > places:

@@ -12,34 +12,28 @@ import os
 import platform
 import shutil
 import statistics
-import sys
-import threading
+import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import cycle, islice
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from braceexpand import braceexpand
 
-from data.index.remote import is_remote
-from data.index.shards import find_shards
 from mimo import device
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.phases import PhasedRecipe
-from mimo.config.schema import Recipe
-from mimo.errors import InputError, StartError
-from mimo.model.dataset import SPLITS, sources_of
+from mimo.errors import InputError
 from mimo.model.recipe_checks import check_recipe
-from mimo.ops.acceleration import LOADS, NOT_INSTALLED, kernel_states
 from mimo.parallel.connections import bridge_ends
 from mimo.parallel.grids import Layout
-from mimo.runtime.ranks import RankEnv, hosts_of, launch, node_name, rank_environment
+from mimo.runtime.ranks import RankEnv, end_at_once, launch, node_name, rank_environment
 from mimo.runtime.rendezvous import Refused, Rendezvous
 from mimo.runtime.run_files import versions
+from mimo.slurm.script import folders_read
 
 _JOIN_SECONDS = 120.0  # in which all ranks must join: containers start slowly
 _VISIBLE_SECONDS = 10.0  # in which other nodes must see a new file
@@ -52,47 +46,36 @@ _MESSAGE_BYTES, _NUM_TRIES = 8 * 2**20, 3
 class Facts:
     """One rank's view of its node.
 
-    same: versions that must not differ between nodes. problems: sentences. gpu: the identity of its
-    GPU, or "". kernels: which attention kernels load on it. free: bytes of memories and folders.
-    clock: seconds since 1970 at a common moment. speeds: bytes per second by name of the link.
+    exit_code: of its problems, which are sentences. same: what must not differ between nodes.
+    figures: free GiB and bandwidths, by name. clock: seconds since 1970 at a common moment.
     """
 
     rank: int
     node: str
+    exit_code: int = 1
     problems: list[str] = field(default_factory=list)
     same: dict[str, str] = field(default_factory=dict)
-    gpu: str = ""
-    kernels: str = ""
-    free: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
     clock: float = 0.0
-    speeds: dict[str, float] = field(default_factory=dict)
 
 
-def find_faults(ranks: Sequence[Facts | None], hosts: Sequence[str] = ()) -> Iterator[str]:
-    """Yield what is wrong, and where. ranks: None for an absent one. hosts: of the job."""
+def find_faults(ranks: Sequence[Facts | None]) -> Iterator[str]:
+    """Yield what is wrong, and where. ranks: None for an absent one."""
     facts = [rank for rank in ranks if rank is not None]
     if missing := [number for number, rank in enumerate(ranks) if rank is None]:
         yield f"rank{'s' * (len(missing) > 1)} {_listed(missing)} did not join"
-        if silent := [host for host in hosts if host not in {f.node for f in facts}]:
-            yield f"{_listed(silent)}: no rank joined"
-    for key in dict.fromkeys(key for f in facts for key in f.same):
-        nodes = _nodes_by((f.same[key], f.node) for f in facts if key in f.same)
-        values = sorted(nodes.items(), key=lambda pair: len(pair[1]))
-        if len(values) > 1:
-            yield f"{key} is {', but '.join(f'{v} on {_listed(names)}' for v, names in values)}"
-    for (node, _), count in Counter((f.node, f.gpu) for f in facts if f.gpu).items():
-        if count > 1:
-            yield f"{node}: {count} ranks share a GPU"
-    for text, names in _nodes_by((text, f.node) for f in facts for text in f.problems).items():
-        yield f"{_listed(names)}: {text}"
-
-
-def _nodes_by(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the nodes of each text."""
-    nodes = defaultdict[str, list[str]](list)
-    for text, node in pairs:
-        nodes[text].append(node)
-    return nodes
+    nodes_by_value = defaultdict[str, dict[str, list[str]]](dict)
+    nodes_by_problem: dict[str, list[str]] = {}
+    for f in facts:
+        for key, value in f.same.items():
+            nodes_by_value[key].setdefault(value, []).append(f.node)
+        for problem in f.problems:
+            nodes_by_problem.setdefault(problem, []).append(f.node)
+    for key, nodes in nodes_by_value.items():
+        if len(nodes) > 1:
+            places = (f"{value} on {_listed(names)}" for value, names in nodes.items())
+            yield f"{key} is {', but '.join(places)}"
+    yield from (f"{_listed(names)}: {text}" for text, names in nodes_by_problem.items())
 
 
 def _listed(items: Iterable[object]) -> str:
@@ -100,103 +83,75 @@ def _listed(items: Iterable[object]) -> str:
     return f"{', '.join(names[:8])}{', ...' * (len(names) > 8)}"
 
 
-def _hosts() -> list[str]:
-    """Return the hosts of the job; a heterogeneous job has a list for each component."""
-    names = [n for n in sorted(os.environ) if n.startswith("SLURM_JOB_NODELIST_HET_GROUP_")]
-    lists = [os.environ[n] for n in (*names, "SLURM_STEP_NODELIST") if n in os.environ]
-    return [*dict.fromkeys(host for nodes in lists for host in hosts_of(nodes))]
-
-
-def report_lines(facts: Sequence[Facts], faults: Sequence[str]) -> Iterator[str]:
-    """Yield the report for people."""
-    yield f"preflight: {len(facts)} ranks on {_listed(f.node for f in facts)}"
-    for name in dict.fromkeys(name for f in facts for name in f.free):
-        size, node = min((f.free[name], f.node) for f in facts if name in f.free)
-        yield f"  {name}: {size / 2**30:.1f} GiB free at least ({node})"
-    yield from dict.fromkeys(f"  kernels: {f.kernels}" for f in facts if f.kernels)
-    for name in dict.fromkeys(name for f in facts for name in f.speeds):
-        speed, rank = min((f.speeds[name], f.rank) for f in facts if name in f.speeds)
-        yield f"  {name}: at least {speed / 1e9:.2f} GB/s (rank {rank})"
+def report(ranks: Sequence[Facts | None]) -> int:
+    """Print the report; return the exit code, that of bad input if no rank can read the recipe."""
+    facts, faults = [rank for rank in ranks if rank is not None], [*find_faults(ranks)]
+    lines = [f"preflight: {len(facts)} ranks on {_listed(f.node for f in facts)}"]
+    for name in dict.fromkeys(name for f in facts for name in f.figures):
+        least = min((f for f in facts if name in f.figures), key=lambda f: f.figures[name])
+        value, place = least.figures[name], f"rank {least.rank} on {least.node}"
+        lines.append(f"  {name}: at least {value:.2f} ({place})")
     median = statistics.median(f.clock for f in facts)
     for node, ahead in {f.node: f.clock - median for f in facts}.items():
         if abs(ahead) > _SKEW_SECONDS:
-            yield f"note: {node}: its clock differs by {ahead:+.1f} s"
-    yield from (f"BROKEN: {fault}" for fault in faults)
-    yield f"preflight: {'do not begin' if faults else 'ok'}"
-
-
-def _conclude(ranks: Sequence[Facts | None]) -> int:
-    """Print the report; return the exit code."""
-    facts, faults = [rank for rank in ranks if rank is not None], [*find_faults(ranks, _hosts())]
-    print("\n".join(report_lines(facts, faults)), flush=True)
-    return int(bool(faults))
+            lines.append(f"note: {node}: its clock differs by {ahead:+.1f} s")
+    lines += [f"BROKEN: {fault}" for fault in faults]
+    print("\n".join([*lines, f"preflight: {'do not begin' if faults else 'ok'}"]), flush=True)
+    return min(f.exit_code for f in facts) if faults else 0
 
 
 # ------------------------------------------------------------------------------- whole check
 
 
-def main(
-    path: Path, overrides: Sequence[str], num_ranks: int | None = None, site: Path | None = None
-) -> int:
+def main(path: Path, overrides: Sequence[str], num_ranks: int | None, site: Path | None) -> int:
     """Check this machine, or be one rank of a srun or torchrun job; return an exit code.
 
     site: a file whose keys are merged over the recipe's `cluster:`.
     """
-    environment = rank_environment()
-    if environment is not None:
-        code = be_a_rank(path, overrides, site, environment)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # a normal exit could wait for a backend that waits for other ranks
+    if rank_environment() is not None:
+        # A normal exit could wait for a backend that waits for other ranks.
+        return end_at_once(be_a_rank(path, overrides, site))
     _, layout = _read(path, overrides, site, num_ranks)
     if (note := device.choose_before_fork(layout.world_size)) is not None:
         print(note)
-    arguments = (path, tuple(overrides), site)
-    return launch(f"{__name__}:be_a_rank", arguments, layout.world_size, (__name__,))
+    args = (path, tuple(overrides), site)
+    return launch(f"{__name__}:be_a_rank", args, layout.world_size, (__name__,))
 
 
-def be_a_rank(
-    path: Path, overrides: Sequence[str], site: Path | None, environment: RankEnv | None = None
-) -> int:
+def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None) -> int:
     """Check this rank's node together with all other ranks; return the same code on all of them."""
-    environment = environment or rank_environment()
+    environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    facts = Facts(environment.rank, node_name())
-    checked, problem = None, None
+    meeting = Rendezvous(environment, _JOIN_SECONDS)
+    facts, checked, probe = Facts(environment.rank, node_name()), None, None
     try:
         checked = _read(path, overrides, site, environment.world_size)
+        if environment.rank == 0:
+            folder = checked[0].run_dir / "launch"
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = Path(tempfile.mkstemp(prefix=".preflight-", dir=folder)[1])
     except InputError as error:
-        problem = error
-        facts.problems.append(str(problem))
-    try:
-        meeting = Rendezvous(environment, _JOIN_SECONDS)
-    except InputError as error:  # rank 0 is not there
-        if environment.local_rank == 0:
-            print(f"BROKEN: {error}", file=sys.stderr)
-        return 1
-    run_dir = None if checked is None else checked[0].run_dir
+        facts.problems.append(str(error))
+        facts.exit_code = error.exit_code
+    except OSError as error:
+        facts.problems.append(f"the run folder: {error}")
 
     def gather() -> list[Facts | None]:
         """Return the facts of all ranks on rank 0, none elsewhere."""
         texts = meeting.gather(json.dumps(asdict(facts)))
         return [None if text is None else Facts(**json.loads(text)) for text in texts]
 
-    def is_sound() -> bool:
-        if probe:
-            probe.unlink()
-        if problem is not None and all(f is None or f.problems == facts.problems for f in ranks):
-            raise problem
-        return not [*find_faults(ranks)]
-
     try:
-        probe = meeting.from_rank_0(lambda: run_dir and _write_probe(run_dir / "launch"))
-        if checked is not None and probe is not None:
-            _check_node(facts, *checked, environment, probe)
+        probe = meeting.from_rank_0(lambda: probe)
+        if checked and probe:
+            _check_node(facts, *checked, environment.local_rank, probe)
         ranks = gather()
-        if meeting.from_rank_0(is_sound) and checked is not None:
+        if probe and environment.rank == 0:
+            probe.unlink()
+        if meeting.from_rank_0(lambda: not [*find_faults(ranks)]) and checked:
             _measure_in_time(facts, checked[1], environment, meeting)
             ranks = gather()
-        return meeting.from_rank_0(lambda: _conclude(ranks))
+        return meeting.from_rank_0(lambda: report(ranks))
     except Refused as refused:
         return refused.exit_code
     finally:
@@ -212,74 +167,34 @@ def _read(
     return phased, max(layouts, key=lambda layout: layout.world_size)
 
 
-def _write_probe(folder: Path) -> Path:
-    """Write a file that all nodes must see. Raises StartError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".preflight-{os.getpid()}"
-        probe.touch()
-        return probe
-    except OSError as error:
-        raise StartError(f"{folder}: cannot write there: {error}") from error
-
-
 def _check_node(
-    facts: Facts, phased: PhasedRecipe, layout: Layout, environment: RankEnv, probe: Path
+    facts: Facts, phased: PhasedRecipe, layout: Layout, local_rank: int, probe: Path
 ) -> None:
-    """Check this rank's node; the first rank of a node also checks what its ranks share.
-
-    probe: a file that rank 0 has just written.
-    """
+    """Check this rank's node. probe: a file that rank 0 has just written."""
     gpu, problems = None, facts.problems
     try:
-        gpu = device.gpu_of(environment.local_rank)
+        gpu = device.gpu_of(local_rank)
     except Exception as error:  # a broken driver may raise anything
         problems.append(f"its GPU does not work: {error}".splitlines()[0])
     cluster = phased.phases[0].recipe.cluster
     is_explicit = "gpus_per_node" in cluster.model_fields_set or "SLURM_STEP_ID" in os.environ
     if gpu is not None:
-        states = kernel_states()
-        facts.gpu, facts.free["GPU"] = gpu.identity, gpu.free
-        facts.same[f"GPU of {' and '.join(layout.modules_of(facts.rank))}"] = gpu.name
-        facts.kernels = ", ".join(f"{name} {state}" for name, state in states.items())
-        problems += {*states.values()} - {LOADS, NOT_INSTALLED}
+        facts.figures["GiB free on the GPU"] = gpu.free / 2**30
     elif is_explicit and cluster.gpus_per_node > 0 and not problems:
         problems.append("it sees no GPU, but cluster.gpus_per_node asks for them")
-    facts.same["device"] = "CPU" if gpu is None else "GPU"
-    if environment.local_rank == 0:
-        facts.same |= versions() | {"python": platform.python_version()}
-        facts.same |= device.library_versions()
-        for phase in phased.phases:
-            problems += _unreadable(phase.recipe)
-        facts.free["run folder"] = shutil.disk_usage(probe.parent).free
-        facts.free["memory"] = device.machine_memory().available
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    while not probe.exists():
-        if time.monotonic() > deadline:
-            problems.append(
-                f"{probe.parent}: it does not see a file of rank 0 within {_VISIBLE_SECONDS:g} s; "
-                f"put the run folder on a file system of all nodes"
-            )
-            return
-        time.sleep(0.1)
-
-
-def _unreadable(recipe: Recipe) -> Iterator[str]:
-    """Name the folders and shards of a recipe that this node cannot read."""
-    folders = {"init_from": recipe.init_from, "data.tokenizer": recipe.data.tokenizer}
-    for key, folder in folders.items():
-        try:
-            if folder is not None and not os.listdir(folder):
-                yield f"{key}: {folder} is empty"
-        except OSError as error:
-            yield f"{key}: {folder} cannot be read: {error}"
-    for split in SPLITS:
-        for path in (source.path for source in sources_of(recipe, split)):
-            try:
-                # At a URL only the first: many nodes would ask for all shards at once.
-                find_shards(next(braceexpand(path, escape=False)) if is_remote(path) else path)
-            except ValueError as error:
-                yield f"data.{split}: {error}"
+    modules = " and ".join(layout.modules_of(facts.rank))
+    facts.same[f"the device of {modules}"] = "the CPU" if gpu is None else gpu.name
+    if not probe.exists():
+        time.sleep(_VISIBLE_SECONDS)  # nodes cache the folders of a shared file system
+    if not probe.exists():
+        problems.append(f"{probe.parent}: it does not see a file of rank 0; use a shared folder")
+    if local_rank == 0:  # what the ranks of a node share
+        facts.same |= versions() | device.library_versions()
+        facts.same["python"] = platform.python_version()
+        facts.figures["GiB free in memory"] = device.machine_memory().available / 2**30
+        facts.figures["GiB free in the run folder"] = shutil.disk_usage(probe.parent).free / 2**30
+        unreadable = [path for path in folders_read(phased) if not os.access(path, os.R_OK)]
+        problems += [f"{path}: cannot be read" for path in unreadable]
 
 
 # -------------------------------------------------------------------------------- bandwidth
@@ -291,12 +206,13 @@ def links_of(layout: Layout) -> dict[str, list[tuple[int, int]]]:
     for name, grid in layout.grids.items():
         for first in grid.ranks[:: grid.tp] if grid.tp > 1 else ():
             ring = [(first + n, first + (n + 1) % grid.tp) for n in range(grid.tp)]
-            pairs[f"tp of {name}"] += ring
+            pairs[f"GB/s in tp of {name}"] += ring
     for edge in (edge for name in layout.encoders for edge in layout.links_of(name)):
         for senders, receivers in bridge_ends(layout, edge):
-            ends = zip(cycle(senders), cycle(receivers), strict=False)
-            crossing = islice(ends, max(len(senders), len(receivers)))
-            pairs[f"bridge of {edge.name}"] += [(a, b) for a, b in crossing if a != b]
+            for n in range(max(len(senders), len(receivers))):
+                ends = senders[n % len(senders)], receivers[n % len(receivers)]
+                if ends[0] != ends[1]:
+                    pairs[f"GB/s on the bridge of {edge.name}"].append(ends)
     return pairs
 
 
@@ -304,40 +220,31 @@ def _measure_in_time(
     facts: Facts, layout: Layout, environment: RankEnv, meeting: Rendezvous
 ) -> None:
     """Measure clock and bandwidths; add a problem if that fails or takes too long."""
-    rank, size, local_rank = environment.rank, environment.world_size, environment.local_rank
-    device.initialize_distributed(rank, size, meeting.store, 2 * _MEASURE_SECONDS, local_rank)
-
-    def measure() -> None:
-        try:
-            _measure(facts, layout, local_rank)
-        except Exception as error:
-            facts.problems.append(f"rank {rank} cannot talk: {error}".splitlines()[0])
-
-    thread = threading.Thread(target=measure, daemon=True)
-    thread.start()
-    thread.join(_MEASURE_SECONDS)
-    if thread.is_alive():
-        facts.problems.append(f"rank {rank} cannot talk within {_MEASURE_SECONDS:g} s")
+    try:
+        measuring = ThreadPool(1).apply_async(_measure, (facts, layout, environment, meeting))
+        measuring.get(_MEASURE_SECONDS)
+    except Exception as error:  # if it took too long, it has no text
+        reason = str(error) or f"not within {_MEASURE_SECONDS:g} s"
+        facts.problems.append(f"rank {facts.rank} cannot talk: {reason}".splitlines()[0])
 
 
-def _measure(facts: Facts, layout: Layout, local_rank: int) -> None:
+def _measure(facts: Facts, layout: Layout, environment: RankEnv, meeting: Rendezvous) -> None:
     """Measure links, those of one name at a time. Every rank of the world calls it."""
-    place = device.local_device(local_rank)  # a thread has its own current device
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=place)
+    size, local_rank = environment.world_size, environment.local_rank
+    device.initialize_distributed(facts.rank, size, meeting.store, 2 * _MEASURE_SECONDS, local_rank)
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device.local_device())
     device.barrier()
     facts.clock = time.time()
     for name, pairs in links_of(layout).items():
         sends = [(dist.isend, b) for a, b in pairs if a == facts.rank]
         receives = [(dist.irecv, a) for a, b in pairs if b == facts.rank]
-        num_bytes = max(len(sends), len(receives)) * _MESSAGE_BYTES
-        for _ in range(_NUM_TRIES):
-            messages = [(call, message.clone(), peer) for call, peer in sends + receives]
-            operations = [dist.P2POp(*parts) for parts in messages]
+        gigabytes = max(len(sends), len(receives)) * _MESSAGE_BYTES / 1e9
+        for _ in range(_NUM_TRIES):  # the last one counts: the first one connects
+            operations = [dist.P2POp(do, message.clone(), peer) for do, peer in sends + receives]
             device.barrier()
             start = time.perf_counter()
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
             device.synchronize()
-            speed = num_bytes / (time.perf_counter() - start)
             if operations:
-                facts.speeds[name] = max(speed, facts.speeds.get(name, 0.0))
+                facts.figures[name] = gigabytes / (time.perf_counter() - start)

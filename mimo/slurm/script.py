@@ -1,7 +1,6 @@
 """The batch script of a job, made from its recipe and placement.
 
-Values of a recipe are quoted where bash reads them, and refused where a line of SLURM cannot quote
-them. `python -m pytest tests/mimo/slurm` compares whole scripts.
+Values of a recipe are quoted for bash, and refused where a line of SLURM cannot quote them.
 """
 
 from __future__ import annotations
@@ -58,17 +57,14 @@ class Job:
 
     @property
     def cluster(self) -> Cluster:
-        """The recipe's `cluster:` section."""
         return self.recipe.cluster
 
     @property
     def name(self) -> str:
-        """The name of the run."""
         return self.phased.run_dir.name
 
     @property
     def run(self) -> Path:
-        """The run folder."""
         return self.folder / self.phased.run_dir
 
     @property
@@ -89,7 +85,6 @@ class Job:
 
     @property
     def placement_text(self) -> str:
-        """The node and the grid coordinates of each rank."""
         return explain(self.phased, self.layouts, self.placement)
 
     @property
@@ -149,7 +144,6 @@ class Job:
         yield "--open-mode=append"
 
     def _components(self) -> Iterator[dict[str, Any]]:
-        """Yield the directives, options of srun and table of nodes of each component."""
         placement, cluster = self.placement, self.cluster
         several = len(placement.components) > 1
         for number, component in enumerate(placement.components):
@@ -235,9 +229,8 @@ def _quoted(text: str) -> str:
 class Container:
     """The words of a script that run commands in the recipe's container, or without one.
 
-    words: the array `container` of a script: options of pyxis, or the whole call of apptainer.
-    prefix: precedes a command on the first node. step_prefix: precedes the command of a rank, after
-    the options of srun.
+    words: the array `container` of a script. prefix: precedes a command on the first node.
+    step_prefix: precedes the command of a rank, after the options of srun.
     """
 
     def __init__(self, phased: PhasedRecipe, folder: Path) -> None:
@@ -265,15 +258,22 @@ class Container:
             self.words += [*(f"--bind={mount}" for mount in mounts), image]
 
 
-def _folders(phased: PhasedRecipe, folder: Path) -> list[str]:
-    """Return the folders that commands read and write, without those inside of others."""
-    named = [str(folder), str(phased.run_dir.parent)]
+def folders_read(phased: PhasedRecipe) -> list[str]:
+    """Return the folders of weights, tokenizers and shards that the phases name."""
+    folders = list[str]()
     for recipe in (phase.recipe for phase in phased.phases):
         data = recipe.data
-        named += filter(None, (recipe.init_from, recipe.cluster.log_dir))
-        named += filter(None, (data.tokenizer, data.cache_directory))
+        folders += filter(None, (recipe.init_from, data.tokenizer))
         for path in (s.path for s in (*data.sources, *data.validation, *data.test)):
             if "://" not in path:
-                named.append(os.path.dirname(re.split(r"[*?\[{]", path)[0]))
+                folders.append(os.path.dirname(re.split(r"[*?\[{]", path)[0]) or ".")
+    return [*dict.fromkeys(folders)]
+
+
+def _folders(phased: PhasedRecipe, folder: Path) -> list[str]:
+    """Return the folders that commands read and write, without those inside of others."""
+    named = [str(folder), str(phased.run_dir.parent), *folders_read(phased)]
+    for recipe in (phase.recipe for phase in phased.phases):
+        named += filter(None, (recipe.cluster.log_dir, recipe.data.cache_directory))
     paths = {os.path.normpath(folder / path) for path in named}
     return sorted(p for p in paths if not any(p.startswith(f"{other}/") for other in paths))

@@ -27,10 +27,7 @@ def submit(job: Job) -> str:
 
 
 def submit_chain(job: Job, num_jobs: int) -> list[str]:
-    """Submit jobs, each of which begins when the previous one has ended; return their numbers.
-
-    A job that is done, or whose input is wrong, cancels the later ones.
-    """
+    """Submit jobs, each of which begins when the previous one has ended; return their numbers."""
     script, chain = write(job), job.launch / time.strftime("chain_%Y%m%dT%H%M%S")
     numbers: list[str] = []
     for _ in range(num_jobs):
@@ -114,16 +111,12 @@ def _record(job: Job, number: str, kind: str, script: Path) -> str:
     return number
 
 
-# ------------------------------------------------------------------------ hosts without SLURM
-
-
 def torchrun_lines(
     job: Job, hosts: Sequence[str], recipe: Path, overrides: Sequence[str], site: Path | None
 ) -> Iterator[str]:
     """Yield the command line of each host; rank 0 runs on the first one.
 
-    Raises InputError for another number of hosts than the placement has nodes, and RecipeError for
-    a container that only srun can start.
+    Raises InputError for another number of hosts, RecipeError for a container that needs srun.
     """
     sizes = [*map(len, job.placement.nodes)]
     if len(hosts) != len(sizes) or len(set(hosts)) != len(hosts):

@@ -54,8 +54,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    quick_values(BAD_INPUT, "check {recipe} data.sources.².path=x"),
+    "arguments", quick_values(BAD_INPUT, "check {recipe} data.sources.².path=x")
 )
 def test_the_command_line_refuses_bad_input(tmp_path: Path, arguments: list[str]) -> None:
     recipe = tiny.write_recipe(tmp_path)

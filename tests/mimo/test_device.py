@@ -124,10 +124,8 @@ def test_staged_tensors_are_on_the_device_when_they_are_used_and_not_overwritten
 @pytest.mark.gpu
 def test_copies_to_the_host_are_of_their_moment_and_there_on_leaving() -> None:
     stream, values = device.copy_stream("host"), torch.zeros(1 << 24, device=device.local_device())
-    memory, busy = (
-        device.host_memory(4 * len(values)),
-        torch.randn(4096, 4096, device=values.device),
-    )
+    memory = device.host_memory(4 * len(values))
+    busy = torch.randn(4096, 4096, device=values.device)
 
     def copy(since: device.Timestamp) -> None:
         with device.copying_to_host(stream, since):

@@ -41,13 +41,11 @@ class Launched:
 
     @property
     def job(self) -> str:
-        """The only job."""
         (job,) = self.jobs
         return job
 
     @property
     def launch(self) -> Path:
-        """The folder of the script and of what jobs print."""
         return self.run / "launch"
 
     def steps(self) -> list[int]:
@@ -59,7 +57,6 @@ class Launched:
         return {line["step"]: line["loss"] for line in self._metrics()}
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until a step has been trained."""
         self._wait(lambda: max(self.steps(), default=-1) >= step)
 
     @contextmanager
@@ -102,11 +99,9 @@ class Launched:
         return 60 * int(hours) + int(minutes)
 
     def set_time_limit(self, minutes: int) -> None:
-        """Change the time limit of the job."""
         self.slurm.command("scontrol", "update", f"jobid={self.job}", f"timelimit={minutes}")
 
     def runs(self, job: str) -> bool:
-        """Return whether a job has nodes now."""
         return self.slurm.job(job)["JobState"] == "RUNNING"
 
     def end(self, job: str | None = None) -> str:

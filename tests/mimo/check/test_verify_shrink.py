@@ -15,7 +15,6 @@ from mimo.check.scale import scale_recipe
 from mimo.check.shrink import cover, keep_axes, lane_ratio, parallel_axes, place, shrink
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
-from mimo.errors import InputError
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from tests.mimo.check.cells import RECIPE
 
@@ -208,11 +207,3 @@ def test_a_recipe_of_72_billion_parameters_and_without_its_data_is_scaled_down()
     assert whole.layout.world_size == 8 * 4 * 4 + 16
     scaled = scale_recipe(whole.recipe, whole.layout, Path("never"), "fp32")
     assert scaled.recipe.language.model["num_attention_heads"] == 16
-
-
-def test_too_few_ranks_for_a_single_axis_are_bad_input_that_names_it() -> None:
-    recipe = load_recipe(RECIPE, ["language.grid={tp: 2, dp: 2}"])
-    with pytest.raises(InputError, match=r"--max-ranks 2: no layout with language\.grid\.tp"):
-        recipe_cells(recipe, 2, full=False)
-    with pytest.raises(InputError, match="--max-ranks 1: the modules need 2 ranks"):
-        recipe_cells(load_recipe(RECIPE, ["language.grid={dp: 1}"]), 1, full=False)

@@ -71,7 +71,7 @@ def run_both(rank: int, path: Path, folder: Path) -> list[tuple[Tensor, Tensor]]
     with torch.no_grad():
         rows = local.encode("vision", np.concatenate(patches), grids)
         logits = local.forward(lane, {"vision": (rows, places)}, with_labels=False)[0]
-    ours = logits[:, : local.num_tokens].split(lengths)
+    ours = logits[:, : local.model.num_tokens].split(lengths)
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     found = []

@@ -172,11 +172,8 @@ def explained(path: Path, overrides: Sequence[str], hetjob: bool = False) -> str
     return explain(phased, layouts, place(phased, layouts, hetjob))
 
 
-def test_each_tensor_parallel_group_has_a_line(path: Path) -> None:
+def test_each_group_has_a_line_and_components_and_split_groups_are_named(path: Path) -> None:
     assert explained(path, UNEVEN) == EXPLAINED
-
-
-def test_the_text_names_the_components_of_a_heterogeneous_job_and_split_groups(path: Path) -> None:
     overrides = ("encoders.vision.grid.dp=2", "language.grid={tp: 4, dp: 1}")
     nodes = ("cluster.gpus_per_node=3", "cluster.encoder_nodes={ranks_per_node: 2}")
     assert explained(path, [*overrides, *nodes], hetjob=True) == TWO_KINDS

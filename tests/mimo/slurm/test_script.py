@@ -217,14 +217,6 @@ def test_no_run_has_a_name_that_bash_or_slurm_could_act_on(name: str, tmp_path: 
         job_of(tmp_path, [f"name={_as_yaml(name)}"])
 
 
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "MASTER_PORT", "RANK", "IFS", "BASH_ENV", "PATH"])
-def test_no_variable_of_slurm_torchrun_or_bash_is_set_by_a_recipe(
-    name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(RecipeError, match=rf"site.yaml:1: cluster\.environment\.{name}: "):
-        job_of(tmp_path, site=f"environment: {{{name}: x}}")
-
-
 @pytest.mark.parametrize("option", ["--nodes=9", "--ntas=4", "--array=0-9", "--wrap=id"])
 def test_what_the_layout_decides_is_no_option(option: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"site.yaml:1: cluster.options.0: got '--"):
@@ -269,7 +261,7 @@ def test_no_variable_that_a_script_uses_is_set_by_a_recipe(job: Job, tmp_path: P
     texts += [text for _, text in array_scripts([job])]
     matches = re.findall(r"(?<!\\)\$\{?[#!]?([A-Za-z_]\w*)|^ *(\w+)=", "\n".join(texts), re.M)
     used = {name for names in matches for name in names if name}
-    assert {"chain", "MASTER_PORT", "ranks_of_all", "SLURM_JOB_ID"} <= used
+    assert {"chain", "MASTER_PORT", "PATH", "ranks_of_all", "SLURM_JOB_ID"} <= used
     for name in {*used, "MASTER_ADDR", "RANK", "IFS", "BASH_ENV"}:
         with pytest.raises(ValidationError, match="need this variable|ranks would not find"):
             Cluster(environment={name: "x"})
