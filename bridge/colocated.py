@@ -59,13 +59,11 @@ class ColocatedBridge:
         self._leaves: dict[int, Tensor] = {}
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        """Start a step of ``len(plans)`` microbatches."""
         assert not self._leaves, "the previous step has not been finished"
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
 
     def runs(self, microbatches: range) -> list[ItemRuns]:
-        """The items that were planned for ``microbatches`` of the step."""
         return [self._plans[m].runs for m in microbatches]
 
     def deliver(self, microbatches: range, rows: FlatEmbeddings) -> None:
@@ -148,7 +146,6 @@ class ColocatedBridge:
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
-        """Forget the rows of the step."""
         self._leaves.clear()
 
     def _empty(self, num_rows: int) -> Tensor:

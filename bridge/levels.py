@@ -74,11 +74,9 @@ class LevelReceiver:
 
     @property
     def end(self) -> BridgeEnd:
-        """The receiver's end of the bridge."""
         return self.receiver.end
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        """Start a step of ``len(plans)`` microbatches; posts the first receives."""
         self.receiver.begin(plans, forward_only)
 
     def receive(self, microbatch: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +96,6 @@ class LevelReceiver:
         return _Part.apply(self._anchor, self, held, chunk), held.positions
 
     def finish(self) -> None:
-        """Wait until all gradients have left; call after the module's schedule."""
         assert not self._held, "rows arrived that a chunk never took"
         self.receiver.finish()
 

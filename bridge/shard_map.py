@@ -251,7 +251,6 @@ class ReplicatedSource:
 
     @property
     def held(self) -> Ints:
-        """Rows on each rank of a lane."""
         return self.rows
 
     def split(
@@ -304,7 +303,6 @@ class SequenceShardedSource:
 
     @property
     def parts(self) -> int:
-        """The number of ranks of a lane."""
         return self.ranks.shape[1]
 
     @property

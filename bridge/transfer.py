@@ -73,7 +73,6 @@ class BridgeEnd:
     clock: WaitClock = field(default_factory=WaitClock)
 
     def begin_step(self) -> None:
-        """Count sent bytes from 0."""
         self.clock.sent_bytes.clear()
 
     def least_bytes(self, plans: Sequence[BridgePlan]) -> int:

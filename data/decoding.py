@@ -66,7 +66,6 @@ class WorkerPool:
         theirs.close()
 
     def start(self) -> Worker:
-        """Start a worker."""
         with self._lock:
             answer = self._ask("fork", pickle.dumps(self._unsent) if self._unsent else b"")
             if isinstance(answer, str):
@@ -83,7 +82,6 @@ class WorkerPool:
             return self._ask("reap", worker.pid)
 
     def close(self) -> None:
-        """End all processes."""
         self._control.close()
         try:
             self._server.wait(_END_SECONDS)

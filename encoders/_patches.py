@@ -154,7 +154,6 @@ class PatchTower(Tower[PackedPatches]):
         self.blocks = engine.build_stack(config, ctx, window_layers)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """Return the grid of an image one row high."""
         return (1, self.merge_size, self.merge_size * num_rows)
 
     def pack(self, grids: Tensor) -> PackedPatches:

@@ -56,7 +56,6 @@ class QwenSettings(PatchSettings):
     """Base of rotary positions."""
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for heads that cannot rotate, and impossible pixel limits."""
         if self.hidden_size % (4 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of 4 · num_attention_heads, "
@@ -76,7 +75,6 @@ class QwenSettings(PatchSettings):
 
     @property
     def patch_dim(self) -> int:
-        """C."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -110,7 +108,6 @@ class QwenSettings(PatchSettings):
         )
 
     def merger_products(self, name: str, output_size: int) -> list[Product]:
-        """Return the products of a `merger` with this name."""
         merged = self.merged_size
         return [
             Product(f"{name}.linear_fc1.weight", "row", (merged, merged)),
@@ -139,7 +136,6 @@ class QwenTower(PatchTower):
         self.rope = PatchRope(head_size, settings.rotary_base)
 
     def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
-        """Add the patches' rotary positions."""
         return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:

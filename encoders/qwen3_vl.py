@@ -59,7 +59,6 @@ class Settings(QwenSettings):
 
     @property
     def num_levels(self) -> int:
-        """One level for each listed block."""
         return len(self.deepstack_visual_indexes)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
@@ -81,7 +80,6 @@ class Settings(QwenSettings):
         )
 
     def processor(self, modality: str = "image") -> ImageProcessor:
-        """Return the processor of images or videos."""
         images = self._images(self.hidden_size)
         if modality != VIDEO:
             return images
@@ -92,7 +90,6 @@ class Settings(QwenSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """Return all matrices and attention, in the order of a forward."""
         products = [
             Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             Product("pos_embed.weight", "patch"),

@@ -76,7 +76,6 @@ class Settings(QwenSettings):
         return frozenset(range(self.num_layers)) - frozenset(self.full_attention_layers)
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Return the kind of each layer: attention inside windows or whole frames."""
         windows = self.window_layers
         return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
@@ -98,7 +97,6 @@ class Settings(QwenSettings):
         )
 
     def processor(self, modality: str = "image") -> ImageProcessor:
-        """Return the processor of images or videos."""
         # The cost grows with the square of a frame's size only in layers with full attention. The
         # fewer there are, the more the linear cost weighs, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
@@ -113,7 +111,6 @@ class Settings(QwenSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """Return all matrices and attention, in the order of a forward."""
         return [
             Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             *self.stack_products("patch", gated=True),

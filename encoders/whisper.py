@@ -61,7 +61,6 @@ class Settings(EncoderSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """Scale down."""
         return self.model_copy(
             update={
                 **self._scaled_sizes(tp),
@@ -82,7 +81,6 @@ class Settings(EncoderSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """Return all matrices and attention, in the order of a forward."""
         size, stacked = self.hidden_size, self.hidden_size * self.tokens_per_row
         return [
             Product("conv1.weight", "frame", (size, 3 * self.num_mel_bins)),
@@ -93,7 +91,6 @@ class Settings(EncoderSettings):
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Count frames, tokens, rows, and pairs of tokens of a clip."""
         frames = np.prod(grids, axis=1)
         tokens = frames // FRAMES_PER_TOKEN
         return {
@@ -163,11 +160,9 @@ class WhisperTower(Tower[PackedItems]):
             )
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """Return the grid of frames of silence."""
         return num_rows * self.tokens_per_row * FRAMES_PER_TOKEN, 1, 1
 
     def num_tokens(self, grids: Tensor) -> list[int]:
-        """Return half the number of frames."""
         return (grids.prod(1) // FRAMES_PER_TOKEN).tolist()
 
     def pack(self, grids: Tensor) -> PackedItems:
@@ -199,7 +194,6 @@ class WhisperTower(Tower[PackedItems]):
         return self.conv2(hidden, seen) + positions
 
     def project(self, hidden: list[Tensor], packed: PackedItems) -> Tensor:
-        """Stack tokens into rows, and project them."""
         assert self.projector is not None, "the last stage projects"
         stacked = hidden[0].reshape(-1, self.tokens_per_row * hidden[0].shape[-1])
         return self.projector(stacked)

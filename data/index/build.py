@@ -41,11 +41,9 @@ class Problems:
     causes: list[OSError] = field(default_factory=list)  # one for each shard not readable
 
     def add(self, kind: str, line: str, cause: BaseException | None = None) -> None:
-        """Add one problem."""
         self.merge(Problems({kind: [line]}, [cause] if isinstance(cause, OSError) else []))
 
     def merge(self, other: Problems) -> None:
-        """Add the problems of other shards."""
         for kind, lines in other.lines.items():
             self.lines.setdefault(kind, []).extend(lines)
         self.causes += other.causes
@@ -59,7 +57,6 @@ class Problems:
         raise ValueError(self._text(processors)) from self.causes[0] if alike else None
 
     def _text(self, processors: Processors) -> str:
-        """The message to the user."""
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
         remedies = {

@@ -71,11 +71,9 @@ class AudioClips:
         return Sound(resample(mono, rate).astype(np.float32), (frames, rate))
 
     def size_of(self, decoded: Sound) -> Size:
-        """The size of its file."""
         return decoded.size
 
     def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
         return f"{size[0]} samples at {size[1]} Hz"
 
     def picture(self, decoded: Sound) -> np.ndarray:
@@ -91,7 +89,6 @@ class AudioClips:
 
     @property
     def wire(self) -> WireForm:
-        """The C values themselves."""
         return WireForm(self.num_mel_bins)
 
     @property
@@ -121,7 +118,6 @@ class AudioClips:
         )
 
     def item_files(self, part: Part, item: int) -> range:
-        """The only file."""
         return range(1)
 
     def item_patches(self, files: Sequence[Sound], part: Part, item: int) -> np.ndarray:
@@ -132,7 +128,6 @@ class AudioClips:
         return np.pad(sound.waveform, (0, -len(sound.waveform) % self._row_samples))
 
     def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes, row counts or patches may change."""
         return hashlib.sha256(repr(("log-mel-1", astuple(self))).encode()).hexdigest()[:16]
 
 

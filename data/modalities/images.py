@@ -76,15 +76,12 @@ class StillImages(ABC):
         return self.resized(*size)
 
     def size_of(self, decoded: Image.Image) -> Size:
-        """Width and height of its file."""
         return full_size(decoded)
 
     def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
         return f"{size[0]} x {size[1]} pixels"
 
     def picture(self, decoded: Image.Image) -> np.ndarray:
-        """The image itself."""
         return np.asarray(decoded)
 
     def random_file(self, rng: np.random.Generator) -> bytes:
@@ -115,7 +112,6 @@ class StillImages(ABC):
         )
 
     def item_files(self, part: Part, item: int) -> range:
-        """All files."""
         return range(part.frames)
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
@@ -128,7 +124,6 @@ class StillImages(ABC):
         return cut_patches(np.asarray(resized)[None], self.patch_size, self.merge_size)
 
     def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes or row counts may change."""
         processor: Any = self
         pairs = zip(fields(processor), astuple(processor), strict=True)
         settings = tuple(value for field, value in pairs if field.name != "jpeg_draft")
@@ -285,11 +280,9 @@ class SquareImageProcessor(StillImages):
         return WireForm(3 * self.patch_size**2, normalisation_table, self.mean, self.std)
 
     def resized(self, width: int, height: int) -> Size:
-        """The square."""
         return self.image_size, self.image_size
 
     def shown_size(self, size: Size) -> Size | None:
-        """The square, unless there are crops."""
         return None if self._crops(size) else self.resized(*size)
 
     def plan(self, part: Part) -> PartPlan:

@@ -61,12 +61,10 @@ class PartPlan:
 
     @property
     def num_items(self) -> int:
-        """Items of the part."""
         return self.text.count(ITEM_SLOT) if self.slot_rows is None else 1
 
     @property
     def num_patches(self) -> int:
-        """P: patches of each item."""
         return math.prod(self.grid) if self.patches is None else self.patches
 
     @property
@@ -103,7 +101,6 @@ class WireForm:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the numbers that are sent."""
         return np.dtype(np.float32 if self.normalise is None else np.uint8)
 
     @property

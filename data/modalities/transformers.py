@@ -70,7 +70,6 @@ class ItemForm:
 
     @property
     def num_rows(self) -> int:
-        """Number of the item's placeholders."""
         return sum(self.slot_rows)
 
     @property
@@ -103,36 +102,28 @@ class TransformersMedia:
 
     @property
     def _files(self) -> Media[Any]:
-        """Reader of the files."""
         return AudioClips() if self.modality == "audio" else ImageProcessor()
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of its files, in lower case and without a dot, the usual one first."""
         return self._files.suffixes
 
     def probe(self, file: BinaryIO) -> Size:
-        """Size of a file from its header. Raises ValueError."""
         return self._files.probe(file)
 
     def decode(self, data: bytes) -> Any:
-        """Decode a file at its own size. Raises ValueError."""
         return self._files.decode(data)
 
     def size_of(self, decoded: Any) -> Size:
-        """Size of a decoded file."""
         return self._files.size_of(decoded)
 
     def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
         return self._files.size_text(size)
 
     def picture(self, decoded: Any) -> np.ndarray:
-        """uint8 (height, width, 3): a decoded file, for a person to look at."""
         return self._files.picture(decoded)
 
     def random_file(self, rng: np.random.Generator) -> bytes:
-        """A small file of noise with the first suffix."""
         return self._files.random_file(rng)
 
     # ------------------------------------------------------------------------------ items
@@ -177,7 +168,6 @@ class TransformersMedia:
         return frames, part.size[1], part.size[0]
 
     def item_files(self, part: Part, item: int) -> range:
-        """Return the range of all files of the part."""
         return range(part.frames)
 
     def item_patches(self, files: Sequence[Any], part: Part, item: int) -> np.ndarray:

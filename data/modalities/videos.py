@@ -81,7 +81,6 @@ class TimedVideoProcessor(VideoProcessor):
     KIND: ClassVar[str] = "qwen3_vl-video-1"
 
     def frame_size(self, part: Part) -> Size:
-        """Size of the part's resized frames. Raises ValueError as `resized` does."""
         block, size = self.row_pixels, self.temporal_patch_size
         width, height = part.size
         if min(width, height) < block:
