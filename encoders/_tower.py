@@ -21,6 +21,7 @@ from bridge import ItemRows
 from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
+from mimo.families.flops import Product
 from mimo.families.keymap import Weight, plain
 from mimo.families.wire import WirePatches
 
@@ -44,6 +45,22 @@ def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
     return [
         plain(f"{ours}.weight", f"{theirs}.weight", rows, *columns),
         plain(f"{ours}.bias", f"{theirs}.bias", rows),
+    ]
+
+
+def row_mlp(
+    config: engine.TransformerConfig, ctx: engine.ModuleContext, width: int, output_size: int
+) -> nn.Module:
+    """Build the MLP that projects the tokens of a row, side by side: (N, width) -> (N, H)."""
+    gelu = nn.functional.gelu
+    return engine.ParallelMLP(config, ctx.groups, width, width, output_size, gelu)
+
+
+def mlp_products(name: str, width: int, output_size: int) -> list[Product]:
+    """Return the products of a `row_mlp` with this name."""
+    return [
+        Product(f"{name}.linear_fc1.weight", "row", (width, width)),
+        Product(f"{name}.linear_fc2.weight", "row", (output_size, width)),
     ]
 
 
@@ -203,7 +220,6 @@ class Tower[P: PackedItems](nn.Module, ABC):
         return engine.forms_in([self])
 
     def stage_shapes(self, items: PreparedItems[P]) -> engine.StageShapes:
-        """Return the shapes of hidden states that this stage receives and sends."""
         tokens = items.num_tokens // self.part.count
         received, sent = (
             1 + sum(level < stop for level in self.level_blocks)
@@ -213,7 +229,6 @@ class Tower[P: PackedItems](nn.Module, ABC):
         return engine.StageShapes((tokens, 1, received * width), (tokens, 1, sent * width))
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Take the previous stage's hidden states from Megatron's schedule; None on the first."""
         self._received = input_tensor[0]
 
     def values(self, patches: Tensor | WirePatches) -> Tensor:
