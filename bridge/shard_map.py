@@ -289,11 +289,10 @@ class SequenceShardedSource:
     Rows are padded to a multiple of tp, so the last ranks hold padding. A row is on one rank, which
     sends it. Microbatches that are encoded together are cut together, but each has its own source.
 
-    rows: (L,) rows per lane, without padding. ranks: (L, tp). before: (L,) rows of earlier
-    microbatches that are encoded together with this one. total: (L,) rows of all of them.
+    ranks: (L, tp). before: (L,) rows of earlier microbatches that are encoded together with this
+    one. total: (L,) rows of all of them, without padding.
     """
 
-    rows: Ints
     ranks: Ints
     before: Ints
     total: Ints
