@@ -95,21 +95,17 @@ class AudioClips:
     def _row_samples(self) -> int:
         return HOP_SAMPLES * FRAMES_PER_TOKEN * self.tokens_per_row
 
-    def num_rows(self, size: Size) -> int:
-        """Rows of a file of this size. Raises ValueError for a clip that is too long or empty."""
-        samples, rate = size
+    def plan(self, part: Part) -> PartPlan:
+        """One item. Raises ValueError for several files, and a clip that is too long or empty."""
+        if part.frames != 1:
+            raise ValueError(f"a part of {part.frames} files, but a clip is one file")
+        samples, rate = part.size
         if not 0 < samples <= self.max_seconds * rate:
             raise ValueError(
                 f"the clip lasts {samples / rate:.2f} s, needs more than 0 and at most "
                 f"max_seconds, {self.max_seconds:g}; cut it, or raise max_seconds"
             )
-        return -(-resampled_length(samples, rate) // self._row_samples)
-
-    def plan(self, part: Part) -> PartPlan:
-        """One item. Raises ValueError for several files, and as `num_rows`."""
-        if part.frames != 1:
-            raise ValueError(f"a part of {part.frames} files, but a clip is one file")
-        rows = self.num_rows(part.size)
+        rows = -(-resampled_length(samples, rate) // self._row_samples)
         tokens = rows * self.tokens_per_row
         return PartPlan(
             grid=(tokens * FRAMES_PER_TOKEN, 1, 1),
