@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bridge.communicator import BridgeReceiver
 from bridge.plan import BridgePlan
-from bridge.transfer import BridgeEnd
 
 
 def split_levels(rows: Tensor, links: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -66,15 +65,11 @@ class LevelReceiver:
     """
 
     def __init__(self, receiver: BridgeReceiver, chunks: Sequence[int]) -> None:
-        self.receiver = receiver
+        self.receiver, self.end = receiver, receiver.end
         self.chunks = tuple(chunks)
         self._held: dict[int, _Held] = {}
         # Puts each chunk's rows into a graph of their own.
         self._anchor = torch.zeros((), device=receiver.end.device, requires_grad=True)
-
-    @property
-    def end(self) -> BridgeEnd:
-        return self.receiver.end
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
         self.receiver.begin(plans, forward_only)

@@ -40,7 +40,6 @@ class WaitClock:
     around: Callable[[Kind, int], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def take_seconds(self) -> float:
-        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -287,7 +286,6 @@ def _recv_buffers(
 
 
 def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGroup, str]:
-    """The group of a transfer, and its name, edge first."""
     group, ends = end.forward, f"{end.name} -> language"
     if kind == "gradients":
         group, ends = end.backward, f"language -> {end.name}"

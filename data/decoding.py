@@ -90,7 +90,6 @@ class WorkerPool:
             self._server.wait()
 
     def _ask(self, question: str, value: Any) -> Any:
-        """Ask the fork server, see `worker_process.main`."""
         with suppress(EOFError, OSError):
             self._control.send((question, value))
             if self._control.poll(_ANSWER_SECONDS):

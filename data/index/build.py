@@ -154,26 +154,23 @@ def index_shard(
             except PlaceholderError as error:
                 line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
                 problems.add("mismatched", line)
-                continue
             except UnknownMediaError as error:
                 problems.add("unknown", f"{path}: {error.key}: {_short(error.media)}")
-                continue
             except ProcessorError as error:
                 problems.add("processor", f"{path}: {raw.key}: {error}")
-                continue
             except ShardChangedError:
                 raise
             except (ValueError, RecursionError) as error:
                 skipped.append((raw.key, _short(str(error))))
-                continue
-            keys += raw.key.encode()
-            sample |= {"item_start": len(columns["item_rows"]), "key_end": len(keys)}
-            first_file = len(columns["file_size"])
-            for item in items:
-                item["item_file"] += first_file
-            for row in (sample, *items, *files):
-                for name, value in row.items():
-                    columns[name].append(value)
+            else:
+                keys += raw.key.encode()
+                sample |= {"item_start": len(columns["item_rows"]), "key_end": len(keys)}
+                first_file = len(columns["file_size"])
+                for item in items:
+                    item["item_file"] += first_file
+                for row in (sample, *items, *files):
+                    for name, value in row.items():
+                        columns[name].append(value)
     except (ValueError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         problems.add("shard", str(error), cause)

@@ -155,7 +155,6 @@ class Index:
         return self.shards[self._one("shard", sample)]
 
     def state(self, shard: int) -> Shard:
-        """A shard as it was indexed."""
         catalog = self.catalog
         return Shard(self.shards[shard], catalog.sizes[shard], catalog.versions[shard])
 

@@ -128,7 +128,8 @@ class Media[D](Protocol):
     """A kind of item: its files, and how they become patches and rows.
 
     D: a decoded file. What an item becomes follows from the sizes in the `Part` alone. Methods
-    raise ValueError, saying what is wrong, for a file or a part that cannot be used.
+    raise ValueError, saying what is wrong, for a file or a part that cannot be used. `size_text`
+    formats a size for messages.
     """
 
     # ------------------------------------------------------------------------------ files
@@ -146,13 +147,9 @@ class Media[D](Protocol):
         """Decode a file, in bounded memory. If this succeeds, `size_of` gives what `probe` gave."""
         ...
 
-    def size_of(self, decoded: D) -> Size:
-        """Size of a decoded file."""
-        ...
+    def size_of(self, decoded: D) -> Size: ...
 
-    def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
-        ...
+    def size_text(self, size: Size) -> str: ...
 
     def picture(self, decoded: D) -> np.ndarray:
         """uint8 (height, width, 3): a decoded file, for a person to look at."""
@@ -165,13 +162,9 @@ class Media[D](Protocol):
     # ------------------------------------------------------------------------------ items
 
     @property
-    def wire(self) -> WireForm:
-        """How patches are sent."""
-        ...
+    def wire(self) -> WireForm: ...
 
-    def plan(self, part: Part) -> PartPlan:
-        """The items of a part."""
-        ...
+    def plan(self, part: Part) -> PartPlan: ...
 
     def item_files(self, part: Part, item: int) -> range:
         """Which files of the part its item number ``item`` is made of."""

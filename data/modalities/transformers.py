@@ -235,7 +235,6 @@ class TransformersMedia:
 
 @lru_cache(_MAX_FORMS)
 def _form(media: TransformersMedia, grid: Grid, fps: float) -> ItemForm:
-    """Compute `TransformersMedia.form`, once for each grid."""
     frames, height, width = grid
     if media.modality == "audio":
         size, silence = (width, height), np.zeros(resampled_length(width, height), np.float32)

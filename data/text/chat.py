@@ -41,8 +41,6 @@ _VERSION = 3  # raise it whenever the same files give other ids or masks
 
 @dataclass(frozen=True)
 class _Chat:
-    """Messages to tokenize."""
-
     messages: Sequence[Message]
     # Modality, and text with `{item}` in it, of each content part that is not text, in order.
     parts: Sequence[tuple[str, str]]
@@ -256,7 +254,6 @@ class ChatTokenizer:
     def _rendered(
         self, chat: _Chat, count: int | None = None, add_generation_prompt: bool = False
     ) -> _Rendered:
-        """Render the first ``count`` messages, or all."""
         messages = chat.messages[:count]
         parts = chat.parts[: len(item_parts(messages))]
         try:
