@@ -67,6 +67,7 @@ class ShardMap:
 class LaneSegments:
     """The sequences of all language lanes, padding included.
 
+    Without context parallelism, a lane's segments may also be given as one.
     lane: (G,) ascending, the lane of each segment. length: (G,) its padded tokens.
     packed: whether a lane's segments are one sequence, which sequence parallelism cuts as a whole.
         Else each is a sequence and is cut by itself; on a rank they follow each other.
@@ -76,11 +77,6 @@ class LaneSegments:
     length: Ints
     num_lanes: int
     packed: bool = True
-
-    @classmethod
-    def whole(cls, tokens: Sequence[int] | NDArray) -> LaneSegments:
-        """One segment per lane, which is enough for a map without context parallelism."""
-        return cls(np.arange(len(tokens)), ints(tokens), len(tokens))
 
     @property
     def tokens(self) -> Ints:

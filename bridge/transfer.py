@@ -120,8 +120,7 @@ class BridgeEnd:
     ) -> None:
         """Compute what this rank's transfers of ``plan`` need, ahead of them, in any thread.
 
-        copy: starts to copy a tensor to the device. replicas: encoder ranks that share out their
-        gradients with this one, if they are not the `sharers`.
+        copy: starts to copy a tensor to the device. replicas: `ColocatedBridge.encoder_gather`.
         """
         others = [] if replicas is None else dist.get_process_group_ranks(replicas)
         for rank in {self.rank, *self.sharers(), *others}:

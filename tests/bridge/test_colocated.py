@@ -19,14 +19,13 @@ from bridge import (
     ColocatedBridge,
     FlatEmbeddings,
     ItemRuns,
-    LaneSegments,
     ReplicatedSource,
     Source,
     UnexpectedRows,
     replicated_destination,
     sharded_destination,
 )
-from tests.bridge.layouts import cut_together
+from tests.bridge.layouts import cut_together, lanes_of
 from tests.bridge.two_grids import make_end
 from tests.conftest import RunRanks
 
@@ -67,7 +66,7 @@ def sources_of(all_runs: list[ItemRuns], encoder: np.ndarray, cut: bool) -> list
 
 def plan_of(runs: ItemRuns, source: Source, language: np.ndarray, delivery: str) -> BridgePlan:
     """language: ranks [lane, cp, tp]."""
-    segments = LaneSegments.whole([TOKENS] * len(language))
+    segments = lanes_of([[TOKENS]] * len(language))
     if delivery == "replicated":
         shared = sharded_destination(segments, language, False, runs)
         return BridgePlan.build(
@@ -259,7 +258,7 @@ def levels_to_their_stages(rank: int) -> list[int]:
     groups = [[dist.new_group([0, *stage.ravel()]) for _ in range(2)] for stage in stages]
     runs = runs_of(0, 1, 1)
     source = ReplicatedSource(np.array([sum(runs.split_sizes(0))]), encoder)
-    segments = LaneSegments.whole([TOKENS])
+    segments = lanes_of([[TOKENS]])
     received = []
     for number, levels in enumerate([(0,), (1, 2)]):
         destination = sharded_destination(segments, stages[number], True, runs)

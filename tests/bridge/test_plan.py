@@ -15,7 +15,6 @@ from bridge import (
     BridgePlan,
     Exchange,
     ItemRuns,
-    LaneSegments,
     SequenceShardedSource,
     ShardMap,
     Source,
@@ -252,7 +251,7 @@ def test_without_context_parallelism_only_the_lengths_of_whole_lanes_matter(
     sequence_parallel: bool,
 ) -> None:
     case = filled((2, 2), (3, 1, 4), "sequence_parallel")
-    whole = LaneSegments.whole([sum(lengths) for lengths in case.segments])
+    whole = lanes_of([[sum(lengths)] for lengths in case.segments])
     one, other = (
         sharded_destination(segments, case.language_ranks, sequence_parallel, case.runs)
         for segments in (whole, lanes_of(case.segments))
@@ -266,9 +265,7 @@ def test_lengths_that_do_not_divide_are_named() -> None:
     with pytest.raises(ValueError, match="lane 1: a segment of 6 tokens is not a multiple of 2"):
         sharded_destination(lanes_of([[4], [8, 6]]), case.language_ranks, False, case.runs)
     with pytest.raises(ValueError, match="lane 1: 6 tokens are not a multiple of cp 1 × tp 4"):
-        sharded_destination(
-            LaneSegments.whole([4, 6]), np.arange(8).reshape(2, 1, 4), True, case.runs
-        )
+        sharded_destination(lanes_of([[4], [6]]), np.arange(8).reshape(2, 1, 4), True, case.runs)
 
 
 def test_rows_of_a_lane_with_one_rank_are_not_cut() -> None:
