@@ -53,7 +53,6 @@ class Exchange:
 
     @functools.cached_property
     def places(self) -> tuple[Places, ...]:
-        """The local rows of each message."""
         bounds = offsets(ints(self.counts)).tolist()
         return tuple(places_of(self.index[slice(*ends)]) for ends in itertools.pairwise(bounds))
 

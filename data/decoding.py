@@ -1,9 +1,8 @@
 """Start the processes in which a rank decodes texts and items.
 
 `data.loader` replaces a worker that dies or hangs; an item that ends two workers is unreadable. The
-ranks of a host that need the same share the work: one decodes and hands the result to the others.
-PyTorch's DataLoader would decode in each of them, for 1.7 times the processor time with two ranks
-(docs/performance.md).
+ranks of a host that need the same share the work: one decodes and hands the result to the others
+(docs/performance.md compares this with PyTorch's DataLoader).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Settings, packing and embedding of towers of patches, whose merge² neighbours make one row.
+"""Settings, packing and embedding of towers of patches.
 
-A processor emits these neighbours one after another.
+A processor emits the merge² neighbours that make a row one after another.
 
 Letters: I images, P patches of all images, M = merge² patches per row, N = P/M rows, D head size of
 the tower.
@@ -73,7 +73,6 @@ class WindowOrder:
     """Rows sorted by window, a square cut from a frame, smaller at its far edges.
 
     Frames stay in order. Source: transformers `get_vision_window_index`.
-
     rows: (N,) int64, the number in item order of each row in window order. back: the inverse.
     lengths: patches of each window.
     """

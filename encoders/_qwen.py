@@ -13,13 +13,7 @@ from torch import Tensor
 
 from data.modalities.images import ImageProcessor
 from data.modalities.videos import VIDEO
-from encoders._patches import (
-    PackedPatches,
-    PatchRope,
-    PatchSettings,
-    PatchTower,
-    check_processor,
-)
+from encoders._patches import PackedPatches, PatchRope, PatchSettings, PatchTower, check_processor
 from encoders._tower import row_mlp
 from mimo.config.bounds import Patches, Pixels, RotaryBase
 from mimo.engines import megatron as engine

@@ -197,10 +197,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
         """
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
-        """Do all host work for items with these ``grids`` (I, 3) int64.
-
-        copy: copies a host tensor to the device; it is called once.
-        """
+        """Do all host work for ``grids`` (I, 3) int64; ``copy``, to the device, is called once."""
         tokens = self.num_tokens(grids)
         num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
         with_blank = grids
@@ -232,7 +229,6 @@ class Tower[P: PackedItems](nn.Module, ABC):
         self._received = input_tensor[0]
 
     def values(self, patches: Tensor | WirePatches) -> Tensor:
-        """Return values (P, C) in the tower's dtype; values pass through."""
         if isinstance(patches, Tensor):
             return patches
         return patches.values(self.config.params_dtype)

@@ -20,12 +20,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from data.modalities.images import PanAndScan, SquareImageProcessor
-from encoders._patches import (
-    PackedPatches,
-    PatchSettings,
-    PatchTower,
-    check_processor,
-)
+from encoders._patches import PackedPatches, PatchSettings, PatchTower, check_processor
 from encoders._tower import both, build_tower, gelu_stack
 from mimo.config.bounds import Crops, Rows, Side, SideRatio
 from mimo.engines import megatron as engine

@@ -52,11 +52,6 @@ class Problems:
         """Raise ValueError if there are any problems, from their OSError if all have the same."""
         if not self.lines:
             return
-        alike = len({error.errno for error in self.causes}) == 1
-        alike = alike and len(self.causes) == sum(map(len, self.lines.values()))
-        raise ValueError(self._text(processors)) from self.causes[0] if alike else None
-
-    def _text(self, processors: Processors) -> str:
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
         remedies = {
@@ -86,7 +81,9 @@ class Problems:
         ]
         if "shard" in self.lines:
             texts.append(listed(self.lines["shard"]))
-        return "\n".join(texts)
+        alike = len({error.errno for error in self.causes}) == 1
+        alike = alike and len(self.causes) == sum(map(len, self.lines.values()))
+        raise ValueError("\n".join(texts)) from self.causes[0] if alike else None
 
 
 def build_here(
@@ -132,9 +129,8 @@ def index_shard(
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 
     An unusable sample is left out, with its reason. processors: of the same modalities as the
-    placeholders of `chat`. progress(position): bytes of the shard that are done.
-
-    Returns the problems; with any, no file is written. Raises OSError when it cannot be written.
+    placeholders of `chat`. progress(position): bytes of the shard that are done. Returns the
+    problems; with any, no file is written. Raises OSError when it cannot be written.
     """
     assert sorted(processors) == sorted(chat.placeholders), "every modality has a placeholder"
     path, problems = task.shard.path, Problems()

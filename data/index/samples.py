@@ -186,7 +186,6 @@ class Index:
         return range(self.files_of_part(items[0])[0], self.files_of_part(items[-1])[-1] + 1)
 
     def files_of_part(self, item: int) -> range:
-        """The files of the part that an item belongs to."""
         first = self._one("item_file", item)
         return range(first, first + self._one("item_frames", item))
 

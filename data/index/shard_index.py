@@ -255,10 +255,7 @@ def write_shard_index(
 
 
 def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
-    """Return the ENTRY of a shard's index; None for another version.
-
-    Raises OSError if there is none, DamagedFileError.
-    """
+    """Return the ENTRY of a shard's index; None for another version. Raises as `ColumnFile`."""
     file = ColumnFile(path)
     facts = file.facts
     made_of = (facts["settings"], facts["shard_size"], facts["shard_version"])

@@ -58,12 +58,10 @@ class AudioClips:
     suffixes = ("wav",)
 
     def probe(self, file: BinaryIO) -> Size:
-        """Size from the header. Raises ValueError unless it is a WAV file of PCM samples."""
         with _opened(file) as header:
             return header.getnframes(), header.getframerate()
 
     def decode(self, data: bytes) -> Sound:
-        """A file in mono at 16 kHz. Raises ValueError as `probe`, and for a truncated file."""
         with _opened(io.BytesIO(data)) as file:
             channels, width, rate, frames = file.getparams()[:4]
             raw = file.readframes(frames)
@@ -83,7 +81,6 @@ class AudioClips:
         return np.repeat(grey[:, :, None], 3, axis=2)
 
     def random_file(self, rng: np.random.Generator) -> bytes:
-        """Noise of 1 to 4 rows, the last one not always filled."""
         length = int(rng.integers(1, 5)) * self._row_samples - int(rng.integers(0, HOP_SAMPLES))
         return wav_bytes(rng.integers(-(2**12), 2**12, length, dtype=np.int16))
 

@@ -57,14 +57,10 @@ class StillImages(ABC):
     def resized(self, width: int, height: int) -> Size:
         """The size at which an image becomes patches: multiples of P·M. May raise ValueError."""
 
-    # ------------------------------------------------------------------------------ files
-
     def probe(self, file: BinaryIO) -> Size:
-        """Return the size from the header. Raises ValueError as `image_size` does."""
         return image_size(file)
 
     def decode(self, data: bytes) -> Image.Image:
-        """Decode in RGB. Raises ValueError as `open_image`, and for a mode without RGB."""
         image = open_image(data, self.shown_size if self.jpeg_draft else None)
         try:
             return to_rgb(image)
@@ -85,12 +81,9 @@ class StillImages(ABC):
         return np.asarray(decoded)
 
     def random_file(self, rng: np.random.Generator) -> bytes:
-        """A PNG of noise: 1 to 4 rows, one to three side by side."""
         columns, lines = _RANDOM_ROWS[int(rng.integers(len(_RANDOM_ROWS)))]
         shape = lines * self.row_pixels, columns * self.row_pixels
         return png_bytes(rng.integers(0, 256, shape, dtype=np.uint8))
-
-    # ------------------------------------------------------------------------------ items
 
     def plan(self, part: Part) -> PartPlan:
         """One item. Raises ValueError for several frames, and as `resized`."""
@@ -286,13 +279,10 @@ class SquareImageProcessor(StillImages):
         return None if self._crops(size) else self.resized(*size)
 
     def plan(self, part: Part) -> PartPlan:
-        """The image, and an item for each of its crops. Raises ValueError for several frames.
-
-        Source of the text: transformers `Gemma3Processor.replace_image_token`.
-        """
         whole, crops = super().plan(part), " ".join([ITEM_SLOT] * len(self._crops(part.size)))
         if not crops:
             return whole
+        # Source: transformers `Gemma3Processor.replace_image_token`.
         text = f"Here is the original image {ITEM_SLOT} and here are some crops to help you see"
         return replace(whole, text=f"{text} better {crops}")
 

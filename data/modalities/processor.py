@@ -29,14 +29,11 @@ Size = tuple[int, int]  # of a file, in units of its modality, such as (width, h
 
 @dataclass(frozen=True)
 class Part:
-    """The facts of a content part that are known before its files are decoded.
+    """The facts of a content part that are known before its files are decoded."""
 
-    size: of each file. frames: number of files. fps: frames per second.
-    """
-
-    size: Size
-    frames: int = 1
-    fps: float = DEFAULT_FPS
+    size: Size  # of each file
+    frames: int = 1  # files
+    fps: float = DEFAULT_FPS  # frames per second
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,6 @@ class Media[D](Protocol):
     formats a size for messages.
     """
 
-    # ------------------------------------------------------------------------------ files
-
     @property
     def suffixes(self) -> tuple[str, ...]:
         """Suffixes of its files, in lower case and without a dot, the usual one first."""
@@ -158,8 +153,6 @@ class Media[D](Protocol):
     def random_file(self, rng: np.random.Generator) -> bytes:
         """A small file of noise with the first suffix; sizes vary from a single row to a few."""
         ...
-
-    # ------------------------------------------------------------------------------ items
 
     @property
     def wire(self) -> WireForm: ...

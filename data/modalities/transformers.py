@@ -98,8 +98,6 @@ class TransformersMedia:
     folder: str
     modality: str
 
-    # ------------------------------------------------------------------------------ files
-
     @property
     def _files(self) -> Media[Any]:
         return AudioClips() if self.modality == "audio" else ImageProcessor()
@@ -125,8 +123,6 @@ class TransformersMedia:
 
     def random_file(self, rng: np.random.Generator) -> bytes:
         return self._files.random_file(rng)
-
-    # ------------------------------------------------------------------------------ items
 
     @property
     def wire(self) -> WireForm:
@@ -171,11 +167,7 @@ class TransformersMedia:
         return range(part.frames)
 
     def item_patches(self, files: Sequence[Any], part: Part, item: int) -> np.ndarray:
-        """Return the arrays that depend on the content, flat and concatenated, (P, 1) float32.
-
-        Raises ValueError if the processor refuses the files, or if the arrays have other shapes
-        than those of blank files.
-        """
+        """Return the arrays that depend on the content, flat, (P, 1) float32. Raises ValueError."""
         form = self.form(self._grid(part), part.fps)
         _, arrays = self._run(files, part.fps)
         shapes, expected = (
@@ -197,10 +189,7 @@ class TransformersMedia:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _run(self, files: Sequence[Any], fps: float) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-        """Run the processor on one item and the item's token.
-
-        Returns its outputs, and the arrays among them that are not the text's. Raises ValueError.
-        """
+        """Run the processor on one item; return all outputs, and the arrays but the text's."""
         processor, options = _processor(self.folder), dict[str, Any]()
         if self.modality == "audio":
             content, options["sampling_rate"] = files[0].waveform, SAMPLE_RATE
@@ -296,10 +285,7 @@ def _small(array: Tensor) -> Tensor:
 
 @lru_cache(_MAX_PROCESSORS)
 def media_tokens(folder: str, modality: str) -> MediaText:
-    """Return how items appear in the chats of a folder's model.
-
-    Raises ValueError if its processor does not take this modality, and as `load_processor` does.
-    """
+    """Return how items appear in chats. Raises as `load_processor`; ValueError if they do not."""
     from transformers import AutoConfig
 
     processor, config = _processor(folder), None

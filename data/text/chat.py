@@ -134,11 +134,7 @@ class ChatTokenizer:
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
     def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
-        """Return the content parts that stand for items, in order of mention.
-
-        Raises MessagesError for malformed messages, UnknownMediaError for a modality without a
-        placeholder.
-        """
+        """Return parts that stand for items, in order. Raises MessagesError, UnknownMediaError."""
         mentioned = mentions(messages, key)
         for mention in mentioned:
             if mention.media not in self.placeholders:
