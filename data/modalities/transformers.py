@@ -189,7 +189,7 @@ class TransformersMedia:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _run(self, files: Sequence[Any], fps: float) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-        """Run the processor on one item; return all outputs, and the arrays but the text's."""
+        """Run the processor on an item; return its outputs, and their arrays except the text's."""
         processor, options = _processor(self.folder), dict[str, Any]()
         if self.modality == "audio":
             content, options["sampling_rate"] = files[0].waveform, SAMPLE_RATE
