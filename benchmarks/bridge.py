@@ -141,7 +141,8 @@ class Workload:
         rows = np.full(encoder.dp, self.rows // encoder.dp, np.int64)
         source = ReplicatedSource(rows, np.array(encoder.ranks).reshape(encoder.dp, encoder.tp))
         ranks = np.array(language.ranks).reshape(language.dp, 1, language.tp)
-        segments = LaneSegments.whole(self.tokens)
+        lanes = np.arange(language.dp)  # with one segment each
+        segments = LaneSegments(lanes, np.array(self.tokens), language.dp)
         destination = sharded_destination(segments, ranks, language.sp, self.runs)
         return BridgePlan.build(self.runs, source, destination)
 

@@ -3,13 +3,7 @@
 from bridge.balance import assign_items, imbalance
 from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
-from bridge.flat import (
-    FlatEmbeddings,
-    ItemRows,
-    SampleKeys,
-    check_plans,
-    split_sizes_of,
-)
+from bridge.flat import FlatEmbeddings, ItemRows, SampleKeys, check_plans, split_sizes_of
 from bridge.levels import LevelReceiver, split_levels, take_chunk
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import ItemRuns

@@ -23,20 +23,16 @@ from bridge.transfer import BridgeEnd, share_out, start_exchanging
 from bridge.waiting import BridgeError
 
 
-def _merged(exchanges: Sequence[Exchange], index: Sequence[Ints]) -> Exchange:
+def _merged(exchanges: Sequence[Exchange], starts: Ints) -> Exchange:
     """Merge the messages of several microbatches into one per peer, microbatch after microbatch.
 
-    index: replaces the indices of ``exchanges``; unique over all microbatches.
+    starts: where the rows of each microbatch begin among those of all.
     """
     peer = np.concatenate([np.repeat(ints(e.peers), ints(e.counts)) for e in exchanges])
+    index = np.concatenate([e.index + start for e, start in zip(exchanges, starts, strict=True)])
     order = np.argsort(peer, kind="stable")
     peers, counts = np.unique(peer, return_counts=True)
-    return Exchange(tuple(peers.tolist()), tuple(counts.tolist()), np.concatenate(index)[order])
-
-
-def _shifted(exchanges: Sequence[Exchange], starts: Ints) -> list[Ints]:
-    """The indices of ``exchanges``, each counted from its microbatch's start."""
-    return [e.index + start for e, start in zip(exchanges, starts, strict=True)]
+    return Exchange(tuple(peers.tolist()), tuple(counts.tolist()), index[order])
 
 
 class ColocatedBridge:
@@ -59,13 +55,11 @@ class ColocatedBridge:
         self._leaves: dict[int, Tensor] = {}
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        """Start a step of ``len(plans)`` microbatches."""
         assert not self._leaves, "the previous step has not been finished"
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
 
     def runs(self, microbatches: range) -> list[ItemRuns]:
-        """The items that were planned for ``microbatches`` of the step."""
         return [self._plans[m].runs for m in microbatches]
 
     def deliver(self, microbatches: range, rows: FlatEmbeddings) -> None:
@@ -91,9 +85,9 @@ class ColocatedBridge:
             end,
             microbatches,
             "rows",
-            _merged(sends, _shifted(sends, starts)),
+            _merged(sends, starts),
             rows.values.detach(),
-            _merged(incoming, _shifted(incoming, firsts)),
+            _merged(incoming, firsts),
             arrived,
         ).wait()
         if not self.receives:
@@ -130,9 +124,9 @@ class ColocatedBridge:
             end,
             microbatches,
             "gradients",
-            _merged(returns, _shifted(returns, firsts)),
+            _merged(returns, firsts),
             received,
-            _merged(collects, _shifted(collects, starts)),
+            _merged(collects, starts),
             gradient,
         ).wait()
         replicas = self.encoder_gather
@@ -143,12 +137,11 @@ class ColocatedBridge:
                 [plan.collects(rank) for plan in plans]
                 for rank in dist.get_process_group_ranks(replicas)
             ]
-            shares = [_merged(held, _shifted(held, starts)).merged_places for held in by_rank]
+            shares = [_merged(held, starts).merged_places for held in by_rank]
             share_out(end, replicas, microbatches.start, "gradients", gradient, shares)
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
-        """Forget the rows of the step."""
         self._leaves.clear()
 
     def _empty(self, num_rows: int) -> Tensor:

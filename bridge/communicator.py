@@ -62,13 +62,11 @@ class BridgeSender:
         self._expects_gradients = False
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        """Start a step of ``len(plans)`` microbatches."""
         assert not self._sent and not self._without_gradient, "the last step has not been finished"
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
 
     def runs(self, microbatches: range) -> list[ItemRuns]:
-        """The items that were planned for ``microbatches`` of the step."""
         return [self._plans[m].runs for m in microbatches]
 
     def send(self, microbatch: int, rows: FlatEmbeddings) -> Tensor:
@@ -192,10 +190,7 @@ class BridgeReceiver:
         return rows.to(end.dtype)
 
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
-        """Send back the gradients (n, H) of the rows that came over the bridge, not of copies.
-
-        Returns None, because the graph's input on this rank is the anchor.
-        """
+        """Send gradients (n, H) back. Returns None, because the graph's input is the anchor."""
         plan, end = self._plans[microbatch], self.end
         received = gradient.detach()[end.own_rows(plan)]
         returns = plan.returns(end.rank)

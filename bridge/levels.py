@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bridge.communicator import BridgeReceiver
 from bridge.plan import BridgePlan
-from bridge.transfer import BridgeEnd
 
 
 def split_levels(rows: Tensor, links: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -66,19 +65,13 @@ class LevelReceiver:
     """
 
     def __init__(self, receiver: BridgeReceiver, chunks: Sequence[int]) -> None:
-        self.receiver = receiver
+        self.receiver, self.end = receiver, receiver.end
         self.chunks = tuple(chunks)
         self._held: dict[int, _Held] = {}
         # Puts each chunk's rows into a graph of their own.
         self._anchor = torch.zeros((), device=receiver.end.device, requires_grad=True)
 
-    @property
-    def end(self) -> BridgeEnd:
-        """The receiver's end of the bridge."""
-        return self.receiver.end
-
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        """Start a step of ``len(plans)`` microbatches; posts the first receives."""
         self.receiver.begin(plans, forward_only)
 
     def receive(self, microbatch: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +91,6 @@ class LevelReceiver:
         return _Part.apply(self._anchor, self, held, chunk), held.positions
 
     def finish(self) -> None:
-        """Wait until all gradients have left; call after the module's schedule."""
         assert not self._held, "rows arrived that a chunk never took"
         self.receiver.finish()
 

@@ -49,12 +49,10 @@ class Exchange:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows in all messages."""
         return int(self.index.size)
 
     @functools.cached_property
     def places(self) -> tuple[Places, ...]:
-        """The local rows of each message."""
         bounds = offsets(ints(self.counts)).tolist()
         return tuple(places_of(self.index[slice(*ends)]) for ends in itertools.pairwise(bounds))
 
@@ -185,12 +183,9 @@ class BridgePlan:
         return self.cache[name, rank]
 
     def sends(self, rank: int) -> Exchange:
-        """Return the rows that ``rank`` of the encoder sends."""
         return self.cached("sends", rank, lambda: self._of_sender(self.source_rank == rank))
 
     def receives(self, rank: int) -> Exchange:
-        """Return the rows that ``rank`` of the language model receives."""
-
         def receives() -> Exchange:
             mine = self.destination_rank == rank
             local = self.destination_local[mine]

@@ -67,6 +67,7 @@ class ShardMap:
 class LaneSegments:
     """The sequences of all language lanes, padding included.
 
+    Without context parallelism, a lane's segments may also be given as one.
     lane: (G,) ascending, the lane of each segment. length: (G,) its padded tokens.
     packed: whether a lane's segments are one sequence, which sequence parallelism cuts as a whole.
         Else each is a sequence and is cut by itself; on a rank they follow each other.
@@ -76,11 +77,6 @@ class LaneSegments:
     length: Ints
     num_lanes: int
     packed: bool = True
-
-    @classmethod
-    def whole(cls, tokens: Sequence[int] | NDArray) -> LaneSegments:
-        """One segment per lane, which is enough for a map without context parallelism."""
-        return cls(np.arange(len(tokens)), ints(tokens), len(tokens))
 
     @property
     def tokens(self) -> Ints:
@@ -251,7 +247,6 @@ class ReplicatedSource:
 
     @property
     def held(self) -> Ints:
-        """Rows on each rank of a lane."""
         return self.rows
 
     def split(
@@ -290,11 +285,10 @@ class SequenceShardedSource:
     Rows are padded to a multiple of tp, so the last ranks hold padding. A row is on one rank, which
     sends it. Microbatches that are encoded together are cut together, but each has its own source.
 
-    rows: (L,) rows per lane, without padding. ranks: (L, tp). before: (L,) rows of earlier
-    microbatches that are encoded together with this one. total: (L,) rows of all of them.
+    ranks: (L, tp). before: (L,) rows of earlier microbatches that are encoded together with this
+    one. total: (L,) rows of all of them, without padding.
     """
 
-    rows: Ints
     ranks: Ints
     before: Ints
     total: Ints
@@ -304,7 +298,6 @@ class SequenceShardedSource:
 
     @property
     def parts(self) -> int:
-        """The number of ranks of a lane."""
         return self.ranks.shape[1]
 
     @property

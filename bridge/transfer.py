@@ -40,7 +40,6 @@ class WaitClock:
     around: Callable[[Kind, int], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def take_seconds(self) -> float:
-        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -73,7 +72,6 @@ class BridgeEnd:
     clock: WaitClock = field(default_factory=WaitClock)
 
     def begin_step(self) -> None:
-        """Count sent bytes from 0."""
         self.clock.sent_bytes.clear()
 
     def least_bytes(self, plans: Sequence[BridgePlan]) -> int:
@@ -122,8 +120,7 @@ class BridgeEnd:
     ) -> None:
         """Compute what this rank's transfers of ``plan`` need, ahead of them, in any thread.
 
-        copy: starts to copy a tensor to the device. replicas: encoder ranks that share out their
-        gradients with this one, if they are not the `sharers`.
+        copy: starts to copy a tensor to the device. replicas: `ColocatedBridge.encoder_gather`.
         """
         others = [] if replicas is None else dist.get_process_group_ranks(replicas)
         for rank in {self.rank, *self.sharers(), *others}:
@@ -288,7 +285,6 @@ def _recv_buffers(
 
 
 def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGroup, str]:
-    """The group of a transfer, and its name, edge first."""
     group, ends = end.forward, f"{end.name} -> language"
     if kind == "gradients":
         group, ends = end.backward, f"language -> {end.name}"

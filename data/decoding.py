@@ -1,9 +1,8 @@
 """Start the processes in which a rank decodes texts and items.
 
 `data.loader` replaces a worker that dies or hangs; an item that ends two workers is unreadable. The
-ranks of a host that need the same share the work: one decodes and hands the result to the others.
-PyTorch's DataLoader would decode in each of them, for 1.7 times the processor time with two ranks
-(docs/performance.md).
+ranks of a host that need the same share the work: one decodes and hands the result to the others
+(docs/performance.md compares this with PyTorch's DataLoader).
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class WorkerPool:
         theirs.close()
 
     def start(self) -> Worker:
-        """Start a worker."""
         with self._lock:
             answer = self._ask("fork", pickle.dumps(self._unsent) if self._unsent else b"")
             if isinstance(answer, str):
@@ -83,7 +81,6 @@ class WorkerPool:
             return self._ask("reap", worker.pid)
 
     def close(self) -> None:
-        """End all processes."""
         self._control.close()
         try:
             self._server.wait(_END_SECONDS)
@@ -92,7 +89,6 @@ class WorkerPool:
             self._server.wait()
 
     def _ask(self, question: str, value: Any) -> Any:
-        """Ask the fork server, see `worker_process.main`."""
         with suppress(EOFError, OSError):
             self._control.send((question, value))
             if self._control.poll(_ANSWER_SECONDS):

@@ -38,15 +38,11 @@ _POLL_SECONDS = 0.005  # between two looks for a file of another rank
 
 
 class Planner(Protocol):
-    """Plans steps, equally on all ranks."""
+    """Plans steps, equally on all ranks; a microbatch has `samples`, a `GlobalMicrobatch`."""
 
-    def microbatches(self, step: int) -> Sequence[Any]:
-        """The planned microbatches of a step, each with `samples`, a `GlobalMicrobatch`."""
-        ...
+    def microbatches(self, step: int) -> Sequence[Any]: ...
 
-    def used_before(self, step: int) -> Used:
-        """The samples of the order that are used before a step."""
-        ...
+    def used_before(self, step: int) -> Used: ...
 
 
 @dataclass
@@ -70,7 +66,6 @@ class LoadedStep:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the step, over all lanes."""
         return sum(m.samples.num_samples for m in self.microbatches)
 
     def addresses(self, numbers: Collection[int]) -> dict[tuple[int, int], int]:
@@ -82,8 +77,6 @@ class LoadedStep:
 
 @dataclass
 class _Loading:
-    """A step that is being loaded."""
-
     loaded: LoadedStep
     todo: deque[Task]  # for this rank to decode
     awaited: deque[Task]  # from other ranks
@@ -338,7 +331,6 @@ class StepLoader:
         return arrays
 
     def _worker(self, pool: WorkerPool) -> Worker:
-        """Return the worker of this thread."""
         if not hasattr(self._of_thread, "worker"):
             worker = pool.start()
             with self._changed:

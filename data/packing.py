@@ -65,10 +65,7 @@ class _Sorted:
 
 
 class _Feistel:
-    """A Feistel network on a grid of about as many rows as columns, with few spare cells.
-
-    A number that comes out in a spare cell goes through the rounds again.
-    """
+    """A Feistel network on a grid; what comes out in a spare cell goes through again."""
 
     def __init__(self, size: int, salts: tuple[int, ...]) -> None:
         self._size = size
@@ -193,7 +190,6 @@ class Used:
 
     @property
     def end(self) -> int:
-        """The position after the last used one."""
         return self.samples + len(self.passed_over)
 
     def unused(self, count: int) -> np.ndarray:
@@ -228,10 +224,7 @@ def packs_of_samples(used: Used, num_packs: int, samples: int) -> list[np.ndarra
 def packs_of_tokens(
     used: Used, num_packs: int, budget: TokenBudget, sizes: Sizes
 ) -> list[np.ndarray]:
-    """Return the next packs within ``budget``; several calls give the same packs as one.
-
-    sizes: tokens and rows by position; no sample may exceed the budget.
-    """
+    """Return the next packs; several calls give the same as one. No sample exceeds ``budget``."""
     window = _Window(used, budget, sizes)
     return [np.array(window.next_pack(), np.int64) for _ in range(num_packs)]
 

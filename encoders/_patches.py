@@ -1,6 +1,6 @@
-"""Settings, packing and embedding of towers of patches, whose merge² neighbours make one row.
+"""Settings, packing and embedding of towers of patches.
 
-A processor emits these neighbours one after another.
+A processor emits the merge² neighbours that make a row one after another.
 
 Letters: I images, P patches of all images, M = merge² patches per row, N = P/M rows, D head size of
 the tower.
@@ -58,11 +58,6 @@ def check_processor(processor: Config, resample: int, kind: str, name: str) -> N
     expect(processor, where, **values, **dict.fromkeys(steps, True))
 
 
-def frame_lengths(grids: Tensor) -> list[int]:
-    """Return the patches of every frame of grids (I, 3) int64, (t, h, w) in patches."""
-    return (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0]).tolist()
-
-
 def patch_places(grids: Tensor, merge: int) -> Tensor:
     """Return row and column of each patch, (P, 2) int64, of grids (I, 3) int64 in patches."""
     places = []
@@ -78,7 +73,6 @@ class WindowOrder:
     """Rows sorted by window, a square cut from a frame, smaller at its far edges.
 
     Frames stay in order. Source: transformers `get_vision_window_index`.
-
     rows: (N,) int64, the number in item order of each row in window order. back: the inverse.
     lengths: patches of each window.
     """
@@ -113,11 +107,10 @@ class WindowOrder:
 class PackedPatches(PackedItems):
     """The images of one forward, blank ones at the end; each frame is a segment.
 
-    num_patches: P. places: (P, 2) int64, row and column of each patch, in the order of the layers.
-    order: of the rows inside the layers; None if it is that of the images.
+    places: (P, 2) int64, row and column of each patch, in the order of the layers. order: of the
+    rows inside the layers; None if it is that of the images.
     """
 
-    num_patches: int
     places: Tensor
     order: WindowOrder | None = None
 
@@ -154,21 +147,20 @@ class PatchTower(Tower[PackedPatches]):
         self.blocks = engine.build_stack(config, ctx, window_layers)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """Return the grid of an image one row high."""
         return (1, self.merge_size, self.merge_size * num_rows)
 
     def pack(self, grids: Tensor) -> PackedPatches:
         """Pack frames without padding, with the place of every patch in its image."""
-        places, frames = patch_places(grids, self.merge_size), frame_lengths(grids)
+        places = patch_places(grids, self.merge_size)
+        frames = (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0]).tolist()
         segments = engine.PackedSegments.from_lengths(frames, places.device)
-        return PackedPatches(segments=segments, num_patches=len(places), places=places)
+        return PackedPatches(segments=segments, places=places)
 
     def embed(self, patches: Tensor, packed: PackedPatches) -> Tensor:
-        """Embed patches (P, C) to (P', D), with their learned positions added."""
         assert self.patch_embed is not None, "the first stage embeds"
         if packed.order is not None:
             patches = packed.order.sort(patches)
-        hidden = self.patch_embed(self.part.take(patches, packed.num_patches))
+        hidden = self.patch_embed(self.part.take(patches, len(packed.places)))
         return hidden if self.pos_embed is None else hidden + self.pos_embed(*packed.lookups)
 
 

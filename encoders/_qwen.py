@@ -9,20 +9,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.modalities.images import ImageProcessor
 from data.modalities.videos import VIDEO
-from encoders._patches import (
-    PackedPatches,
-    PatchRope,
-    PatchSettings,
-    PatchTower,
-    check_processor,
-)
+from encoders._patches import PackedPatches, PatchRope, PatchSettings, PatchTower, check_processor
+from encoders._tower import row_mlp
 from mimo.config.bounds import Patches, Pixels, RotaryBase
 from mimo.engines import megatron as engine
-from mimo.families.flops import Product
 from mimo.families.hf_config import (
     Config,
     Processors,
@@ -56,7 +50,6 @@ class QwenSettings(PatchSettings):
     """Base of rotary positions."""
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for heads that cannot rotate, and impossible pixel limits."""
         if self.hidden_size % (4 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of 4 · num_attention_heads, "
@@ -76,7 +69,6 @@ class QwenSettings(PatchSettings):
 
     @property
     def patch_dim(self) -> int:
-        """C."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -109,14 +101,6 @@ class QwenSettings(PatchSettings):
             jpeg_draft=self.jpeg_draft,
         )
 
-    def merger_products(self, name: str, output_size: int) -> list[Product]:
-        """Return the products of a `merger` with this name."""
-        merged = self.merged_size
-        return [
-            Product(f"{name}.linear_fc1.weight", "row", (merged, merged)),
-            Product(f"{name}.linear_fc2.weight", "row", (output_size, merged)),
-        ]
-
 
 class QwenTower(PatchTower):
     """Patches of many images -> rows of the language model's size. options: of `PatchTower`."""
@@ -134,26 +118,17 @@ class QwenTower(PatchTower):
         # Its norm is the final norm of the stack.
         self.merger = None
         if ctx.is_last_stage:
-            self.merger = merger(config, ctx, self.merged, output_size)
+            self.merger = row_mlp(config, ctx, self.merged, output_size)
         head_size = settings.hidden_size // settings.num_attention_heads
         self.rope = PatchRope(head_size, settings.rotary_base)
 
     def stack_inputs(self, packed: PackedPatches) -> dict[str, Any]:
-        """Add the patches' rotary positions."""
         return {**super().stack_inputs(packed), "rotary_pos_emb": self.rope(packed.places)}
 
     def project(self, hidden: list[Tensor], packed: PackedPatches) -> Tensor:
         """Merge hidden states (P', 1, D) to rows (N', H)."""
         assert self.merger is not None, "the last stage projects"
         return self.merger(hidden[0].reshape(-1, self.merged))
-
-
-def merger(
-    config: engine.TransformerConfig, ctx: engine.ModuleContext, merged: int, output_size: int
-) -> nn.Module:
-    """Build the MLP that turns a row's patches, side by side, into the row: to (N, H)."""
-    gelu = nn.functional.gelu
-    return engine.ParallelMLP(config, ctx.groups, merged, merged, output_size, gelu)
 
 
 def settings_of_all(

@@ -21,6 +21,7 @@ from bridge import ItemRows
 from mimo.device import send
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
+from mimo.families.flops import Product
 from mimo.families.keymap import Weight, plain
 from mimo.families.wire import WirePatches
 
@@ -44,6 +45,22 @@ def both(ours: str, theirs: str, rows: int, *columns: int) -> list[Weight]:
     return [
         plain(f"{ours}.weight", f"{theirs}.weight", rows, *columns),
         plain(f"{ours}.bias", f"{theirs}.bias", rows),
+    ]
+
+
+def row_mlp(
+    config: engine.TransformerConfig, ctx: engine.ModuleContext, width: int, output_size: int
+) -> nn.Module:
+    """Build the MLP that projects the tokens of a row, side by side: (N, width) -> (N, H)."""
+    gelu = nn.functional.gelu
+    return engine.ParallelMLP(config, ctx.groups, width, width, output_size, gelu)
+
+
+def mlp_products(name: str, width: int, output_size: int) -> list[Product]:
+    """Return the products of a `row_mlp` with this name."""
+    return [
+        Product(f"{name}.linear_fc1.weight", "row", (width, width)),
+        Product(f"{name}.linear_fc2.weight", "row", (output_size, width)),
     ]
 
 
@@ -180,10 +197,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
         """
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
-        """Do all host work for items with these ``grids`` (I, 3) int64.
-
-        copy: copies a host tensor to the device; it is called once.
-        """
+        """Do all host work for ``grids`` (I, 3) int64; ``copy``, to the device, is called once."""
         tokens = self.num_tokens(grids)
         num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
         with_blank = grids
@@ -203,7 +217,6 @@ class Tower[P: PackedItems](nn.Module, ABC):
         return engine.forms_in([self])
 
     def stage_shapes(self, items: PreparedItems[P]) -> engine.StageShapes:
-        """Return the shapes of hidden states that this stage receives and sends."""
         tokens = items.num_tokens // self.part.count
         received, sent = (
             1 + sum(level < stop for level in self.level_blocks)
@@ -213,11 +226,9 @@ class Tower[P: PackedItems](nn.Module, ABC):
         return engine.StageShapes((tokens, 1, received * width), (tokens, 1, sent * width))
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Take the previous stage's hidden states from Megatron's schedule; None on the first."""
         self._received = input_tensor[0]
 
     def values(self, patches: Tensor | WirePatches) -> Tensor:
-        """Return values (P, C) in the tower's dtype; values pass through."""
         if isinstance(patches, Tensor):
             return patches
         return patches.values(self.config.params_dtype)

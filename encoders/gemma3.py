@@ -20,12 +20,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from data.modalities.images import PanAndScan, SquareImageProcessor
-from encoders._patches import (
-    PackedPatches,
-    PatchSettings,
-    PatchTower,
-    check_processor,
-)
+from encoders._patches import PackedPatches, PatchSettings, PatchTower, check_processor
 from encoders._tower import both, build_tower, gelu_stack
 from mimo.config.bounds import Crops, Rows, Side, SideRatio
 from mimo.engines import megatron as engine
@@ -86,12 +81,10 @@ class Settings(PatchSettings):
 
     @property
     def patches_per_side(self) -> int:
-        """Patches along one side of an image."""
         return self.image_size // self.patch_size
 
     @property
     def merge_size(self) -> int:
-        """Patches per side that make one row."""
         return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
@@ -128,7 +121,6 @@ class Settings(PatchSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """Return all matrices and attention, in the order of a forward."""
         return [
             Product("patch_embed.weight", "patch", (self.hidden_size, 3 * self.patch_size**2)),
             Product("pos_embed.weight", "patch"),

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from data.modalities.images import ImageProcessor
 from data.modalities.videos import VIDEO, TimedVideoProcessor
 from encoders._patches import PackedPatches
-from encoders._qwen import ROOT, QwenSettings, QwenTower, merger, settings_of_all
-from encoders._tower import both, build_tower, gelu_stack
+from encoders._qwen import ROOT, QwenSettings, QwenTower, settings_of_all
+from encoders._tower import both, build_tower, gelu_stack, mlp_products, row_mlp
 from mimo.config.bounds import LayerIndex, Pixels, Side
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
@@ -59,7 +59,6 @@ class Settings(QwenSettings):
 
     @property
     def num_levels(self) -> int:
-        """One level for each listed block."""
         return len(self.deepstack_visual_indexes)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
@@ -81,7 +80,6 @@ class Settings(QwenSettings):
         )
 
     def processor(self, modality: str = "image") -> ImageProcessor:
-        """Return the processor of images or videos."""
         images = self._images(self.hidden_size)
         if modality != VIDEO:
             return images
@@ -92,16 +90,16 @@ class Settings(QwenSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """Return all matrices and attention, in the order of a forward."""
         products = [
             Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             Product("pos_embed.weight", "patch"),
             *self.stack_products("patch", gated=False),
-            *self.merger_products("merger", output_size),
+            *mlp_products("merger", self.merged_size, output_size),
         ]
         for number in range(self.num_levels):
             products.append(Product(f"level_mergers.{number}.norm.weight", "row"))
-            products += self.merger_products(f"level_mergers.{number}.mlp", output_size)
+            name = f"level_mergers.{number}.mlp"
+            products += mlp_products(name, self.merged_size, output_size)
         return products
 
 
@@ -153,7 +151,6 @@ class Qwen3VLTower(QwenTower):
             config,
             ctx,
             output_size,
-            bias=True,
             positions=lambda: GridPositions(side, size, dtype),
             level_blocks=settings.deepstack_visual_indexes,
         )
@@ -162,7 +159,7 @@ class Qwen3VLTower(QwenTower):
             self.level_mergers = nn.ModuleList()
             for _ in settings.deepstack_visual_indexes:
                 norm = engine.LayerNorm(config, self.merged, settings.norm_eps)
-                mlp = merger(config, ctx, self.merged, output_size)
+                mlp = row_mlp(config, ctx, self.merged, output_size)
                 self.level_mergers.append(nn.Sequential(OrderedDict(norm=norm, mlp=mlp)))
 
     def pack(self, grids: Tensor) -> PackedPatches:

@@ -22,7 +22,7 @@ from data.modalities.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProce
 from data.modalities.videos import VIDEO, VideoProcessor
 from encoders._patches import PackedPatches, WindowOrder
 from encoders._qwen import ROOT, QwenSettings, QwenTower, settings_of_all
-from encoders._tower import both, build_tower, gated_stack
+from encoders._tower import both, build_tower, gated_stack, mlp_products
 from mimo.config.bounds import LayerIndex, Means, Pixels, Rate, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
@@ -70,13 +70,11 @@ class Settings(QwenSettings):
 
     @property
     def window_layers(self) -> frozenset[int]:
-        """Layers, counted from 0, that attend inside windows."""
         if self.window_size is None:
             return frozenset()
         return frozenset(range(self.num_layers)) - frozenset(self.full_attention_layers)
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Return the kind of each layer: attention inside windows or whole frames."""
         windows = self.window_layers
         return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
@@ -98,7 +96,6 @@ class Settings(QwenSettings):
         )
 
     def processor(self, modality: str = "image") -> ImageProcessor:
-        """Return the processor of images or videos."""
         # The cost grows with the square of a frame's size only in layers with full attention. The
         # fewer there are, the more the linear cost weighs, as in a wider tower.
         full = max(1, self.num_layers - len(self.window_layers))
@@ -113,11 +110,10 @@ class Settings(QwenSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """Return all matrices and attention, in the order of a forward."""
         return [
             Product("patch_embed.weight", "patch", (self.hidden_size, self.patch_dim)),
             *self.stack_products("patch", gated=True),
-            *self.merger_products("merger", output_size),
+            *mlp_products("merger", self.merged_size, output_size),
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:

@@ -32,11 +32,9 @@ class Settings(EncoderSettings):
 
     @property
     def num_levels(self) -> int:
-        """L, the number of feature levels besides the embeddings."""
         return self.levels
 
     def processor(self, modality: str = "image") -> TransformersMedia:
-        """Return the folder's processor for items of the modality."""
         return TransformersMedia(self.folder, modality)
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
@@ -56,7 +54,6 @@ class Settings(EncoderSettings):
         return max(frames * height * width / side**2, 1.0)
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Count patches."""
         return {"patch": sum(self.num_inputs(tuple(grid)) for grid in grids.tolist())}
 
 

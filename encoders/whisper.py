@@ -22,7 +22,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from data.modalities.audio import FRAMES_PER_TOKEN, AudioClips
-from encoders._tower import PackedItems, Tower, both, build_tower, gelu_stack
+from encoders._tower import PackedItems, Tower, both, build_tower, gelu_stack, mlp_products, row_mlp
 from mimo.config.bounds import Epsilon, ItemSeconds, MelBins, Patches
 from mimo.engines import megatron as engine
 from mimo.families.contracts import EncoderSettings
@@ -61,7 +61,6 @@ class Settings(EncoderSettings):
         return self
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """Scale down."""
         return self.model_copy(
             update={
                 **self._scaled_sizes(tp),
@@ -82,18 +81,15 @@ class Settings(EncoderSettings):
         )
 
     def products(self, output_size: int) -> list[Product]:
-        """Return all matrices and attention, in the order of a forward."""
-        size, stacked = self.hidden_size, self.hidden_size * self.tokens_per_row
+        size = self.hidden_size
         return [
             Product("conv1.weight", "frame", (size, 3 * self.num_mel_bins)),
             Product("conv2.weight", "token", (size, 3 * size)),
             *self.stack_products("token", gated=False),
-            Product("projector.linear_fc1.weight", "row", (stacked, stacked)),
-            Product("projector.linear_fc2.weight", "row", (output_size, stacked)),
+            *mlp_products("projector", size * self.tokens_per_row, output_size),
         ]
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
-        """Count frames, tokens, rows, and pairs of tokens of a clip."""
         frames = np.prod(grids, axis=1)
         tokens = frames // FRAMES_PER_TOKEN
         return {
@@ -157,17 +153,12 @@ class WhisperTower(Tower[PackedItems]):
             self.part.sum_gradients(self.conv2)
         self.blocks = engine.build_stack(config, ctx)
         if ctx.is_last_stage:
-            stacked = size * settings.tokens_per_row
-            self.projector = engine.ParallelMLP(
-                config, ctx.groups, stacked, stacked, output_size, nn.functional.gelu
-            )
+            self.projector = row_mlp(config, ctx, size * settings.tokens_per_row, output_size)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
-        """Return the grid of frames of silence."""
         return num_rows * self.tokens_per_row * FRAMES_PER_TOKEN, 1, 1
 
     def num_tokens(self, grids: Tensor) -> list[int]:
-        """Return half the number of frames."""
         return (grids.prod(1) // FRAMES_PER_TOKEN).tolist()
 
     def pack(self, grids: Tensor) -> PackedItems:
@@ -199,7 +190,6 @@ class WhisperTower(Tower[PackedItems]):
         return self.conv2(hidden, seen) + positions
 
     def project(self, hidden: list[Tensor], packed: PackedItems) -> Tensor:
-        """Stack tokens into rows, and project them."""
         assert self.projector is not None, "the last stage projects"
         stacked = hidden[0].reshape(-1, self.tokens_per_row * hidden[0].shape[-1])
         return self.projector(stacked)

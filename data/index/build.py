@@ -41,11 +41,9 @@ class Problems:
     causes: list[OSError] = field(default_factory=list)  # one for each shard not readable
 
     def add(self, kind: str, line: str, cause: BaseException | None = None) -> None:
-        """Add one problem."""
         self.merge(Problems({kind: [line]}, [cause] if isinstance(cause, OSError) else []))
 
     def merge(self, other: Problems) -> None:
-        """Add the problems of other shards."""
         for kind, lines in other.lines.items():
             self.lines.setdefault(kind, []).extend(lines)
         self.causes += other.causes
@@ -54,12 +52,6 @@ class Problems:
         """Raise ValueError if there are any problems, from their OSError if all have the same."""
         if not self.lines:
             return
-        alike = len({error.errno for error in self.causes}) == 1
-        alike = alike and len(self.causes) == sum(map(len, self.lines.values()))
-        raise ValueError(self._text(processors)) from self.causes[0] if alike else None
-
-    def _text(self, processors: Processors) -> str:
-        """The message to the user."""
         media = sorted(processors)
         suffixes = ", ".join(_suffixes(processors)) or "none"
         remedies = {
@@ -89,7 +81,9 @@ class Problems:
         ]
         if "shard" in self.lines:
             texts.append(listed(self.lines["shard"]))
-        return "\n".join(texts)
+        alike = len({error.errno for error in self.causes}) == 1
+        alike = alike and len(self.causes) == sum(map(len, self.lines.values()))
+        raise ValueError("\n".join(texts)) from self.causes[0] if alike else None
 
 
 def build_here(
@@ -135,9 +129,8 @@ def index_shard(
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 
     An unusable sample is left out, with its reason. processors: of the same modalities as the
-    placeholders of `chat`. progress(position): bytes of the shard that are done.
-
-    Returns the problems; with any, no file is written. Raises OSError when it cannot be written.
+    placeholders of `chat`. progress(position): bytes of the shard that are done. Returns the
+    problems; with any, no file is written. Raises OSError when it cannot be written.
     """
     assert sorted(processors) == sorted(chat.placeholders), "every modality has a placeholder"
     path, problems = task.shard.path, Problems()
@@ -157,26 +150,23 @@ def index_shard(
             except PlaceholderError as error:
                 line = f"{path}: {error.key}: {error.placeholders} / {error.items}"
                 problems.add("mismatched", line)
-                continue
             except UnknownMediaError as error:
                 problems.add("unknown", f"{path}: {error.key}: {_short(error.media)}")
-                continue
             except ProcessorError as error:
                 problems.add("processor", f"{path}: {raw.key}: {error}")
-                continue
             except ShardChangedError:
                 raise
             except (ValueError, RecursionError) as error:
                 skipped.append((raw.key, _short(str(error))))
-                continue
-            keys += raw.key.encode()
-            sample |= {"item_start": len(columns["item_rows"]), "key_end": len(keys)}
-            first_file = len(columns["file_size"])
-            for item in items:
-                item["item_file"] += first_file
-            for row in (sample, *items, *files):
-                for name, value in row.items():
-                    columns[name].append(value)
+            else:
+                keys += raw.key.encode()
+                sample |= {"item_start": len(columns["item_rows"]), "key_end": len(keys)}
+                first_file = len(columns["file_size"])
+                for item in items:
+                    item["item_file"] += first_file
+                for row in (sample, *items, *files):
+                    for name, value in row.items():
+                        columns[name].append(value)
     except (ValueError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         problems.add("shard", str(error), cause)

@@ -100,7 +100,6 @@ class SampleReader:
         return encoded
 
     def media(self, item: int) -> Media[Any]:
-        """The modality of an item."""
         return self.processors[self.index.media[int(self.index.column("item_media", item))]]
 
     def decoded(self, item: int, file: int) -> Any:
@@ -138,7 +137,6 @@ class SampleReader:
             raise self._unreadable(sample, files[0], str(error)) from error
 
     def plan(self, item: int) -> PartPlan:
-        """Plan the part of an item, from the index alone."""
         return self.plans(np.array([item]))[0]
 
     def plans(self, items: np.ndarray) -> list[PartPlan]:

@@ -152,22 +152,18 @@ class Index:
         return text.tobytes().decode()
 
     def shard_of(self, sample: int) -> str:
-        """The path of a sample's shard."""
         return self.shards[self._one("shard", sample)]
 
     def state(self, shard: int) -> Shard:
-        """A shard as it was indexed."""
         catalog = self.catalog
         return Shard(self.shards[shard], catalog.sizes[shard], catalog.versions[shard])
 
     def sample_of_item(self, item: int) -> int:
-        """The sample that an item belongs to."""
         samples = self.samples_of_shard(bisect_right(self._starts["items"], item) - 1)
         after = bisect_right(samples, item, key=lambda sample: self._one("item_start", sample))
         return samples[after - 1]
 
     def part(self, item: int) -> Part:
-        """The content part that an item belongs to."""
         return Part(
             size=(self._one("item_size_0", item), self._one("item_size_1", item)),
             frames=self._one("item_frames", item),
@@ -175,7 +171,6 @@ class Index:
         )
 
     def items_of_sample(self, sample: int) -> range:
-        """Its items, in order."""
         return range(self._one("item_start", sample), self._one("item_start", sample + 1))
 
     def parts_of_sample(self, sample: int) -> list[int]:
@@ -185,25 +180,21 @@ class Index:
         return [items.start + int(first) for first in np.flatnonzero(numbers == 0)]
 
     def files_of_sample(self, sample: int) -> range:
-        """Its files, in order."""
         items = self.items_of_sample(sample)
         if not items:
             return range(0)
         return range(self.files_of_part(items[0])[0], self.files_of_part(items[-1])[-1] + 1)
 
     def files_of_part(self, item: int) -> range:
-        """The files of the part that an item belongs to."""
         first = self._one("item_file", item)
         return range(first, first + self._one("item_frames", item))
 
     # ------------------------------------------------------------------------- by shard
 
     def samples_of_shard(self, shard: int) -> range:
-        """Its samples, in order."""
         return range(*self._starts["samples"][shard : shard + 2].tolist())
 
     def skipped_samples(self) -> Iterator[SkippedSample]:
-        """The samples that cannot be used, shard by shard."""
         for shard in np.flatnonzero(self._entries["skipped"]).tolist():
             text = self._stored(shard, NAMES.index("skipped")).tobytes()
             for key, reason in json.loads(text):

@@ -150,7 +150,6 @@ class ColumnFile:
                 raise damaged(self.path, f"the checksum of {name} differs")
 
     def values(self, name: str) -> np.ndarray:
-        """The entries of a column."""
         spec = self.specs[name]
         if spec["dtype"] != STEPS:
             return stored(self.bytes, spec)
@@ -256,10 +255,7 @@ def write_shard_index(
 
 
 def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
-    """Return the ENTRY of a shard's index; None for another version.
-
-    Raises OSError if there is none, DamagedFileError.
-    """
+    """Return the ENTRY of a shard's index; None for another version. Raises as `ColumnFile`."""
     file = ColumnFile(path)
     facts = file.facts
     made_of = (facts["settings"], facts["shard_size"], facts["shard_version"])
@@ -312,7 +308,6 @@ class Catalog:
 
     @cached_property
     def shards(self) -> tuple[str, ...]:
-        """The paths of the shards."""
         return tuple(os.path.join(self.root, name) for name in self.names)
 
     @cached_property
@@ -323,7 +318,6 @@ class Catalog:
         return hashlib.sha256(repr(facts).encode() + heads).hexdigest()[:32]
 
     def file(self, shard: int) -> Path:
-        """The index file of a shard."""
         return index_file(self.path.parent, self.names[shard])
 
     def has_shard(self, number: int, shard: Shard) -> bool:

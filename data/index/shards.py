@@ -176,7 +176,6 @@ class ShardFile:
             self.check()
 
     def stream(self) -> ShardStream:
-        """The shard as a file with a position."""
         return ShardStream(self, _FILE_PART if self._file >= 0 else _URL_PART)
 
     def __del__(self) -> None:
@@ -185,10 +184,7 @@ class ShardFile:
 
 
 class ShardStream:
-    """A shard, or a member, as a file.
-
-    It keeps the last few parts that were read, so that a tar header needs no request of its own.
-    """
+    """A shard, or a member, as a file. It keeps the last parts, so that headers cost no request."""
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0
@@ -204,7 +200,6 @@ class ShardStream:
         return stream
 
     def read(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes, all remaining ones if it is negative."""
         left = max(self.size - self._position, 0)
         begin = self.begin + self._position
         size = left if size < 0 else min(size, left)
@@ -216,11 +211,9 @@ class ShardStream:
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move, as in any file."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
         self._position = max(base + offset, 0)
         return self._position
 
     def tell(self) -> int:
-        """The position."""
         return self._position

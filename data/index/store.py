@@ -74,7 +74,7 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
             "folder as a source of its own"
         )
     path = home / f"{_slug(pattern)}.catalog"
-    old = _read(path, "made", Catalog.read, path, root)
+    old = _read("made", Catalog.read, path, root)
     if old is not None and old.settings != settings:
         old = None
     if old is not None and (missing := sorted(set(old.names) - set(names))):
@@ -90,7 +90,7 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
         if old is not None and at is not None and old.has_shard(at, shard):
             entries[number] = old.entries[at]
             num_known += 1
-        elif (entry := _read(file, "built", read_entry, file, settings, shard)) is not None:
+        elif (entry := _read("built", read_entry, file, settings, shard)) is not None:
             entries[number] = entry
         else:
             tasks.append(IndexTask(shard, file, settings))
@@ -101,8 +101,8 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
     return Survey(catalog, tuple(tasks), is_written=False)
 
 
-def _read[T](file: Path, done: str, read: Callable[..., T], *args: Any) -> T | None:
-    """Call ``read`` on a file; None if there is none, or, with a warning, if it is damaged."""
+def _read[T](done: str, read: Callable[..., T], *args: Any) -> T | None:
+    """Return ``read(*args)``; None if there is no file, or, with a warning, a damaged one."""
     try:
         return read(*args)
     except FileNotFoundError:

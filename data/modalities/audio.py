@@ -58,12 +58,10 @@ class AudioClips:
     suffixes = ("wav",)
 
     def probe(self, file: BinaryIO) -> Size:
-        """Size from the header. Raises ValueError unless it is a WAV file of PCM samples."""
         with _opened(file) as header:
             return header.getnframes(), header.getframerate()
 
     def decode(self, data: bytes) -> Sound:
-        """A file in mono at 16 kHz. Raises ValueError as `probe`, and for a truncated file."""
         with _opened(io.BytesIO(data)) as file:
             channels, width, rate, frames = file.getparams()[:4]
             raw = file.readframes(frames)
@@ -71,11 +69,9 @@ class AudioClips:
         return Sound(resample(mono, rate).astype(np.float32), (frames, rate))
 
     def size_of(self, decoded: Sound) -> Size:
-        """The size of its file."""
         return decoded.size
 
     def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
         return f"{size[0]} samples at {size[1]} Hz"
 
     def picture(self, decoded: Sound) -> np.ndarray:
@@ -85,34 +81,28 @@ class AudioClips:
         return np.repeat(grey[:, :, None], 3, axis=2)
 
     def random_file(self, rng: np.random.Generator) -> bytes:
-        """Noise of 1 to 4 rows, the last one not always filled."""
         length = int(rng.integers(1, 5)) * self._row_samples - int(rng.integers(0, HOP_SAMPLES))
         return wav_bytes(rng.integers(-(2**12), 2**12, length, dtype=np.int16))
 
     @property
     def wire(self) -> WireForm:
-        """The C values themselves."""
         return WireForm(self.num_mel_bins)
 
     @property
     def _row_samples(self) -> int:
         return HOP_SAMPLES * FRAMES_PER_TOKEN * self.tokens_per_row
 
-    def num_rows(self, size: Size) -> int:
-        """Rows of a file of this size. Raises ValueError for a clip that is too long or empty."""
-        samples, rate = size
+    def plan(self, part: Part) -> PartPlan:
+        """One item. Raises ValueError for several files, or a clip that is too long or empty."""
+        if part.frames != 1:
+            raise ValueError(f"a part of {part.frames} files, but a clip is one file")
+        samples, rate = part.size
         if not 0 < samples <= self.max_seconds * rate:
             raise ValueError(
                 f"the clip lasts {samples / rate:.2f} s, needs more than 0 and at most "
                 f"max_seconds, {self.max_seconds:g}; cut it, or raise max_seconds"
             )
-        return -(-resampled_length(samples, rate) // self._row_samples)
-
-    def plan(self, part: Part) -> PartPlan:
-        """One item. Raises ValueError for several files, and as `num_rows`."""
-        if part.frames != 1:
-            raise ValueError(f"a part of {part.frames} files, but a clip is one file")
-        rows = self.num_rows(part.size)
+        rows = -(-resampled_length(samples, rate) // self._row_samples)
         tokens = rows * self.tokens_per_row
         return PartPlan(
             grid=(tokens * FRAMES_PER_TOKEN, 1, 1),
@@ -121,7 +111,6 @@ class AudioClips:
         )
 
     def item_files(self, part: Part, item: int) -> range:
-        """The only file."""
         return range(1)
 
     def item_patches(self, files: Sequence[Sound], part: Part, item: int) -> np.ndarray:
@@ -132,7 +121,6 @@ class AudioClips:
         return np.pad(sound.waveform, (0, -len(sound.waveform) % self._row_samples))
 
     def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes, row counts or patches may change."""
         return hashlib.sha256(repr(("log-mel-1", astuple(self))).encode()).hexdigest()[:16]
 
 

@@ -57,14 +57,10 @@ class StillImages(ABC):
     def resized(self, width: int, height: int) -> Size:
         """The size at which an image becomes patches: multiples of P·M. May raise ValueError."""
 
-    # ------------------------------------------------------------------------------ files
-
     def probe(self, file: BinaryIO) -> Size:
-        """Return the size from the header. Raises ValueError as `image_size` does."""
         return image_size(file)
 
     def decode(self, data: bytes) -> Image.Image:
-        """Decode in RGB. Raises ValueError as `open_image`, and for a mode without RGB."""
         image = open_image(data, self.shown_size if self.jpeg_draft else None)
         try:
             return to_rgb(image)
@@ -76,24 +72,18 @@ class StillImages(ABC):
         return self.resized(*size)
 
     def size_of(self, decoded: Image.Image) -> Size:
-        """Width and height of its file."""
         return full_size(decoded)
 
     def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
         return f"{size[0]} x {size[1]} pixels"
 
     def picture(self, decoded: Image.Image) -> np.ndarray:
-        """The image itself."""
         return np.asarray(decoded)
 
     def random_file(self, rng: np.random.Generator) -> bytes:
-        """A PNG of noise: 1 to 4 rows, one to three side by side."""
         columns, lines = _RANDOM_ROWS[int(rng.integers(len(_RANDOM_ROWS)))]
         shape = lines * self.row_pixels, columns * self.row_pixels
         return png_bytes(rng.integers(0, 256, shape, dtype=np.uint8))
-
-    # ------------------------------------------------------------------------------ items
 
     def plan(self, part: Part) -> PartPlan:
         """One item. Raises ValueError for several frames, and as `resized`."""
@@ -115,7 +105,6 @@ class StillImages(ABC):
         )
 
     def item_files(self, part: Part, item: int) -> range:
-        """All files."""
         return range(part.frames)
 
     def item_patches(self, files: Sequence[Image.Image], part: Part, item: int) -> np.ndarray:
@@ -128,7 +117,6 @@ class StillImages(ABC):
         return cut_patches(np.asarray(resized)[None], self.patch_size, self.merge_size)
 
     def fingerprint(self) -> str:
-        """Hex digest that changes whenever sizes or row counts may change."""
         processor: Any = self
         pairs = zip(fields(processor), astuple(processor), strict=True)
         settings = tuple(value for field, value in pairs if field.name != "jpeg_draft")
@@ -285,21 +273,16 @@ class SquareImageProcessor(StillImages):
         return WireForm(3 * self.patch_size**2, normalisation_table, self.mean, self.std)
 
     def resized(self, width: int, height: int) -> Size:
-        """The square."""
         return self.image_size, self.image_size
 
     def shown_size(self, size: Size) -> Size | None:
-        """The square, unless there are crops."""
         return None if self._crops(size) else self.resized(*size)
 
     def plan(self, part: Part) -> PartPlan:
-        """The image, and an item for each of its crops. Raises ValueError for several frames.
-
-        Source of the text: transformers `Gemma3Processor.replace_image_token`.
-        """
         whole, crops = super().plan(part), " ".join([ITEM_SLOT] * len(self._crops(part.size)))
         if not crops:
             return whole
+        # Source: transformers `Gemma3Processor.replace_image_token`.
         text = f"Here is the original image {ITEM_SLOT} and here are some crops to help you see"
         return replace(whole, text=f"{text} better {crops}")
 

@@ -29,14 +29,11 @@ Size = tuple[int, int]  # of a file, in units of its modality, such as (width, h
 
 @dataclass(frozen=True)
 class Part:
-    """The facts of a content part that are known before its files are decoded.
+    """The facts of a content part that are known before its files are decoded."""
 
-    size: of each file. frames: number of files. fps: frames per second.
-    """
-
-    size: Size
-    frames: int = 1
-    fps: float = DEFAULT_FPS
+    size: Size  # of each file
+    frames: int = 1  # files
+    fps: float = DEFAULT_FPS  # frames per second
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,10 @@ class PartPlan:
 
     @property
     def num_items(self) -> int:
-        """Items of the part."""
         return self.text.count(ITEM_SLOT) if self.slot_rows is None else 1
 
     @property
     def num_patches(self) -> int:
-        """P: patches of each item."""
         return math.prod(self.grid) if self.patches is None else self.patches
 
     @property
@@ -103,7 +98,6 @@ class WireForm:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the numbers that are sent."""
         return np.dtype(np.float32 if self.normalise is None else np.uint8)
 
     @property
@@ -131,10 +125,9 @@ class Media[D](Protocol):
     """A kind of item: its files, and how they become patches and rows.
 
     D: a decoded file. What an item becomes follows from the sizes in the `Part` alone. Methods
-    raise ValueError, saying what is wrong, for a file or a part that cannot be used.
+    raise ValueError, saying what is wrong, for a file or a part that cannot be used. `size_text`
+    formats a size for messages.
     """
-
-    # ------------------------------------------------------------------------------ files
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -149,13 +142,9 @@ class Media[D](Protocol):
         """Decode a file, in bounded memory. If this succeeds, `size_of` gives what `probe` gave."""
         ...
 
-    def size_of(self, decoded: D) -> Size:
-        """Size of a decoded file."""
-        ...
+    def size_of(self, decoded: D) -> Size: ...
 
-    def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
-        ...
+    def size_text(self, size: Size) -> str: ...
 
     def picture(self, decoded: D) -> np.ndarray:
         """uint8 (height, width, 3): a decoded file, for a person to look at."""
@@ -165,16 +154,10 @@ class Media[D](Protocol):
         """A small file of noise with the first suffix; sizes vary from a single row to a few."""
         ...
 
-    # ------------------------------------------------------------------------------ items
-
     @property
-    def wire(self) -> WireForm:
-        """How patches are sent."""
-        ...
+    def wire(self) -> WireForm: ...
 
-    def plan(self, part: Part) -> PartPlan:
-        """The items of a part."""
-        ...
+    def plan(self, part: Part) -> PartPlan: ...
 
     def item_files(self, part: Part, item: int) -> range:
         """Which files of the part its item number ``item`` is made of."""

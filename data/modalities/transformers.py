@@ -70,7 +70,6 @@ class ItemForm:
 
     @property
     def num_rows(self) -> int:
-        """Number of the item's placeholders."""
         return sum(self.slot_rows)
 
     @property
@@ -99,43 +98,31 @@ class TransformersMedia:
     folder: str
     modality: str
 
-    # ------------------------------------------------------------------------------ files
-
     @property
     def _files(self) -> Media[Any]:
-        """Reader of the files."""
         return AudioClips() if self.modality == "audio" else ImageProcessor()
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of its files, in lower case and without a dot, the usual one first."""
         return self._files.suffixes
 
     def probe(self, file: BinaryIO) -> Size:
-        """Size of a file from its header. Raises ValueError."""
         return self._files.probe(file)
 
     def decode(self, data: bytes) -> Any:
-        """Decode a file at its own size. Raises ValueError."""
         return self._files.decode(data)
 
     def size_of(self, decoded: Any) -> Size:
-        """Size of a decoded file."""
         return self._files.size_of(decoded)
 
     def size_text(self, size: Size) -> str:
-        """Format a size for messages."""
         return self._files.size_text(size)
 
     def picture(self, decoded: Any) -> np.ndarray:
-        """uint8 (height, width, 3): a decoded file, for a person to look at."""
         return self._files.picture(decoded)
 
     def random_file(self, rng: np.random.Generator) -> bytes:
-        """A small file of noise with the first suffix."""
         return self._files.random_file(rng)
-
-    # ------------------------------------------------------------------------------ items
 
     @property
     def wire(self) -> WireForm:
@@ -177,15 +164,10 @@ class TransformersMedia:
         return frames, part.size[1], part.size[0]
 
     def item_files(self, part: Part, item: int) -> range:
-        """Return the range of all files of the part."""
         return range(part.frames)
 
     def item_patches(self, files: Sequence[Any], part: Part, item: int) -> np.ndarray:
-        """Return the arrays that depend on the content, flat and concatenated, (P, 1) float32.
-
-        Raises ValueError if the processor refuses the files, or if the arrays have other shapes
-        than those of blank files.
-        """
+        """Return the arrays that depend on the content, flat, (P, 1) float32. Raises ValueError."""
         form = self.form(self._grid(part), part.fps)
         _, arrays = self._run(files, part.fps)
         shapes, expected = (
@@ -207,10 +189,7 @@ class TransformersMedia:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _run(self, files: Sequence[Any], fps: float) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-        """Run the processor on one item and the item's token.
-
-        Returns its outputs, and the arrays among them that are not the text's. Raises ValueError.
-        """
+        """Run the processor on an item; return its outputs, and their arrays except the text's."""
         processor, options = _processor(self.folder), dict[str, Any]()
         if self.modality == "audio":
             content, options["sampling_rate"] = files[0].waveform, SAMPLE_RATE
@@ -245,7 +224,6 @@ class TransformersMedia:
 
 @lru_cache(_MAX_FORMS)
 def _form(media: TransformersMedia, grid: Grid, fps: float) -> ItemForm:
-    """Compute `TransformersMedia.form`, once for each grid."""
     frames, height, width = grid
     if media.modality == "audio":
         size, silence = (width, height), np.zeros(resampled_length(width, height), np.float32)
@@ -307,10 +285,7 @@ def _small(array: Tensor) -> Tensor:
 
 @lru_cache(_MAX_PROCESSORS)
 def media_tokens(folder: str, modality: str) -> MediaText:
-    """Return how items appear in the chats of a folder's model.
-
-    Raises ValueError if its processor does not take this modality, and as `load_processor` does.
-    """
+    """Return how items appear in chats. Raises as `load_processor`; ValueError if they do not."""
     from transformers import AutoConfig
 
     processor, config = _processor(folder), None

@@ -55,7 +55,6 @@ class VideoProcessor(ImageProcessor):
         return self.resized(*part.size)
 
     def plan(self, part: Part) -> PartPlan:
-        """One item. Raises as `frame_size`."""
         t = -(-part.frames // self.temporal_patch_size)
         # In float32 as in transformers, because positions are then cut to whole numbers.
         seconds = np.float32(self.temporal_patch_size / part.fps)
@@ -81,7 +80,6 @@ class TimedVideoProcessor(VideoProcessor):
     KIND: ClassVar[str] = "qwen3_vl-video-1"
 
     def frame_size(self, part: Part) -> Size:
-        """Size of the part's resized frames. Raises ValueError as `resized` does."""
         block, size = self.row_pixels, self.temporal_patch_size
         width, height = part.size
         if min(width, height) < block:
@@ -91,7 +89,6 @@ class TimedVideoProcessor(VideoProcessor):
         return self._bounded(width, height, frames, round(frames / size) * size)
 
     def plan(self, part: Part) -> PartPlan:
-        """An item per T frames. Raises as `frame_size`."""
         count = -(-part.frames // self.temporal_patch_size)
         files = [self.item_files(part, item) for item in range(count)]
         # A patch that is filled with copies of the last frame ends at that frame.
@@ -100,7 +97,6 @@ class TimedVideoProcessor(VideoProcessor):
         return self._plan(self.frame_size(part), text=text)
 
     def item_files(self, part: Part, item: int) -> range:
-        """T frames, fewer at the end of the video."""
         first = item * self.temporal_patch_size
         return range(first, min(first + self.temporal_patch_size, part.frames))
 

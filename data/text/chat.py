@@ -41,8 +41,6 @@ _VERSION = 3  # raise it whenever the same files give other ids or masks
 
 @dataclass(frozen=True)
 class _Chat:
-    """Messages to tokenize."""
-
     messages: Sequence[Message]
     # Modality, and text with `{item}` in it, of each content part that is not text, in order.
     parts: Sequence[tuple[str, str]]
@@ -136,11 +134,7 @@ class ChatTokenizer:
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
     def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
-        """Return the content parts that stand for items, in order of mention.
-
-        Raises MessagesError for malformed messages, UnknownMediaError for a modality without a
-        placeholder.
-        """
+        """Return parts that stand for items, in order. Raises MessagesError, UnknownMediaError."""
         mentioned = mentions(messages, key)
         for mention in mentioned:
             if mention.media not in self.placeholders:
@@ -256,7 +250,6 @@ class ChatTokenizer:
     def _rendered(
         self, chat: _Chat, count: int | None = None, add_generation_prompt: bool = False
     ) -> _Rendered:
-        """Render the first ``count`` messages, or all."""
         messages = chat.messages[:count]
         parts = chat.parts[: len(item_parts(messages))]
         try:

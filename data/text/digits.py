@@ -1,4 +1,4 @@
-"""Questions and answers about digits, and a word-level tokenizer for them."""
+"""Chats about digits, and a word-level tokenizer for them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-# Spaces around punctuation, so that decoding, which joins words by spaces, gives the text back.
-ASK_ONE = (
-    "what digit is this ?",
-    "which digit do you see ?",
-    "read the digit .",
-    "what number is in the image ?",
-)
-ASK_MANY = (
-    "what digits are these ?",
-    "which digits do you see ?",
-    "read the digits in order .",
-    "what numbers are in the images ?",
-)
-ASK_COUNTED = (
-    "there are {count} images . read the digits .",
-    "read all {count} digits in order .",
-    "what are the {count} numbers ?",
-)
-ASK_NEXT = ("what comes after {a} ?", "which digit follows {a} ?")
-ASK_PREVIOUS = ("what comes before {a} ?",)
-ASK_COPY = ("write {list} .", "repeat {list} in order .")
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -39,7 +17,10 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 _UNKNOWN = "<|unknown|>"
-
+_WORDS: str = (
+    ". ? after all are assistant before comes digit digits do follows image images in is number "
+    "numbers order read repeat see system the then there these this user what which write you"
+)
 DIGITS = tuple(str(digit) for digit in range(10))
 
 PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
@@ -115,7 +96,5 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
 
 
 def words() -> list[str]:
-    """All words of the questions and of the roles, punctuation included, sorted."""
-    questions = (*ASK_ONE, *ASK_MANY, *ASK_COUNTED, *ASK_NEXT, *ASK_PREVIOUS, *ASK_COPY)
-    texts = " ".join((*questions, "system user assistant then"))
-    return sorted({word for word in texts.split() if not word.startswith("{")})
+    """All words of questions about digits and of the roles, punctuation included, sorted."""
+    return _WORDS.split()

@@ -185,10 +185,9 @@ def generation_ends(directory: Path) -> list[int]:
 
 
 class Template:
-    """The chat template of a tokenizer folder.
+    """The chat template of a tokenizer folder, for several threads at once.
 
-    text: the template itself. tokenizer: of transformers, which renders it. special: tells the
-    template's special tokens from text. Only ever reads: may be used by several threads.
+    tokenizer: of transformers, which renders it. special: tells its special tokens from text.
     """
 
     def __init__(self, text: str, tokenizer: Any, special: SpecialTokens) -> None:

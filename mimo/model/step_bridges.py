@@ -129,7 +129,7 @@ class StepRows:
         rows, before, total = (values.reshape(-1)[lane] for values in self._rows)
         ranks = _ranks(grid, grid.pp - 1)[lane % grid.dp, 0]
         if grid.sp:
-            return SequenceShardedSource(rows, ranks, before, total)
+            return SequenceShardedSource(ranks, before, total)
         return ReplicatedSource(rows, ranks)
 
     def _destination(

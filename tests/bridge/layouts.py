@@ -43,7 +43,7 @@ def lanes_of(lengths: Sequence[Sequence[int]], packed: bool = True) -> LaneSegme
 def cut_together(rows: Sequence[Ints], ranks: Ints) -> list[SequenceShardedSource]:
     """The sources of microbatches with (L,) ``rows`` that are encoded together."""
     total, ends = np.sum(rows, axis=0), np.cumsum(rows, axis=0)
-    return [SequenceShardedSource(r, ranks, e - r, total) for r, e in zip(rows, ends, strict=True)]
+    return [SequenceShardedSource(ranks, e - r, total) for r, e in zip(rows, ends, strict=True)]
 
 
 def cut_alone(rows: Ints, ranks: Ints) -> SequenceShardedSource:

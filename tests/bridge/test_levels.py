@@ -18,13 +18,13 @@ from bridge import (
     BridgeSender,
     FlatEmbeddings,
     ItemRuns,
-    LaneSegments,
     LevelReceiver,
     ReplicatedSource,
     sharded_destination,
     split_levels,
     take_chunk,
 )
+from tests.bridge.layouts import lanes_of
 from tests.bridge.two_grids import make_end
 from tests.conftest import RunRanks
 
@@ -58,7 +58,7 @@ def plan_of(rows: int) -> BridgePlan:
     item = np.zeros(min(rows, 1), np.int64)
     runs = ItemRuns(item, item, item, item + 2, item + rows, num_samples=1)
     source = ReplicatedSource(np.array([rows]), np.array([[0]]))
-    segments = LaneSegments.whole([16])
+    segments = lanes_of([[16]])
     destination = sharded_destination(segments, np.array([[[1]]]), False, runs)
     return BridgePlan.build(runs, source, destination)
 

@@ -52,38 +52,42 @@ def lost_peer(rank: int, case: Case) -> str:
 # ------------------------------------------------------------------------- on ranks
 
 
-def test_receiver_names_every_stalled_peer_and_its_rows_and_no_other(run_ranks: RunRanks) -> None:
-    case = Case(3, 1, 1, 1, timeout_seconds=0.5)
-    *_, (message, waits_for) = run_ranks(wait_for_stalled, 4, case, (0, 2))
+@pytest.mark.parametrize(
+    ("case", "stalled", "rank", "what", "missing"),
+    [
+        (
+            Case(3, 1, 1, 1),
+            (0, 2),
+            3,
+            "vision -> language: rows of microbatch 0 did not arrive",
+            "rank 0 to send 20 rows, rank 2 to send 3 rows",
+        ),
+        (
+            Case(1, 1, 2, 1),
+            (1, 2),
+            0,
+            "language -> vision: gradients of microbatch 0 did not arrive",
+            "rank 1 to send 7 rows, rank 2 to send 16 rows",
+        ),
+        (
+            Case(1, 1, 2, 1, trainable=False),
+            (1, 2),
+            0,
+            "vision -> language: rows of microbatch 0 were not taken",
+            "rank 1 to take 7 rows, rank 2 to take 16 rows",
+        ),
+    ],
+    ids=["receiver", "sender of trained rows", "sender of frozen rows"],
+)
+def test_a_rank_names_every_stalled_peer_and_its_rows_and_no_other(
+    run_ranks: RunRanks, case: Case, stalled: tuple[int, ...], rank: int, what: str, missing: str
+) -> None:
+    case = replace(case, timeout_seconds=0.5)
+    message, waits_for = run_ranks(wait_for_stalled, case.num_ranks, case, stalled)[rank]
     assert message == (
-        "bridge vision -> language: rows of microbatch 0 did not arrive within "
-        "bridge.timeout_seconds 0.5; still waiting for rank 0 to send 20 rows, "
-        "rank 2 to send 3 rows"
+        f"bridge {what} within bridge.timeout_seconds 0.5; still waiting for {missing}"
     )
-    assert waits_for == (0, 2)
-
-
-def test_sender_names_the_peers_whose_gradients_do_not_come(run_ranks: RunRanks) -> None:
-    case = Case(1, 1, 2, 1, timeout_seconds=0.5)
-    (message, waits_for), *_ = run_ranks(wait_for_stalled, 3, case, (1, 2))
-    assert message == (
-        "bridge language -> vision: gradients of microbatch 0 did not arrive within "
-        "bridge.timeout_seconds 0.5; still waiting for rank 1 to send 7 rows, "
-        "rank 2 to send 16 rows"
-    )
-    assert waits_for == (1, 2)
-
-
-def test_sender_names_the_peers_that_do_not_take_its_rows(run_ranks: RunRanks) -> None:
-    case = Case(1, 1, 2, 1, timeout_seconds=0.5)
-    case = replace(case, trainable=False)
-    (message, waits_for), *_ = run_ranks(wait_for_stalled, 3, case, (1, 2))
-    assert message == (
-        "bridge vision -> language: rows of microbatch 0 were not taken within "
-        "bridge.timeout_seconds 0.5; still waiting for rank 1 to take 7 rows, "
-        "rank 2 to take 16 rows"
-    )
-    assert waits_for == (1, 2)
+    assert waits_for == stalled
 
 
 def test_lost_connection_names_the_peer_and_its_rows_at_once(run_ranks: RunRanks) -> None:

@@ -17,14 +17,7 @@ from bridge import BridgeError, TransferWatch
 from bridge.waiting import Message
 from mimo.runtime.processes import RanksFailed
 from mimo.runtime.ranks import launch
-from tests.bridge.two_grids import (
-    HIDDEN,
-    Case,
-    build_end,
-    make_end,
-    receive_all,
-    rows_of,
-)
+from tests.bridge.two_grids import HIDDEN, Case, build_end, make_end, receive_all, rows_of
 from tests.conftest import RunRanks
 
 LATE = (

@@ -24,11 +24,10 @@ from bridge import (
     BridgeSender,
     FlatEmbeddings,
     ItemRuns,
-    LaneSegments,
     ReplicatedSource,
     sharded_destination,
 )
-from tests.bridge.layouts import cut_alone
+from tests.bridge.layouts import cut_alone, lanes_of
 
 HIDDEN = 5
 # Rows per sample and microbatch. The second microbatch is text only, lanes get uneven counts.
@@ -91,7 +90,7 @@ class Case:
         source = kind(rows, np.arange(self.encoder_ranks).reshape(-1, self.tp))
         ranks = np.arange(self.encoder_ranks, self.num_ranks)
         destination = sharded_destination(
-            LaneSegments.whole([self.tokens] * self.language_lanes),
+            lanes_of([[self.tokens]] * self.language_lanes),
             ranks.reshape(self.language_lanes, self.language_cp, self.language_tp),
             self.sequence_parallel,
             runs,

@@ -22,6 +22,7 @@ from data.index.tar_shards import TarError, tar_members
 from data.modalities.audio import AudioClips
 from data.modalities.image_files import image_size, open_image
 from data.modalities.images import ImageProcessor
+from data.modalities.processor import Part
 from data.text.chat import ChatTokenizer
 from data.text.messages import MessagesError, PlaceholderError, UnknownMediaError
 from tests.data import damaged
@@ -116,7 +117,7 @@ def _sound(data: bytes) -> None:
     with suppress(ValueError):
         size = clips.probe(io.BytesIO(data))
         assert clips.size_of(clips.decode(data)) == size
-        clips.num_rows(size)
+        clips.plan(Part(size))
 
 
 FUZZED: dict[str, tuple[list[bytes], Callable[[bytes], None]]] = {

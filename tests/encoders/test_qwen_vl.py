@@ -12,7 +12,7 @@ from transformers.vision_utils import get_vision_window_index
 
 from data.modalities.processor import Part
 from encoders import qwen_vl
-from encoders._patches import WindowOrder, frame_lengths, patch_places
+from encoders._patches import WindowOrder, patch_places
 from tests.encoders.towers import QWEN2_5_VL_WINDOWS
 
 SETTINGS: dict[str, Any] = QWEN2_5_VL_WINDOWS.settings
@@ -29,7 +29,8 @@ def test_windows_and_their_order_are_those_of_transformers(
     frames_in_rows: list[tuple[int, int, int]], merge: int, side: int
 ) -> None:
     grids = torch.tensor([(t, h * merge, w * merge) for t, h, w in frames_in_rows])
-    order = WindowOrder.of(patch_places(grids, merge), frame_lengths(grids), merge, side)
+    frames = [h * w for t, h, w in grids.tolist() for _ in range(t)]
+    order = WindowOrder.of(patch_places(grids, merge), frames, merge, side)
     rows, bounds = get_vision_window_index(grids, merge, side * merge * 14, 14)
     assert order.rows.tolist() == rows.tolist()
     assert list(order.lengths) == bounds.diff().tolist()

@@ -15,12 +15,7 @@ import pytest
 
 from data.index.build import IndexTask, build_here
 from data.index.samples import Index, Processors
-from data.index.shard_index import (
-    COLUMNS,
-    ColumnFile,
-    DamagedFileError,
-    write_columns,
-)
+from data.index.shard_index import COLUMNS, ColumnFile, DamagedFileError, write_columns
 from data.index.store import load_or_build_index
 from data.modalities.images import ImageProcessor
 from data.text.chat import ChatTokenizer
