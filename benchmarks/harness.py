@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import psutil
 import torch
@@ -27,7 +27,6 @@ from mimo.report.tables import Table, check_writable, show, write_json
 from mimo.runtime.run_files import versions
 
 Figures = Annotated[Path | None, typer.Option("--json", help="Write all figures there.")]
-_IDLE_SECONDS = 0.02  # a process that uses the processor less than a tenth of this time is idle
 Quick = Annotated[bool, typer.Option("--quick", help="One round of a tiny case; speed not judged.")]
 
 
@@ -48,7 +47,7 @@ class Run:
 
 
 def take_turns[Name](
-    contestants: Mapping[Name, Callable[[], Run]], rounds: int, verbose: bool = False
+    contestants: Mapping[Name, Callable[[], Run]], rounds: int
 ) -> dict[Name, list[Run]]:
     """Let every contestant run once a round, each round beginning with another."""
     names = [*contestants]
@@ -57,9 +56,6 @@ def take_turns[Name](
         first = number % len(names)
         for name in names[first:] + names[:first]:
             runs[name].append(contestants[name]())
-            if verbose:
-                seconds = runs[name][-1].seconds
-                print(f"[{number + 1}/{rounds}] {name}: {seconds:.1f} s", flush=True)
     return runs
 
 
@@ -72,7 +68,6 @@ class Contest:
 
     @property
     def ours(self) -> str:
-        """The name of our contestant."""
         return next(iter(self.runs))
 
     def ratios(self, rival: str, figure: str = "seconds") -> list[float]:
@@ -81,11 +76,9 @@ class Contest:
         return [theirs / ours for theirs, ours in pairs]
 
     def ratio(self, rival: str, figure: str = "seconds") -> float:
-        """The median of the rounds' ratios."""
         return statistics.median(self.ratios(rival, figure))
 
     def median(self, contestant: str, figure: str = "seconds") -> float:
-        """The median of the rounds' figures."""
         return statistics.median(self.figures(contestant, figure))
 
     def figures(self, contestant: str, figure: str) -> list[float]:
@@ -94,65 +87,11 @@ class Contest:
         return [(vars(run) | (run.result or {}))[figure] for run in runs]
 
 
-def timed(function: Callable[[], Any], until_idle: bool = False) -> Run:
-    """Call it in this process, whose children's processor time counts too.
-
-    until_idle: what its threads go on to do in the background counts, too.
-    """
+def timed(function: Callable[[], Any]) -> Run:
+    """Call it in this process, whose children's processor time counts too."""
     started, used = time.perf_counter(), _processor_seconds()
     result = function()
-    ended, is_busy = time.perf_counter(), until_idle
-    while is_busy:
-        ended, before = time.perf_counter(), time.process_time()
-        time.sleep(_IDLE_SECONDS)
-        is_busy = time.process_time() - before > _IDLE_SECONDS / 10
-    return Run(ended - started, _processor_seconds() - used, result)
-
-
-class Worker:
-    """Call a function in a forked process that keeps its state between calls.
-
-    make: called in the process; returns the function. A call raises what the function raises, and
-    BrokenProcessPool when the process dies.
-    """
-
-    def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
-        self._pool = ProcessPoolExecutor(1, get_context("fork"), _start, (make,))
-        self._pool.submit(int)  # fork now, before the caller has other threads
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def __call__(self, *args: Any) -> Any:
-        """Return what the function returns."""
-        return self._pool.submit(_answer, *args).result()
-
-
-def in_subprocess(function: Callable[[], Any]) -> Any:
-    """Return what a function returns in a process of its own."""
-    with Worker(lambda: function) as process:
-        return process()
-
-
-_make: Callable[[], Callable[..., Any]]
-_function: Callable[..., Any] | None = None
-
-
-def _start(make: Callable[[], Callable[..., Any]]) -> None:
-    global _make
-    _make = make
-    # Threads that have computed in the starter are not in its fork, which would wait for them.
-    torch.set_num_threads(1)
-
-
-def _answer(*args: Any) -> Any:
-    global _function
-    if _function is None:
-        _function = _make()
-    return _function(*args)
+    return Run(time.perf_counter() - started, _processor_seconds() - used, result)
 
 
 def _processor_seconds() -> float:
@@ -162,6 +101,41 @@ def _processor_seconds() -> float:
         with suppress(psutil.NoSuchProcess):
             total += sum(process.cpu_times()[:4])
     return total
+
+
+@contextmanager
+def workers(*makes: Callable[[], Callable[..., Any]]) -> Iterator[Callable[..., Any]]:
+    """Start forked processes; yield a function that calls those of all processes at once.
+
+    makes: each is called in its process and returns the function of it, which keeps its state
+    between calls. A call returns what the first process's function returns. It raises what a
+    function raises, and BrokenProcessPool when a process dies or could not make its function.
+    """
+    with ExitStack() as stack:
+        pools = [ProcessPoolExecutor(1, get_context("fork"), _start, (make,)) for make in makes]
+        for pool in pools:
+            stack.enter_context(pool).submit(int)  # fork now, before the caller has other threads
+
+        def call(*args: Any) -> Any:
+            futures = [pool.submit(_answer, *args) for pool in pools]
+            first, *_ = [future.result() for future in futures]
+            return first
+
+        yield call
+
+
+_function: Callable[..., Any]
+
+
+def _start(make: Callable[[], Callable[..., Any]]) -> None:
+    global _function
+    # Threads that have computed in the starter are not in its fork, which would wait for them.
+    torch.set_num_threads(1)
+    _function = make()
+
+
+def _answer(*args: Any) -> Any:
+    return _function(*args)
 
 
 @dataclass(frozen=True)
@@ -175,47 +149,30 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """Whether it was kept."""
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
-def conclude[Kind: Contest](
+def conclude(
     title: str,
-    contests: Sequence[Kind],
-    columns: Mapping[str, Callable[[Kind, str], str]],
+    contests: Sequence[Contest],
+    columns: Mapping[str, Callable[[Contest, str], float]],
     bounds: Sequence[Bound],
     json_path: Path | None,
-    *,
-    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-    notes: Sequence[str] = (),
     judge_speed: bool = True,
 ) -> int:
     """Print and write everything; return 1 when a bound is missed.
 
-    columns: of the contests' table: name -> a contestant's cell. tables: further ones by title, as
-    records with equal names. judge_speed: false to judge only bounds that are upper limits.
+    columns: of the contests' table: name -> a contestant's figure. judge_speed: false to judge only
+    bounds that are upper limits.
     """
-    machine = {"cores": str(len(os.sched_getaffinity(0))), "backend": backend()}
-    machine |= versions()
+    machine = {"cores": len(os.sched_getaffinity(0)), "backend": backend(), **versions()}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     show(_contests(title, contests, columns))
-    for heading, records in (tables or {}).items():
-        rows = [[_cell(value) for value in record.values()] for record in records]
-        show(Table([*records[0]], rows, title=heading))
-    for note in notes:
-        print(f"- {note}")
-    results = [
-        (
-            bound.name,
-            _cell(float(bound.value)),
-            f"{'≤' if bound.at_most else '≥'} {bound.limit:g}",
-            "holds" if bound.holds else "missed",
-        )
-        for bound in bounds
-    ]
-    show(Table(("bound", "measured", "limit", ""), results, title="what must hold"))
+    for bound in bounds:
+        comparison = f"{bound.value:.4g} {'≤' if bound.at_most else '≥'} {bound.limit:g}"
+        print(f"{'holds ' if bound.holds else 'missed'}  {bound.name}: {comparison}")
     if json_path is not None:
-        content = {"machine": machine, "notes": notes, "tables": tables}
+        content: dict[str, Any] = {"machine": machine, "title": title}
         content["runs"] = {contest.name: contest.runs for contest in contests}
         content["bounds"] = [{**asdict(bound), "holds": bound.holds} for bound in bounds]
         check_writable(json_path)
@@ -226,8 +183,8 @@ def conclude[Kind: Contest](
     return int(missed > 0)
 
 
-def _contests[Kind: Contest](
-    title: str, contests: Sequence[Kind], columns: Mapping[str, Callable[[Kind, str], str]]
+def _contests(
+    title: str, contests: Sequence[Contest], columns: Mapping[str, Callable[[Contest, str], float]]
 ) -> Table:
     """All contests; ratios are to ours: median, least and most."""
     ratios = {"time / ours": "seconds"}
@@ -237,7 +194,7 @@ def _contests[Kind: Contest](
     for contest in contests:
         for name in contest.runs:
             cells = [contest.name if name == contest.ours else "", name]
-            cells += [cell(contest, name) for cell in columns.values()]
+            cells += [f"{cell(contest, name):.4g}" for cell in columns.values()]
             for figure in ratios.values():
                 all_ratios = contest.ratios(name, figure)
                 spread = f"({min(all_ratios):.2f} to {max(all_ratios):.2f})"
@@ -245,7 +202,3 @@ def _contests[Kind: Contest](
                 cells.append("" if name == contest.ours else text)
             rows.append(cells)
     return Table(("", "contestant", *columns, *ratios), rows, title=title)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import Contest, Run, Worker, in_subprocess, take_turns
+from benchmarks.harness import Contest, Run, take_turns, workers
 
 # Forks of a process with threads: what runs there does without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -33,9 +33,9 @@ def test_the_ratio_is_the_median_of_pairs_not_the_ratio_of_medians() -> None:
     assert contest.ratio("theirs") == 5.0
 
 
-def test_a_process_keeps_its_state_between_calls() -> None:
-    def make():
-        calls = []
+def test_processes_keep_their_state_between_calls_and_the_first_one_answers() -> None:
+    def make(first: int):
+        calls = [first]
 
         def call(number: int) -> Run:
             calls.append(number)
@@ -43,17 +43,21 @@ def test_a_process_keeps_its_state_between_calls() -> None:
 
         return call
 
-    with Worker(make) as process:
-        assert [process(number).result for number in (1, 2, 3)] == [1, 3, 6]
+    with workers(lambda: make(0), lambda: make(100)) as call:
+        assert [call(number).result for number in (1, 2, 3)] == [1, 3, 6]
 
 
 def test_a_failure_in_a_process_of_the_benchmark_is_raised_with_its_cause() -> None:
     def divide() -> Any:
         return 1 // 0
 
-    for process in (Worker(divide), Worker(lambda: divide)):  # when it starts, when it is called
-        with process, pytest.raises(ZeroDivisionError) as raised:
-            process()
-        assert "return 1 // 0" in str(raised.value.__cause__), "the traceback of the process"
-    with pytest.raises(BrokenProcessPool):
-        in_subprocess(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with (
+        workers(lambda: int, lambda: divide) as call,
+        pytest.raises(ZeroDivisionError) as raised,
+    ):
+        call()
+    assert "return 1 // 0" in str(raised.value.__cause__), "the traceback of the process"
+    killed = workers(lambda: lambda: os.kill(os.getpid(), signal.SIGKILL))
+    for processes in (workers(divide), killed):
+        with processes as call, pytest.raises(BrokenProcessPool):
+            call()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint import peak_growth
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from tests import language_steps
@@ -51,6 +52,19 @@ def give_back_at_once() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     for parameter, value in ((_M_MMAP_THRESHOLD, 1 << 16), (_M_TRIM_THRESHOLD, 1 << 16)):
         assert mallopt(parameter, value) == 1
+
+
+def peak_growth(action: Callable[[], Any]) -> int:
+    """Bytes by which the process grows beyond what it has before, at most, during `action`."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    before = memory_status("VmRSS")
+    action()
+    return memory_status("VmHWM") - before
+
+
+def memory_status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def save_and_load(rank: int, job: Job, directory: Path) -> dict[str, int]:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.bridge_planning import DrawnIndex
+from benchmarks.bridge import DrawnIndex
 from bridge import (
     BridgePlan,
     LaneSegments,
@@ -18,7 +18,6 @@ from bridge import (
     replicated_destination,
     sharded_destination,
 )
-from data.modalities.images import ImageProcessor
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from mimo.model.step_plan import PlannedMicrobatch, StepPlan, StepPlanner
@@ -26,7 +25,7 @@ from mimo.parallel.connections import bridge_ends
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, Link
 from tests.bridge.layouts import cut_together, lanes_of
 
-INDEX = DrawnIndex(ImageProcessor(), num_samples=90)
+INDEX = DrawnIndex(num_samples=90)
 LINKS = (Link("vision"), Link("vision", 1, (1, 2), (0, 0)))
 
 
