@@ -229,6 +229,36 @@ def packs_of_tokens(
     return [np.array(window.next_pack(), np.int64) for _ in range(num_packs)]
 
 
+def regroup_by_length(
+    packs: Sequence[np.ndarray], tokens: np.ndarray, equal: bool
+) -> list[np.ndarray]:
+    """Return as many packs of the same samples, each with samples of similar length.
+
+    For models that pad a pack to its longest sample. tokens: (n,) of the samples, pack by pack.
+    equal: whether all packs have equally many samples; else the largest pack, padding included, is
+    as small as possible.
+    """
+    samples, order = np.concatenate(packs), np.argsort(-tokens, kind="stable")
+    lengths, num_packs = tokens[order].tolist(), len(packs)
+    if equal:
+        cuts = list(range(0, len(samples), len(samples) // num_packs))
+    else:
+        limits = range(lengths[0], lengths[0] * len(samples) + 1)
+        least = bisect_left(limits, -num_packs, key=lambda m: -len(_cuts(lengths, m, num_packs)))
+        cuts = _cuts(lengths, limits[least], num_packs)
+    return [np.sort(samples[pack]) for pack in np.split(order, cuts[1:])]
+
+
+def _cuts(lengths: Sequence[int], most: int, num_packs: int) -> list[int]:
+    """Return where packs of at most ``most`` padded tokens begin, no fewer than ``num_packs``."""
+    cuts, end = list[int](), 0
+    while end < len(lengths):
+        cuts.append(end)
+        for_others = max(0, num_packs - len(cuts))
+        end += max(1, min(most // lengths[end], len(lengths) - end - for_others))
+    return cuts
+
+
 class _Window:
     """The unused samples from which packs are chosen.
 

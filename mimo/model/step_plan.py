@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,18 @@ from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_orde
 from data.index.reader import plans_of_items
 from data.index.samples import Index, column
 from data.order import SampleOrder
-from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens
+from data.packing import (
+    TokenBudget,
+    Used,
+    deal,
+    packs_of_samples,
+    packs_of_tokens,
+    regroup_by_length,
+)
+from mimo.checkpoint.hf.recipes import config_of_folder
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.flops import flops_per_unit, step_flops
-from mimo.families.registry import encoder_settings, language_settings, trainable_names
+from mimo.families.registry import GENERAL, encoder_settings, language_settings, trainable_names
 from mimo.model.dataset import Dataset, linear_tokens, token_budget
 from mimo.model.step_bridges import StepRows
 from mimo.ops.acceleration import fp8_multiple
@@ -107,6 +116,7 @@ class StepPlanner:
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
     rank: whose transfers to plan; None for those of all ranks.
     tokens_on_rank: the multiple for the part of a sequence that a rank holds.
+    padded: whether the model pads the samples of a lane's microbatch to their longest.
     budget: of the tokens of a lane's microbatch; then it has as many samples as fit instead of
         ``micro_batch_size``. linear_tokens: a lane's load of L tokens in one sample is
         L · (linear_tokens + L): the length at which attention costs as much as everything else.
@@ -122,6 +132,7 @@ class StepPlanner:
     encode_group: int | None = None
     done: tuple[int, Used] = (0, Used())
     packed: bool = True
+    padded: bool = False
     links: Collection[Link] | None = None
     rank: int | None = None
     tokens_on_rank: int = 1
@@ -152,13 +163,21 @@ class StepPlanner:
         lanes = self.layout.language.dp
         count = self.num_microbatches * lanes
         if self.budget is None:
-            return packs_of_samples(used, count, self.micro_batch_size)
-        sizes = sizes_in_order(self.indexes, self.order)
-        packs = packs_of_tokens(used, count, self.budget, sizes)
-        tokens = column(self.indexes, "token_length", *self.order.at(np.concatenate(packs)))
+            packs = packs_of_samples(used, count, self.micro_batch_size)
+            if not self.padded:
+                return packs
+        else:
+            sizes = sizes_in_order(self.indexes, self.order)
+            packs = packs_of_tokens(used, count, self.budget, sizes)
+        if self.padded:
+            packs = regroup_by_length(packs, self._tokens(packs), equal=self.budget is None)
+        tokens = self._tokens(packs)
         first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
         loads = np.add.reduceat(tokens * (self.linear_tokens + tokens), first)
         return [packs[pack] for pack in deal(loads, lanes).flat]
+
+    def _tokens(self, packs: Sequence[np.ndarray]) -> np.ndarray:
+        return column(self.indexes, "token_length", *self.order.at(np.concatenate(packs)))
 
     def microbatches(self, step: int) -> list[PlannedMicrobatch]:
         """Return the microbatches of a step with items assigned to lanes, nothing blanked yet."""
@@ -266,11 +285,20 @@ def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **options: An
         delivery=recipe.bridge.delivery,
         encode_group=encode_group(recipe),
         packed=recipe.data.packing,
+        padded=_is_padded(recipe),
         tokens_on_rank=fp8_multiple(recipe.train.fp8),
         budget=token_budget(recipe),
         linear_tokens=linear_tokens(recipe),
         **options,
     )
+
+
+def _is_padded(recipe: Recipe) -> bool:
+    if recipe.language.family != GENERAL:
+        return False
+    from mimo.model.gate import verdict_of  # late: it loads transformers
+
+    return verdict_of(config_of_folder(Path(recipe.init_from or ""))).packing is None
 
 
 class StepFlops:

@@ -43,6 +43,13 @@ FP64 = (
     "llava_onevision",
     *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "video_llama_3", "vipllava"),
 )
+NEW = (
+    *("cohere2_vision", "cosmos3_edge", "gemma4_unified", "got_ocr2", "hunyuan_vl", "kimi_k25"),
+    *("lfm2_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3"),
+    *("mistral_large4", "muse_glimmer", "smolvlm", "step3p7", "unlimited_ocr"),
+    *("deepseek_ocr2", "aria"),
+)
+FP64 = FP64 + NEW
 # Their code or kernels take no fp64 on a CPU.
 FP32 = (
     *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glmga"),
