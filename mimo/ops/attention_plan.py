@@ -143,7 +143,6 @@ class ItemCall:
 
     @property
     def blocks(self) -> AttentionBlocks:
-        """The blocks in the form that kernels prepare."""
         return AttentionBlocks(tuple(self.queries), tuple(self.keys), self.causal, self.window)
 
     def places(self) -> Tensor:

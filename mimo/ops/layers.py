@@ -242,14 +242,13 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square norm, computed in fp32, in the dtype of its input.
+    """Root-mean-square norm of x (..., H), computed in fp32, in the dtype of its input.
 
     In 16 bits it is rounded before the factor is applied, as in transformers; torch's fused norm
     with a factor would round once.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
         if x.dtype == torch.float32 or x.dtype == torch.float64:
             return rms_norm(x, self.weight, self.eps)
         return self.weight * functional.rms_norm(x, (x.shape[-1],), None, self.eps)
@@ -262,7 +261,6 @@ class ZeroCenteredRMSNorm(_Norm):
     zero_centered_gamma = True  # the name of Transformer Engine's norms for it
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
         wide = x if x.dtype == torch.float64 else x.float()
         factor = 1 + self.weight.to(wide.dtype)
         return rms_norm(wide, factor, self.eps).to(x.dtype)
@@ -276,7 +274,6 @@ class LayerNorm(_Norm):
         self.bias = _parameter(config, hidden_size, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
         return functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 

@@ -40,23 +40,17 @@ class ItemForm(Protocol):
     """The processor's arrays for items of one size; see `data.modalities.transformers`.
 
     arrays: the arguments of the model's methods by name. Those that depend on the content are on
-    meta, and have P numbers in all.
+    meta, and have P numbers in all, `num_values`. num_rows: of the item's embeddings.
     """
 
     @property
-    def arrays(self) -> Mapping[str, Tensor]:
-        """Arguments of the model's methods, by name."""
-        ...
+    def arrays(self) -> Mapping[str, Tensor]: ...
 
     @property
-    def num_rows(self) -> int:
-        """Number of the item's embeddings."""
-        ...
+    def num_rows(self) -> int: ...
 
     @property
-    def num_values(self) -> int:
-        """P, the numbers that depend on the content."""
-        ...
+    def num_values(self) -> int: ...
 
     def content(self, values: Tensor) -> dict[str, Tensor]:
         """Return the arguments that depend on the content, from an item's values (P, 1)."""
@@ -243,7 +237,7 @@ class EncoderHalf(Wrapper):
         whole = build_whole(config, ctx.stored_dtype)
         others = language_parameters(whole)
         language = {id(module) for module in decoder_of(whole).modules()}
-        self.name_parts(whole, lambda name: name not in others)
+        self.hf_names = {f"whole.{n}": n for n, _ in whole.named_parameters() if n not in others}
         tower = [m for m in whole.modules() if id(m) not in language and not any(m.children())]
         keep(whole, lambda name: name not in others, [*tower, base_of(whole)])
         self.whole: Any = whole
@@ -253,15 +247,6 @@ class EncoderHalf(Wrapper):
         self.units = []
         if ctx.recompute == "full":
             whole.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def name_parts(self, whole: Any, kept: Callable[[str], bool]) -> None:
-        """Set `hf_names` for the parameters that this half keeps."""
-        self.hf_names = {f"whole.{n}": n for n, _ in whole.named_parameters() if kept(n)}
-
-    def values(self, patches: Any) -> Tensor:
-        """Return the values (P, 1) of a tensor or of `WirePatches`, in the tower's dtype."""
-        dtype = self.ctx.dtype
-        return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
         """Do all host work for items with these grids (I, 3) int64; in any thread.
@@ -338,13 +323,10 @@ class EncoderHalf(Wrapper):
 def features(whole: Any, modality: str, arguments: Mapping[str, Tensor]) -> Any:
     """Return the output of `get_<modality>_features`, with the arguments that it names."""
     method = getattr(base_of(whole), f"get_{modality}_features")
-    options = {"return_dict": True} if _takes(method, "return_dict") else {}
-    return method(**arguments_of(method, arguments), **options)
-
-
-def _takes(method: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(method).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options = {"return_dict": True} if takes_more or "return_dict" in parameters else {}
+    return method(**arguments_of(method, arguments), **options)
 
 
 def modality_of(grid: Sequence[int]) -> str:

@@ -120,6 +120,13 @@ def windows(config: Any) -> list[int | None]:
     return [config.sliding_window if kind == _SLIDING else None for kind in layer_kinds(config)]
 
 
+def language_forms(config: Any, dtype: torch.dtype) -> frozenset[LayerForm]:
+    """Return how the layers of a text model of transformers attend."""
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return frozenset(layer_form(head_size, dtype, window=window) for window in windows(config))
+
+
 def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> Any:
     """Return the `attention_mask` that gives transformers' own attention the same segments.
 

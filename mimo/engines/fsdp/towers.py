@@ -80,11 +80,6 @@ class Tower(Wrapper):
                 if isinstance(module, PreTrainedModel):
                     module.activation_checkpointing_enable({"use_reentrant": False})
 
-    def values(self, patches: Any) -> Tensor:
-        """`mimo.families.wire.WirePatches`, or their values -> (P, C) as the tower computes."""
-        dtype = self.ctx.dtype
-        return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
-
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
         """Do all host work for items with these grids (I, 3) int64, in any thread.
 
