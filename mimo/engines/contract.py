@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 Purpose = Literal["save", "load"]
 
-# ---------------------------------------------------------------------------- checkpoints
-
 # Kinds of an optimizer's tensors.
 MASTER = "fp32_param"  # the master weight of a 16-bit parameter
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
@@ -68,9 +66,6 @@ class Piece:
     @property
     def matrix(self) -> tuple[int, int]:
         return self.shape[0], math.prod(self.shape[1:])
-
-
-# ---------------------------------------------------------------------------- modules
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,6 @@ def step_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor | None:
     return optimizer.state[param].get(STEP)
 
 
-# ------------------------------------------------------------------ moving average
-
-
 def start_average(optimizer: torch.optim.Optimizer) -> None:
     """Start the moving average of the weights with their present values."""
     fill_state(optimizer)  # torch fills only empty states
@@ -101,9 +98,6 @@ def restart_average(optimizer: torch.optim.Optimizer) -> None:
     """Restart the moving average, if there is one, with weights that were just loaded."""
     if any(EMA in state for state in optimizer.state.values()):
         start_average(optimizer)
-
-
-# -------------------------------------------------------------- change of the weights
 
 
 def update_weights(

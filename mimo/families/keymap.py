@@ -164,8 +164,6 @@ def num_elements(weights: Sequence[Weight]) -> int:
     return sum(math.prod(source.shape) for weight in weights for source in weight.sources)
 
 
-# ---- low-rank adapters (LoRA): names, shapes, merging
-
 _ENDINGS = (".lora_a", ".lora_b")
 
 

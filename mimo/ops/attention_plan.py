@@ -116,9 +116,6 @@ def attention_blocks(
     return AttentionBlocks(tuple(queries), tuple(keys), causal, window)
 
 
-# ---------------------------------------------------------------------------- items
-
-
 @dataclass
 class ItemCall:
     """The blocks of one rank in one call of the kernel. Host tensors.

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# ---------------------------------------------------------------------------- products
-
 _ONEDNN = torch.backends.mkldnn.is_available()
 _SMALLEST = 2**21
 """M·K·N below which a call of oneDNN costs more than it saves."""
@@ -60,8 +58,6 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-# ---------------------------------------------------------------------------- gates
-
 _ACTIVATION_BACKWARD: dict[Any, Callable[..., Tensor]] = {
     functional.silu: torch.ops.aten.silu_backward.grad_input,
     functional.gelu: torch.ops.aten.gelu_backward.grad_input,
@@ -100,9 +96,6 @@ class _Gate(torch.autograd.Function):
         backward = _ACTIVATION_BACKWARD[function]
         backward(grad_inputs, inputs, **options, grad_input=grad_inputs)
         return total, None
-
-
-# ---------------------------------------------------------------------------- rotary positions
 
 
 class MRope(nn.Module):
@@ -185,9 +178,6 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotated(gradients[0], cos, -sin), None, None
-
-
-# ---------------------------------------------------------------------------- norms
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -151,9 +151,6 @@ def _tensors(plan: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(plan, item.name))
 
 
-# ---------------------------------------------------------------------------- zigzag
-
-
 def held_chunks(
     lengths: tuple[int, ...], cp_size: int, cp_rank: int
 ) -> Iterator[tuple[range, range]]:

@@ -193,9 +193,6 @@ def arguments_of(method: Callable[..., Any], values: Mapping[str, Any]) -> dict[
     return {name: values[name] for name in inspect.signature(method).parameters if name in values}
 
 
-# ---- the encoder half
-
-
 @dataclass(frozen=True)
 class PreparedItems:
     """Items of a microbatch; without items, a blank one.

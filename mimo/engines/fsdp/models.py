@@ -147,9 +147,6 @@ def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> An
     return dict(zip(layer_kinds(config), masks, strict=True)) if len(masks) > 1 else masks[0]
 
 
-# ---- building on meta
-
-
 def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
     """Build the whole model of a configuration on meta, with weights in ``dtype``.
 

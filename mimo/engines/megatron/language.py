@@ -104,9 +104,6 @@ def build_gpt(
     return model
 
 
-# ---------------------------------------------------------------------------- head
-
-
 class Head(ColumnParallelLinear):
     """Megatron's output layer that can compute the losses of chosen tokens without their logits.
 

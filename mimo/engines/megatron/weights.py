@@ -149,9 +149,6 @@ def initialize_parameters(
                 draw(values, row, column, (rows, columns), f"{seed}:{whole}", numbers)
 
 
-# ---------------------------------------------------------------------------- checkpoints
-
-
 def module_pieces(
     module: str,
     chunks: Sequence[nn.Module],

@@ -13,14 +13,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mimo.families.registry import encoder_families, language_families
+from mimo.families import registry
 from tests.conftest import RunRanks
 from tests.lone_module import SEED, _context
 from tests.mimo.families.test_contracts import draw_items, settings_of
+from tests.recipe_keys import families_in
 
 H = 32
-TOWERS = [*encoder_families()]
-LANGUAGES = [n for n, own in language_families().items() if "megatron" in own.Settings.engines]
+TOWERS = [*families_in(registry.ENCODERS)]
+LANGUAGES = [
+    name
+    for name, own in families_in(registry.LANGUAGES).items()
+    if "megatron" in own.Settings.engines
+]
 
 
 def late(model: nn.Module) -> None:
