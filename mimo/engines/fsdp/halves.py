@@ -10,11 +10,9 @@ Letters: I items, N embeddings, L feature levels, H hidden size.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
@@ -22,9 +20,9 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig
-from transformers.initialization import no_init_weights
 
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
+from mimo.engines.fsdp.models import build_on_meta
 from mimo.ops.segments import to_device
 
 Grid = tuple[int, int, int]
@@ -119,34 +117,12 @@ def _flat(part: Any) -> Tensor:
 # ---- the whole model, and which parameters belong to a half
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
 def build_whole(config: PretrainedConfig, dtype: torch.dtype, attention: str | None = None) -> Any:
-    """Build the whole model with parameters on meta, in ``dtype``, and buffers with their values.
+    """Build the whole model by `build_on_meta`.
 
     attention: implementation of the language half; None for transformers' choice.
     """
-    config = copy.deepcopy(config)
-    wide = dtype if dtype == torch.float64 else torch.float32
-    with no_init_weights(), _parameters_on_meta():
-        whole = AutoModelForImageTextToText.from_config(config, dtype=wide, trust_remote_code=False)
-    whole.tie_weights()
-    for parameter in whole.parameters():
-        parameter.data = parameter.data.to(dtype)
+    whole = build_on_meta(AutoModelForImageTextToText, config, dtype)
     if attention is not None:
         # Set directly: transformers would look for a package of that name.
         decoder_of(whole).config._attn_implementation = attention

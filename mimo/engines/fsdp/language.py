@@ -23,7 +23,6 @@ from mimo.engines.fsdp.models import (
     dense_masks,
     language_forms,
     on_meta,
-    restore_buffers,
 )
 from mimo.engines.fsdp.plans import Border, Head, local_share, parallelize
 from mimo.ops.attention_plan import LayerForm
@@ -44,7 +43,6 @@ class LanguageModel(Wrapper):
         self.text: Any = getattr(whole.model, "language_model", whole.model)
         is_tied = whole.lm_head.weight is self.text.embed_tokens.weight
         self.head = None if is_tied else Head(whole.lm_head)
-        restore_buffers(self.text)
         self.name_as_in(whole)
         self.units = list(self.text.layers)
         if self.head is not None:

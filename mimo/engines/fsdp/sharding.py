@@ -281,7 +281,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             if param is not None:
                 places.setdefault(id(param), []).append((part, name))
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    assert not lost, f"{lost[0]} has no values; see `restore_buffers`"
+    assert not lost, f"{lost[0]} has no values; see `build_on_meta`"
     module._apply(
         lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device, copy=False)
     )
