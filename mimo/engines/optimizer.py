@@ -62,8 +62,11 @@ def torch_optimizer(
     )
 
 
-def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that Adam's first update would create, where there is none yet."""
+def fill_state(optimizer: torch.optim.Optimizer, config: object = None) -> None:
+    """Create the state that Adam's first update would create, where there is none yet.
+
+    config: Megatron's, unused; its optimizers call this function themselves.
+    """
     if isinstance(optimizer, torch.optim.SGD):
         return
     for param in _params(optimizer):

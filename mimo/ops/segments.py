@@ -212,8 +212,6 @@ def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Te
 
 
 class _GatherLane(torch.autograd.Function):
-    """All-gather of dim 0 and a permutation; the backward sums over ranks and scatters."""
-
     @staticmethod
     def forward(ctx: Any, share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.order = group, order

@@ -281,7 +281,6 @@ class EncoderHalf(Wrapper):
         return self.make_rows(torch.cat(ordered), tuple(map(len, ordered)))
 
     def _rows(self, items: PreparedItems, call: int, values: Sequence[Tensor]) -> Tensor:
-        """Encode the items of a group in one call."""
         each = [items.forms[number].content(values[number]) for number in items.groups[call]]
         content = {
             name: self._cast(torch.cat([arrays[name] for arrays in each])) for name in each[0]

@@ -205,8 +205,7 @@ class MegatronModule:
         tensors["parameters"] = [param for chunk in self.raw for param in chunk.parameters()]
         if self.optimizer is not None:
             chunks = cast("Any", self._ddp)
-            buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
-            tensors["gradients"] = [buffer.grad_data for buffer in buffers]
+            tensors["gradients"] = [buffer.grad_data for c in chunks for buffer in c.buffers]
             base = _torch_optimizer(self.optimizer)
             state = [value for values in base.state.values() for value in values.values()]
             state += [param for group in base.param_groups for param in group["params"]]
@@ -231,7 +230,7 @@ class MegatronModule:
         for chunk in self._ddp:
             if not chunk.ddp_config.use_distributed_optimizer:
                 continue
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for group in chunk.bucket_groups:
                 shards = group.intra_distributed_optimizer_instance_group
                 for bucket in group.buckets:
                     shard = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
