@@ -228,9 +228,6 @@ class _GatherLane(torch.autograd.Function):
         return share, None, None
 
 
-# ---------------------------------------------------------------------------- chosen tokens
-
-
 def insert_embeddings(text: Tensor, embeddings: Tensor, positions: Tensor) -> Tensor:
     """text (S, B, H), embeddings (n, H), positions (n,) int64 local -> (S, B, H).
 

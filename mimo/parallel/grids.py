@@ -176,9 +176,6 @@ def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> in
     return math.lcm(segment_multiple(cp) * parts, tokens_on_rank * cp * parts)
 
 
-# ------------------------------------------------------------- levels and run-ahead
-
-
 def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) -> tuple[Link, ...]:
     """Return links for the embeddings and `num_levels` further levels, in the order of stages.
 
@@ -223,9 +220,6 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
             needed = max(needed, received - 1 - returned)
             returned += 1
     return needed
-
-
-# --------------------------------------------------------------- defaults for speed
 
 
 def overlap_of(train: Train, on_gpu: bool) -> tuple[bool, bool]:

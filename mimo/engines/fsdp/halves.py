@@ -114,9 +114,6 @@ def _flat(part: Any) -> Tensor:
     return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
 
 
-# ---- the whole model, and which parameters belong to a half
-
-
 def build_whole(config: PretrainedConfig, dtype: torch.dtype, attention: str | None = None) -> Any:
     """Build the whole model by `build_on_meta`.
 

@@ -227,8 +227,6 @@ class LanguageHalf(Wrapper):
             order[modality] = count, index
         return order
 
-    # ---- the forward
-
     def run(
         self,
         inputs: LanguageInputs,

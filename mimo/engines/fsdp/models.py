@@ -188,9 +188,6 @@ def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any
     return build_on_meta(kind, config, dtype, attn_implementation=attention)
 
 
-# ---- models that the engine cannot run
-
-
 def model_problems(config: Any) -> Iterator[str]:
     """Yield what a model has that no kernel computes."""
     text = config.get_text_config()

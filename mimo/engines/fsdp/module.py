@@ -108,8 +108,6 @@ class FsdpModule:
     def attention_forms(self) -> frozenset[LayerForm]:
         return cast("Wrapper", self.whole).attention_forms()
 
-    # ---- one step
-
     def begin_step(self, forward_only: bool) -> None:
         """Clear gradients, and free weights that an evaluation has gathered."""
         reshard(self.whole)
@@ -209,8 +207,6 @@ class FsdpModule:
         gradients = [gradient for _, gradient in self._gradients()]
         if gradients:
             cast("Any", torch)._foreach_mul_(gradients, factor)
-
-    # ---- what it holds
 
     def tensors(self) -> dict[str, list[Tensor]]:
         kinds = {"parameters": [local_part(param.whole) for param in self._parameters]}

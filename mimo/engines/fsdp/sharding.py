@@ -89,9 +89,6 @@ def _parts(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-# ---- a rank's part of a parameter
-
-
 @dataclass(frozen=True)
 class Rectangle:
     """A rank's rectangle of a parameter, or of a tensor that is sharded alike.
@@ -165,9 +162,6 @@ def _matrix(local: Tensor, shape: tuple[int, ...]) -> Tensor:
     return local.unsqueeze(1) if len(shape) == 1 else local.flatten(1)
 
 
-# ---- its names in the checkpoint format
-
-
 @dataclass(frozen=True)
 class Rows:
     """``count`` rows of transformers' tensor ``key`` from ``start`` on. transposed: as (C, R)."""
@@ -239,8 +233,6 @@ class Names:
                 zeros = values.new_zeros(shape[0] - end, values.shape[1])
                 yield Piece(part.name, shape, end, column, zeros)
 
-
-# ---- its weights
 
 Reader = Callable[[str, slice, slice], Tensor | None]
 """``(key, rows, columns)`` -> this part of a matrix, in any dtype; key: its name in transformers'

@@ -170,8 +170,6 @@ def _output(
     return losses.view(labels.shape[::-1]).t()
 
 
-# ---------------------------------------------------------------------------- Gemma-3
-
 # Gemma-3 has norms on both sides of attention and MLP, and two kinds of layer. Local layers see a
 # sliding window of keys and rotate fast with the position; global layers see all keys and rotate
 # slowly. The kind follows from the layer's number in the whole model, whatever the pipeline.
