@@ -55,15 +55,14 @@ def build(job: Job, topology: Any, names: Any = None, plain: bool = False) -> An
 
     plain: without a mesh. What was read is ``whole.asked``.
     """
-    from mimo.engines.fsdp.models import restore_buffers
+    from mimo.engines.fsdp.models import on_meta
     from mimo.engines.fsdp.module import FsdpModule
     from mimo.engines.fsdp.sharding import load, shard
 
     ctx = context(job, None if plain else topology.meshes["language"])
-    drawn = seed_weights(plain_model(job))
-    with torch.device("meta"):
-        model = plain_model(job)
-    restore_buffers(model.model)
+    reference = plain_model(job)
+    drawn = seed_weights(reference)
+    model = on_meta(reference.config, "eager", job.stored)
     wrapper = Wrapper(model, ctx.tp, sums_heads=job.plant != "no sum over tp")
     for name, param in wrapper.named_parameters():
         param.requires_grad_(not any(part in name for part in job.frozen))

@@ -7,6 +7,7 @@ Types, limits and defaults are the schema's, the sentences are the docstrings of
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mimo.config.schema import Recipe
-from mimo.families.registry import encoder_families, language_families
+from mimo.families.registry import ENCODERS, GENERAL, LANGUAGES, family_names
 
 _INTRO = """\
 # Recipe keys
@@ -37,12 +38,18 @@ def recipe_keys() -> str:
     for model, places in _sections(Recipe, "", {}).items():
         parts.append(_section("##", model, places, _summary(model)))
     for families, module, place in (
-        (language_families(), "language", "language.model"),
-        (encoder_families(), "encoder", "encoders.<name>.model"),
+        (families_in(LANGUAGES), "language", "language.model"),
+        (families_in(ENCODERS), "encoder", "encoders.<name>.model"),
     ):
         parts.append(f"## Settings of {module} families\n\nKeys under `{place}`.\n")
         parts += [_section("###", f.Settings, [name], "") for name, f in families.items()]
     return "\n".join(parts)
+
+
+def families_in(package: str) -> dict[str, Any]:
+    """Import the families with code of their own, by name."""
+    names = (name for name in family_names(package) if name != GENERAL)
+    return {name: importlib.import_module(f"{package}.{name}") for name in names}
 
 
 def _sections(

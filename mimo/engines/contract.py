@@ -1,9 +1,7 @@
 """The contract of the engines `megatron` and `fsdp`: what training and checkpoints call.
 
-A module is a job of its own on its own grid; the bridge between modules is an autograd operation.
-So an engine only has to build a module on a grid, run microbatches forward and backward, complete
-gradients, update weights, and list which rectangles of which tensors a rank holds. Tensors have the
-same names in both engines, those of the checkpoint format, so that each reads what the other wrote.
+Tensors have the same names in both engines, those of the checkpoint format, so that each reads what
+the other wrote.
 
 Letters: B sequences (1 for packed) of S tokens that this rank has, H hidden, n chosen tokens or
 rows, k feature levels.
@@ -26,16 +24,11 @@ if TYPE_CHECKING:
 
 Purpose = Literal["save", "load"]
 
-# ---------------------------------------------------------------------------- checkpoints
-
-MASTER = "fp32_param"
-"""Kind of an optimizer's tensor: the master weight of a 16-bit parameter."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Kinds of an optimizer's tensors: Adam's moments."""
-STEP = "step"
-"""Kind of an optimizer's tensor: a single number, the updates that the parameter has had."""
-EMA = "ema"
-"""Kind of an optimizer's tensor: the moving average of a trainable parameter."""
+# Kinds of an optimizer's tensors.
+MASTER = "fp32_param"  # the master weight of a 16-bit parameter
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
+STEP = "step"  # a single number, the updates that the parameter has had
+EMA = "ema"  # the moving average of a trainable parameter
 
 
 def key_of(kind: str, key: str) -> str:
@@ -72,11 +65,7 @@ class Piece:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the whole tensor."""
         return self.shape[0], math.prod(self.shape[1:])
-
-
-# ---------------------------------------------------------------------------- modules
 
 
 @dataclass(frozen=True)
@@ -105,6 +94,9 @@ class Module(Protocol):
 
     name: `language`, or an encoder's name. groups: its process groups.
     trains: whether any of its ranks has weights to update: then all of them run backward.
+    has_trainable_params: whether this rank has. sequence_parts: how many ranks the output is cut
+    over; 1 without sequence parallelism. replicas: the ranks whose weights are equal to this
+    rank's; None where it is alone.
     run_ahead: for a disjoint encoder, forward passes before its first backward.
     """
 
@@ -114,19 +106,13 @@ class Module(Protocol):
     run_ahead: int
 
     @property
-    def has_trainable_params(self) -> bool:
-        """Whether this rank has weights to update."""
-        ...
+    def has_trainable_params(self) -> bool: ...
 
     @property
-    def replicas(self) -> ProcessGroup | None:
-        """The ranks whose weights are equal to this rank's; None where it is alone."""
-        ...
+    def replicas(self) -> ProcessGroup | None: ...
 
     @property
-    def sequence_parts(self) -> int:
-        """How many ranks the module's output is cut over: 1 without sequence parallelism."""
-        ...
+    def sequence_parts(self) -> int: ...
 
     @property
     def whole(self) -> nn.Module:

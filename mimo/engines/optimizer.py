@@ -62,8 +62,11 @@ def torch_optimizer(
     )
 
 
-def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that Adam's first update would create, where there is none yet."""
+def fill_state(optimizer: torch.optim.Optimizer, config: object = None) -> None:
+    """Create the state that Adam's first update would create, where there is none yet.
+
+    config: Megatron's, unused; its optimizers call this function themselves.
+    """
     if isinstance(optimizer, torch.optim.SGD):
         return
     for param in _params(optimizer):
@@ -85,9 +88,6 @@ def step_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor | None:
     return optimizer.state[param].get(STEP)
 
 
-# ------------------------------------------------------------------ moving average
-
-
 def start_average(optimizer: torch.optim.Optimizer) -> None:
     """Start the moving average of the weights with their present values."""
     fill_state(optimizer)  # torch fills only empty states
@@ -103,17 +103,6 @@ def restart_average(optimizer: torch.optim.Optimizer) -> None:
         start_average(optimizer)
 
 
-def advance_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Set average = decay · average + (1 - decay) · weights, without waiting for the device."""
-    params = _params(optimizer)
-    averages = [optimizer.state[param][EMA] for param in params]
-    if averages:
-        cast("Any", torch)._foreach_lerp_(averages, [p.detach() for p in params], 1.0 - decay)
-
-
-# -------------------------------------------------------------- change of the weights
-
-
 def update_weights(
     optimizer: torch.optim.Optimizer,
     update: Callable[[], object],
@@ -123,6 +112,7 @@ def update_weights(
 ) -> Tensor | float:
     """Update the weights by ``update``, which calls the optimizer's `step`, and their average.
 
+    The average becomes decay · average + (1 - decay) · weights.
     measured: ids of the tensors whose change this rank measures; None for a plain update.
     Returns the squared norm of that change, () fp64 on the device, without a wait. Copies are
     compared, so rounding counts; tensors are updated slice by slice, with the same result.
@@ -147,8 +137,10 @@ def update_weights(
         cast("Any", optimizer).step = measured_step
     update()
     vars(optimizer).pop("step", None)
-    if ema_decay is not None:
-        advance_average(optimizer, ema_decay)
+    params = _params(optimizer)
+    if ema_decay is not None and params:
+        averages = [optimizer.state[param][EMA] for param in params]
+        cast("Any", torch)._foreach_lerp_(averages, [p.detach() for p in params], 1.0 - ema_decay)
     return torch.stack(squares).sum() if squares else 0.0
 
 

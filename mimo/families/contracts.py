@@ -212,7 +212,6 @@ class LanguageSettings(FamilySettings):
         return super()._divided_by_tp() | padded
 
     def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
-        """Yield the problems of all modules, and of groups of heads that ranks cannot share."""
         yield from super().grid_problems(tp, chunks)
         groups = self.num_query_groups
         if groups % tp and tp % groups:

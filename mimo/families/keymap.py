@@ -28,7 +28,6 @@ class Source:
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return self.shape[1] if self.transposed else self.shape[0]
 
     def matrix(self, stored: Tensor) -> Tensor:
@@ -63,7 +62,6 @@ class Weight:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The tensors that it consists of, in order."""
         return tuple(dict.fromkeys(run.source for run in self.runs))
 
     @property
@@ -165,8 +163,6 @@ def num_elements(weights: Sequence[Weight]) -> int:
     """Count the elements of all their tensors."""
     return sum(math.prod(source.shape) for weight in weights for source in weight.sources)
 
-
-# ---- low-rank adapters (LoRA): names, shapes, merging
 
 _ENDINGS = (".lora_a", ".lora_b")
 

@@ -9,7 +9,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -22,30 +21,18 @@ from mimo.families.keymap import is_adapter
 
 GENERAL = "transformers"
 """The family of both halves of any vision-language model of transformers."""
-_LANGUAGES, _ENCODERS = "mimo.families.languages", "encoders"
+LANGUAGES, ENCODERS = "mimo.families.languages", "encoders"
+"""The packages of families."""
 
 
-def _names(package: str) -> list[str]:
+def family_names(package: str) -> list[str]:
+    """List the families of a package; modules that they share are private."""
     modules = [m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    # Modules that families share are private.
     return sorted(module for module in modules if not module.startswith("_"))
 
 
-def _all_families(package: str) -> dict[str, Any]:
-    """Import all families with code of their own, by name.
-
-    Tests check that they keep the contract, because the type checker cannot.
-    """
-    names = (name for name in _names(package) if name != GENERAL)
-    return {name: importlib.import_module(f"{package}.{name}") for name in names}
-
-
-language_families = partial(_all_families, _LANGUAGES)
-encoder_families = partial(_all_families, _ENCODERS)
-
-
 def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
-    choices = _names(package)
+    choices = family_names(package)
     if name not in choices:
         raise RecipeError(
             recipe.problem(location, f"unknown family {name!r}; {suggestion(name, choices)}")
@@ -55,13 +42,13 @@ def _load(package: str, name: str, location: Location, recipe: Recipe) -> Any:
 
 def language_family(recipe: Recipe) -> LanguageFamily:
     """Return the module `mimo.families.languages.<family>`. Raises RecipeError."""
-    return _load(_LANGUAGES, recipe.language.family, ("language", "family"), recipe)
+    return _load(LANGUAGES, recipe.language.family, ("language", "family"), recipe)
 
 
 def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily:
     """Return the module `encoders.<family>`. Raises RecipeError."""
     name = recipe.encoders[encoder].family
-    return _load(_ENCODERS, name, ("encoders", encoder, "family"), recipe)
+    return _load(ENCODERS, name, ("encoders", encoder, "family"), recipe)
 
 
 def check_settings[S: BaseModel](

@@ -95,9 +95,6 @@ def this_machine() -> Machine:
     return Machine(capability, frozenset(installed))
 
 
-# ---------------------------------------------------------------------------- layers
-
-
 @dataclass(frozen=True)
 class LayerChoice:
     """The implementation of a layer's parts.
@@ -123,8 +120,6 @@ def layer_choice(dtype: torch.dtype) -> LayerChoice:
     logger.info("layers in %s: %s; %s", dtype, choice, this_machine())
     return choice
 
-
-# ---------------------------------------------------------------------------- core attention
 
 _BEST_FIRST = (TRANSFORMER_ENGINE, "flash_attn_3", "flash_attn_2", "torch_varlen")
 _LARGEST_HEAD = 256
@@ -216,9 +211,6 @@ def best_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> st
             choice.reason,
         )
     return choice.kernel
-
-
-# ---------------------------------------------------------------------------- FP8
 
 
 @dataclass(frozen=True)

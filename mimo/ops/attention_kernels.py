@@ -43,7 +43,6 @@ class AttentionBlocks:
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
-        """Number of keys of each block."""
         return tuple(end - first for first, end in self.keys)
 
 

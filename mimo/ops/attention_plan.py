@@ -102,10 +102,7 @@ def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -
 def attention_blocks(
     lengths: tuple[int, ...], causal: bool, window: int | None, cp_size: int, cp_rank: int
 ) -> AttentionBlocks:
-    """Return a rank's blocks for segments of these padded ``lengths``, one per chunk that it holds.
-
-    Raises ValueError for a segment that 2·cp does not divide.
-    """
+    """Return a rank's blocks, one per chunk that it holds, for segments of these ``lengths``."""
     assert causal or window is None, "a sliding window needs causal attention"
     queries: list[int] = []
     keys: list[tuple[int, int]] = []
@@ -114,9 +111,6 @@ def attention_blocks(
         queries.append(len(chunk))
         keys.append((max(segment.start, oldest), chunk.stop if causal else segment.stop))
     return AttentionBlocks(tuple(queries), tuple(keys), causal, window)
-
-
-# ---------------------------------------------------------------------------- items
 
 
 @dataclass
@@ -143,7 +137,6 @@ class ItemCall:
 
     @property
     def blocks(self) -> AttentionBlocks:
-        """The blocks in the form that kernels prepare."""
         return AttentionBlocks(tuple(self.queries), tuple(self.keys), self.causal, self.window)
 
     def places(self) -> Tensor:
@@ -165,8 +158,7 @@ def item_calls(
     against all keys that they see, up to the item's end. With a window its queries are padded to
     the item's end, from which kernels count windows. order: (Q,) int64.
 
-    items: (start, length) in the lane, ascending, each inside one segment. Raises ValueError for a
-    segment that 2·cp does not divide.
+    items: (start, length) in the lane, ascending, each inside one segment.
     """
     text, parts = ItemCall(True, window), ItemCall(False, window)
     row = 0

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# ---------------------------------------------------------------------------- products
-
 _ONEDNN = torch.backends.mkldnn.is_available()
 _SMALLEST = 2**21
 """M·K·N below which a call of oneDNN costs more than it saves."""
@@ -60,8 +58,6 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-# ---------------------------------------------------------------------------- gates
-
 _ACTIVATION_BACKWARD: dict[Any, Callable[..., Tensor]] = {
     functional.silu: torch.ops.aten.silu_backward.grad_input,
     functional.gelu: torch.ops.aten.gelu_backward.grad_input,
@@ -100,9 +96,6 @@ class _Gate(torch.autograd.Function):
         backward = _ACTIVATION_BACKWARD[function]
         backward(grad_inputs, inputs, **options, grad_input=grad_inputs)
         return total, None
-
-
-# ---------------------------------------------------------------------------- rotary positions
 
 
 class MRope(nn.Module):
@@ -187,9 +180,6 @@ class _Rotate(torch.autograd.Function):
         return _rotated(gradients[0], cos, -sin), None, None
 
 
-# ---------------------------------------------------------------------------- norms
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., H) of two dimensions or more, weight (H,), both fp32 or fp64 -> (..., H).
 
@@ -242,14 +232,13 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square norm, computed in fp32, in the dtype of its input.
+    """Root-mean-square norm of x (..., H), computed in fp32, in the dtype of its input.
 
     In 16 bits it is rounded before the factor is applied, as in transformers; torch's fused norm
     with a factor would round once.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
         if x.dtype == torch.float32 or x.dtype == torch.float64:
             return rms_norm(x, self.weight, self.eps)
         return self.weight * functional.rms_norm(x, (x.shape[-1],), None, self.eps)
@@ -262,7 +251,6 @@ class ZeroCenteredRMSNorm(_Norm):
     zero_centered_gamma = True  # the name of Transformer Engine's norms for it
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
         wide = x if x.dtype == torch.float64 else x.float()
         factor = 1 + self.weight.to(wide.dtype)
         return rms_norm(wide, factor, self.eps).to(x.dtype)
@@ -276,7 +264,6 @@ class LayerNorm(_Norm):
         self.bias = _parameter(config, hidden_size, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> (..., H)."""
         return functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 

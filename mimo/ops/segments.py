@@ -151,9 +151,6 @@ def _tensors(plan: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(plan, item.name))
 
 
-# ---------------------------------------------------------------------------- zigzag
-
-
 def held_chunks(
     lengths: tuple[int, ...], cp_size: int, cp_rank: int
 ) -> Iterator[tuple[range, range]]:
@@ -215,8 +212,6 @@ def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Te
 
 
 class _GatherLane(torch.autograd.Function):
-    """All-gather of dim 0 and a permutation; the backward sums over ranks and scatters."""
-
     @staticmethod
     def forward(ctx: Any, share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.order = group, order
@@ -231,9 +226,6 @@ class _GatherLane(torch.autograd.Function):
         share = whole.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
         dist.reduce_scatter_tensor(share, by_rank, group=ctx.group)
         return share, None, None
-
-
-# ---------------------------------------------------------------------------- chosen tokens
 
 
 def insert_embeddings(text: Tensor, embeddings: Tensor, positions: Tensor) -> Tensor:

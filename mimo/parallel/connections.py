@@ -138,8 +138,6 @@ def _word() -> torch.Tensor:
     return torch.zeros(1, device=local_device())
 
 
-# --------------------------------------------------------------------------- hosts
-
 SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -68,25 +68,20 @@ class GridSpec:
 
     @property
     def lane_size(self) -> int:
-        """Ranks of one lane."""
         return self.tp * self.cp * self.pp
 
     @property
     def size(self) -> int:
-        """Ranks of the module."""
         return self.lane_size * self.dp
 
     @property
     def ranks(self) -> range:
-        """The module's ranks, as global ids."""
         return range(self.rank_offset, self.rank_offset + self.size)
 
     def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Global id of the rank at these coordinates."""
         return self.rank_offset + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def coords(self, rank: int) -> Coords:
-        """Coordinates of a global rank that belongs to the module."""
         assert rank in self.ranks, f"{self.module} has no rank {rank}"
         rest, tp = divmod(rank - self.rank_offset, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -133,7 +128,6 @@ class Layout:
         return {**self.encoders, LANGUAGE: self.language}
 
     def modules_of(self, rank: int) -> tuple[str, ...]:
-        """Modules of which `rank` holds a part."""
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
 
 
@@ -182,9 +176,6 @@ def sequence_multiple(cp: int, tp: int, sp: bool, tokens_on_rank: int = 1) -> in
     return math.lcm(segment_multiple(cp) * parts, tokens_on_rank * cp * parts)
 
 
-# ------------------------------------------------------------- levels and run-ahead
-
-
 def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) -> tuple[Link, ...]:
     """Return links for the embeddings and `num_levels` further levels, in the order of stages.
 
@@ -229,9 +220,6 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
             needed = max(needed, received - 1 - returned)
             returned += 1
     return needed
-
-
-# --------------------------------------------------------------- defaults for speed
 
 
 def overlap_of(train: Train, on_gpu: bool) -> tuple[bool, bool]:

@@ -84,7 +84,6 @@ class Topology:
     groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def owns(self, module: str) -> bool:
-        """Whether this rank holds a part of the module."""
         return module in self.modules
 
     @property

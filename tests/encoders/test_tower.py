@@ -13,11 +13,10 @@ from torch import Tensor
 
 import mimo.device
 from data.modalities.processor import Part
-from mimo.families.registry import encoder_families
 from mimo.families.wire import WirePatches
 from tests import lone_module
 from tests.conftest import RunRanks
-from tests.mimo.families.test_contracts import settings_of
+from tests.mimo.families.test_contracts import ENCODERS, settings_of
 
 OUTPUT_SIZE = 20
 WINDOWS = {"window_size": 28, "full_attention_layers": (1,), "num_layers": 2}
@@ -84,7 +83,7 @@ def _note_calls(asked: list[str], tower: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [*((name, {}) for name in encoder_families()), ("qwen_vl", WINDOWS)],
+    [*((name, {}) for name in ENCODERS), ("qwen_vl", WINDOWS)],
 )
 def test_a_forward_of_prepared_items_only_gives_the_device_work(
     run_ranks: RunRanks, name: str, given: dict[str, Any]

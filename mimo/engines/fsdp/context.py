@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -90,6 +90,11 @@ class Wrapper(nn.Module, ABC):
         """The forms of attention to plan ahead of the forward."""
         return frozenset()
 
+    def values(self, patches: Any) -> Tensor:
+        """Return an encoder's `mimo.families.wire.WirePatches` as values (P, C) in its dtype."""
+        dtype = self.ctx.dtype
+        return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `run` inside FSDP2's hooks.
 
@@ -98,7 +103,6 @@ class Wrapper(nn.Module, ABC):
         return super().__call__(partial(self.run, *args, **kwargs))
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Implement `torch.nn.Module`; see `run`."""
         return call()
 
     @abstractmethod

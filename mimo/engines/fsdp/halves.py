@@ -10,11 +10,9 @@ Letters: I items, N embeddings, L feature levels, H hidden size.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
@@ -22,9 +20,9 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig
-from transformers.initialization import no_init_weights
 
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
+from mimo.engines.fsdp.models import build_on_meta
 from mimo.ops.segments import to_device
 
 Grid = tuple[int, int, int]
@@ -40,23 +38,17 @@ class ItemForm(Protocol):
     """The processor's arrays for items of one size; see `data.modalities.transformers`.
 
     arrays: the arguments of the model's methods by name. Those that depend on the content are on
-    meta, and have P numbers in all.
+    meta, and have P numbers in all, `num_values`. num_rows: of the item's embeddings.
     """
 
     @property
-    def arrays(self) -> Mapping[str, Tensor]:
-        """Arguments of the model's methods, by name."""
-        ...
+    def arrays(self) -> Mapping[str, Tensor]: ...
 
     @property
-    def num_rows(self) -> int:
-        """Number of the item's embeddings."""
-        ...
+    def num_rows(self) -> int: ...
 
     @property
-    def num_values(self) -> int:
-        """P, the numbers that depend on the content."""
-        ...
+    def num_values(self) -> int: ...
 
     def content(self, values: Tensor) -> dict[str, Tensor]:
         """Return the arguments that depend on the content, from an item's values (P, 1)."""
@@ -122,37 +114,12 @@ def _flat(part: Any) -> Tensor:
     return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
 
 
-# ---- the whole model, and which parameters belong to a half
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
 def build_whole(config: PretrainedConfig, dtype: torch.dtype, attention: str | None = None) -> Any:
-    """Build the whole model with parameters on meta, in ``dtype``, and buffers with their values.
+    """Build the whole model by `build_on_meta`.
 
     attention: implementation of the language half; None for transformers' choice.
     """
-    config = copy.deepcopy(config)
-    wide = dtype if dtype == torch.float64 else torch.float32
-    with no_init_weights(), _parameters_on_meta():
-        whole = AutoModelForImageTextToText.from_config(config, dtype=wide, trust_remote_code=False)
-    whole.tie_weights()
-    for parameter in whole.parameters():
-        parameter.data = parameter.data.to(dtype)
+    whole = build_on_meta(AutoModelForImageTextToText, config, dtype)
     if attention is not None:
         # Set directly: transformers would look for a package of that name.
         decoder_of(whole).config._attn_implementation = attention
@@ -199,9 +166,6 @@ def arguments_of(method: Callable[..., Any], values: Mapping[str, Any]) -> dict[
     return {name: values[name] for name in inspect.signature(method).parameters if name in values}
 
 
-# ---- the encoder half
-
-
 @dataclass(frozen=True)
 class PreparedItems:
     """Items of a microbatch; without items, a blank one.
@@ -243,7 +207,7 @@ class EncoderHalf(Wrapper):
         whole = build_whole(config, ctx.stored_dtype)
         others = language_parameters(whole)
         language = {id(module) for module in decoder_of(whole).modules()}
-        self.name_parts(whole, lambda name: name not in others)
+        self.hf_names = {f"whole.{n}": n for n, _ in whole.named_parameters() if n not in others}
         tower = [m for m in whole.modules() if id(m) not in language and not any(m.children())]
         keep(whole, lambda name: name not in others, [*tower, base_of(whole)])
         self.whole: Any = whole
@@ -253,15 +217,6 @@ class EncoderHalf(Wrapper):
         self.units = []
         if ctx.recompute == "full":
             whole.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def name_parts(self, whole: Any, kept: Callable[[str], bool]) -> None:
-        """Set `hf_names` for the parameters that this half keeps."""
-        self.hf_names = {f"whole.{n}": n for n, _ in whole.named_parameters() if kept(n)}
-
-    def values(self, patches: Any) -> Tensor:
-        """Return the values (P, 1) of a tensor or of `WirePatches`, in the tower's dtype."""
-        dtype = self.ctx.dtype
-        return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
         """Do all host work for items with these grids (I, 3) int64; in any thread.
@@ -323,7 +278,6 @@ class EncoderHalf(Wrapper):
         return self.make_rows(torch.cat(ordered), tuple(map(len, ordered)))
 
     def _rows(self, items: PreparedItems, call: int, values: Sequence[Tensor]) -> Tensor:
-        """Encode the items of a group in one call."""
         each = [items.forms[number].content(values[number]) for number in items.groups[call]]
         content = {
             name: self._cast(torch.cat([arrays[name] for arrays in each])) for name in each[0]
@@ -338,13 +292,10 @@ class EncoderHalf(Wrapper):
 def features(whole: Any, modality: str, arguments: Mapping[str, Tensor]) -> Any:
     """Return the output of `get_<modality>_features`, with the arguments that it names."""
     method = getattr(base_of(whole), f"get_{modality}_features")
-    options = {"return_dict": True} if _takes(method, "return_dict") else {}
-    return method(**arguments_of(method, arguments), **options)
-
-
-def _takes(method: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(method).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options = {"return_dict": True} if takes_more or "return_dict" in parameters else {}
+    return method(**arguments_of(method, arguments), **options)
 
 
 def modality_of(grid: Sequence[int]) -> str:

@@ -21,10 +21,8 @@ from mimo.engines.fsdp.models import (
     NAME,
     Segments,
     dense_masks,
-    layer_form,
+    language_forms,
     on_meta,
-    restore_buffers,
-    windows,
 )
 from mimo.engines.fsdp.plans import Border, Head, local_share, parallelize
 from mimo.ops.attention_plan import LayerForm
@@ -45,7 +43,6 @@ class LanguageModel(Wrapper):
         self.text: Any = getattr(whole.model, "language_model", whole.model)
         is_tied = whole.lm_head.weight is self.text.embed_tokens.weight
         self.head = None if is_tied else Head(whole.lm_head)
-        restore_buffers(self.text)
         self.name_as_in(whole)
         self.units = list(self.text.layers)
         if self.head is not None:
@@ -61,10 +58,7 @@ class LanguageModel(Wrapper):
         """The forms of its layers; transformers' attention needs no plan."""
         if self.ctx.mesh is None:
             return frozenset()
-        text = self.text.config
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        dtype = self.ctx.dtype
-        return frozenset(layer_form(head_size, dtype, window=window) for window in windows(text))
+        return language_forms(self.text.config, self.ctx.dtype)
 
     def run(
         self,

@@ -29,7 +29,7 @@ from mimo.engines.fsdp.halves import (
     keep,
     language_parameters,
 )
-from mimo.engines.fsdp.models import NAME, Segments, layer_form, windows
+from mimo.engines.fsdp.models import NAME, Segments, language_forms
 from mimo.engines.fsdp.tp_plans import apply_plan
 from mimo.ops.attention_plan import LayerForm
 from mimo.ops.segments import PackedSegments, to_device
@@ -121,11 +121,9 @@ class LanguageHalf(Wrapper):
         """Attention forms of the layers if samples are packed; none with padded samples."""
         if self.packing is None:
             return frozenset()
-        text, dtype = self.text.config, self.ctx.dtype
-        if getattr(text, "per_layer_config", None):
+        if getattr(self.text.config, "per_layer_config", None):
             return frozenset()  # head sizes differ; the forward plans them
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return frozenset(layer_form(head_size, dtype, window=window) for window in windows(text))
+        return language_forms(self.text.config, self.ctx.dtype)
 
     # ---- host work, ahead of the forward
 
@@ -228,8 +226,6 @@ class LanguageHalf(Wrapper):
                 index = torch.cat(masks).nonzero().flatten()
             order[modality] = count, index
         return order
-
-    # ---- the forward
 
     def run(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PretrainedConfig,
 )
+from transformers.initialization import no_init_weights
 
 from mimo.ops.acceleration import AttentionCase, best_kernel, this_machine
 from mimo.ops.attention_plan import LayerForm, batch_plan
@@ -120,6 +122,13 @@ def windows(config: Any) -> list[int | None]:
     return [config.sliding_window if kind == _SLIDING else None for kind in layer_kinds(config)]
 
 
+def language_forms(config: Any, dtype: torch.dtype) -> frozenset[LayerForm]:
+    """Return how the layers of a text model of transformers attend."""
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return frozenset(layer_form(head_size, dtype, window=window) for window in windows(config))
+
+
 def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> Any:
     """Return the `attention_mask` that gives transformers' own attention the same segments.
 
@@ -140,48 +149,43 @@ def dense_masks(packed: PackedSegments, config: Any, device: torch.device) -> An
     return dict(zip(layer_kinds(config), masks, strict=True)) if len(masks) > 1 else masks[0]
 
 
-# ---- building on meta
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def move_to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = move_to_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
-    """Build the whole model of a configuration on meta, with weights in ``dtype``.
+def build_on_meta(kind: Any, config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
+    """Build the whole model of a configuration with parameters on meta, in ``dtype``.
 
-    Buffers, such as rotary frequencies, are in at least fp32. The configuration is not changed.
+    Buffers, such as rotary frequencies, have their values, in at least fp32. The configuration is
+    not changed. kind: a class of transformers with `from_config`, which gets ``options``.
     """
-    config = copy.deepcopy(config)
-    text_only = config.get_text_config() is config
-    kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
     wide = dtype if dtype == torch.float64 else torch.float32
-    with torch.device("meta"):
-        whole = kind.from_config(
-            config, dtype=wide, attn_implementation=attention, trust_remote_code=False
-        )
+    options = {"dtype": wide, "trust_remote_code": False, **options}
+    with no_init_weights(), _parameters_on_meta(), torch.random.fork_rng(devices=()):
+        whole = kind.from_config(copy.deepcopy(config), **options)
+    whole.tie_weights()
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
     return whole
 
 
-@torch.no_grad()
-def restore_buffers(part: Any) -> None:
-    """Move buffers that no checkpoint has, such as rotary frequencies, off meta, with values.
-
-    Raises ValueError for a buffer that transformers' code for loading a model does not set.
-    """
-    for name, module in part.named_modules():
-        lost = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        for key in lost:
-            old = module.get_buffer(key)
-            unset = torch.nan if old.is_floating_point() else -1
-            module._buffers[key] = torch.full_like(old, unset, device="cpu")
-        if lost:
-            part._init_weights(module)
-        for key in lost:
-            new = module.get_buffer(key)
-            if (new.isnan() | (new == -1)).any():
-                raise ValueError(f"engine = fsdp: transformers does not say what {name}.{key} is")
-
-
-# ---- models that the engine cannot run
+def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:
+    """Build a model for text, or for images and text, by `build_on_meta`."""
+    text_only = config.get_text_config() is config
+    kind = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+    return build_on_meta(kind, config, dtype, attn_implementation=attention)
 
 
 def model_problems(config: Any) -> Iterator[str]:

@@ -102,15 +102,11 @@ class FsdpModule:
 
     @property
     def sequence_parts(self) -> int:
-        """The number of ranks that the output is sharded over: 1 without sequence parallelism."""
         tp = self.ctx.tp
         return tp.size() if tp is not None and self.ctx.sequence_parallel else 1
 
     def attention_forms(self) -> frozenset[LayerForm]:
-        """The wrapper's forms of attention."""
         return cast("Wrapper", self.whole).attention_forms()
-
-    # ---- one step
 
     def begin_step(self, forward_only: bool) -> None:
         """Clear gradients, and free weights that an evaluation has gathered."""
@@ -128,7 +124,6 @@ class FsdpModule:
         sizes: Sequence[tuple[int, int]],
         forward_only: bool,
     ) -> list[Tensor]:
-        """Run forward and backward of one microbatch after the other."""
         chunk, logged = Chunk(self.whole), []
         for done, number in enumerate(numbers, 1):
             loss = forward(number, chunk).sum()
@@ -144,7 +139,6 @@ class FsdpModule:
         items: Sequence[Any],
         forward_only: bool,
     ) -> None:
-        """Run `run_ahead` forward passes, then one forward and one backward in turns."""
         waiting: deque[Tensor] = deque()
         for done, batch in enumerate(batches, 1):
             token = forward(batch, self.whole)
@@ -154,7 +148,6 @@ class FsdpModule:
                 self._backward(waiting.popleft(), is_last=done == len(batches) and not waiting)
 
     def encode(self, patches: Any, items: Any) -> Any:
-        """Run one forward of a colocated encoder."""
         return self.whole(patches, items)
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
@@ -168,7 +161,6 @@ class FsdpModule:
 
     @contextmanager
     def accumulate_only(self) -> Iterator[None]:
-        """Keep every backward inside it from completing gradients."""
         self._accumulates = True
         self._reduce(now=False)
         try:
@@ -182,7 +174,6 @@ class FsdpModule:
         self._scale(1.0 / max(num_loss_tokens, 1))
 
     def squared_norm(self) -> Tensor:
-        """The sum of squares of this rank's gradients; of equal copies only the first counts."""
         counted = [g for param, g in self._gradients() if param.part.copy == 0 and g.numel()]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=local_device())
@@ -191,7 +182,6 @@ class FsdpModule:
     def update(
         self, learning_rate: float, gradient_factor: float, measured: bool = False
     ) -> Tensor | float:
-        """Update this rank's part; the next forward gathers."""
         optimizer = self._optimizer
         if optimizer is None:
             return 0.0
@@ -218,10 +208,7 @@ class FsdpModule:
         if gradients:
             cast("Any", torch)._foreach_mul_(gradients, factor)
 
-    # ---- what it holds
-
     def tensors(self) -> dict[str, list[Tensor]]:
-        """This rank's part of all that is sharded."""
         kinds = {"parameters": [local_part(param.whole) for param in self._parameters]}
         if self._optimizer is not None:
             gradients = [param.whole.grad for param in self._parameters]

@@ -157,7 +157,7 @@ class VocabularyParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        shard_rows(module, device_mesh)
+        distribute(module, device_mesh, Shard(0))
         module.forward = partial(_embed, module, device_mesh)  # type: ignore[assignment]
         if (padding := module.padding_idx) is not None:
             rows = local_share(module.weight).shape[0]
@@ -166,11 +166,22 @@ class VocabularyParallel(ParallelStyle):
         return module
 
 
-def shard_rows(module: nn.Module, tp: DeviceMesh) -> None:
-    """Make the weight of a module a DTensor with its rows sharded over tp. No communication."""
-    whole = module.get_parameter("weight")
-    rows = distribute_tensor(whole.detach(), tp, [Shard(0)], src_data_rank=None)
-    module.register_parameter("weight", nn.Parameter(rows, requires_grad=whole.requires_grad))
+def distribute(module: nn.Module, tp: DeviceMesh, place: Placement) -> None:
+    """Make a module's own parameters DTensors, equal before on all ranks. No communication."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        part = distribute_tensor(param.detach(), tp, [place], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
+
+
+def with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """Return ``forward(*args)``, during which the module has its parameters' `local_share`."""
+    parameters = cast("dict[str, Any]", module._parameters)
+    originals = dict(parameters)
+    parameters.update({k: p if p is None else local_share(p) for k, p in originals.items()})
+    try:
+        return forward(*args)
+    finally:
+        parameters.update(originals)
 
 
 def _embed(embedding: nn.Embedding, tp: DeviceMesh, ids: Tensor) -> Tensor:
@@ -178,16 +189,11 @@ def _embed(embedding: nn.Embedding, tp: DeviceMesh, ids: Tensor) -> Tensor:
 
     Calls the class's forward, which may scale its output, with this rank's rows as the weight.
     """
-    whole = embedding.weight
-    rows = local_share(whole)
-    local_ids = ids - tp.get_local_rank() * rows.shape[0]
-    is_here = (local_ids >= 0) & (local_ids < rows.shape[0])
-    parameters = cast("dict[str, Any]", embedding._parameters)
-    parameters["weight"] = rows
-    try:
-        embeddings = type(embedding).forward(embedding, local_ids.where(is_here, 0))
-    finally:
-        parameters["weight"] = whole
+    rows = local_share(embedding.weight).shape[0]
+    local_ids = ids - tp.get_local_rank() * rows
+    is_here = (local_ids >= 0) & (local_ids < rows)
+    forward = partial(type(embedding).forward, embedding)
+    embeddings = with_local_parameters(embedding, forward, local_ids.where(is_here, 0))
     return embeddings.masked_fill(~is_here[..., None], 0)
 
 
@@ -204,10 +210,7 @@ class Head(nn.Module):
 
 
 def parallelize(text: Any, head: Head | None, border: Border) -> None:
-    """Parallelize a text model of transformers without `tp_problems`, in place; no communication.
-
-    head: None if it is tied.
-    """
+    """Parallelize a text model without `tp_problems`, in place; no communication."""
     plan = PLANS[text.config.model_type]
     for layer in text.layers:
         styles = plan.styles(border.outside)
@@ -217,7 +220,7 @@ def parallelize(text: Any, head: Head | None, border: Border) -> None:
         ends["norm"] = SequenceParallel(use_local_output=True)
     parallelize_module(text, border.tp, ends, src_data_rank=None)
     if head is not None:
-        shard_rows(head, border.tp)
+        distribute(head, border.tp, Shard(0))
 
 
 # ---- low-rank adapters, as those of `mimo.engines.megatron.lora`

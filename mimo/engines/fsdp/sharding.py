@@ -89,9 +89,6 @@ def _parts(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-# ---- a rank's part of a parameter
-
-
 @dataclass(frozen=True)
 class Rectangle:
     """A rank's rectangle of a parameter, or of a tensor that is sharded alike.
@@ -163,9 +160,6 @@ def _chunk(size: int, rank: int, ranks: int) -> tuple[int, int]:
 def _matrix(local: Tensor, shape: tuple[int, ...]) -> Tensor:
     """View a local part (R', ...) of a parameter of this whole shape as (R', C')."""
     return local.unsqueeze(1) if len(shape) == 1 else local.flatten(1)
-
-
-# ---- its names in the checkpoint format
 
 
 @dataclass(frozen=True)
@@ -240,8 +234,6 @@ class Names:
                 yield Piece(part.name, shape, end, column, zeros)
 
 
-# ---- its weights
-
 Reader = Callable[[str, slice, slice], Tensor | None]
 """``(key, rows, columns)`` -> this part of a matrix, in any dtype; key: its name in transformers'
 memory. For other tensors the columns are ``slice(None)`` and the result has any shape. None leaves
@@ -281,7 +273,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             if param is not None:
                 places.setdefault(id(param), []).append((part, name))
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    assert not lost, f"{lost[0]} has no values; see `restore_buffers`"
+    assert not lost, f"{lost[0]} has no values; see `build_on_meta`"
     module._apply(
         lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device, copy=False)
     )

@@ -29,7 +29,7 @@ from transformers.vision_utils import (
 
 from mimo.device import send
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
-from mimo.engines.fsdp.models import TOWER_NAME, Segments, layer_form, on_meta, restore_buffers
+from mimo.engines.fsdp.models import TOWER_NAME, Segments, layer_form, on_meta
 from mimo.ops.segments import PackedSegments, to_device
 
 MakeRows = Callable[[Tensor, tuple[int, ...]], Any]
@@ -67,7 +67,6 @@ class Tower(Wrapper):
         whole = on_meta(config, "sdpa", ctx.stored_dtype)
         for part in self.parts:
             module = whole.get_submodule(part)
-            restore_buffers(module)
             self.add_module(part.rpartition(".")[2], module)
             if self.packs and ctx.mesh is not None:
                 # Set directly: transformers would look for a package of that name.
@@ -79,11 +78,6 @@ class Tower(Wrapper):
             for module in self.children():
                 if isinstance(module, PreTrainedModel):
                     module.activation_checkpointing_enable({"use_reentrant": False})
-
-    def values(self, patches: Any) -> Tensor:
-        """`mimo.families.wire.WirePatches`, or their values -> (P, C) as the tower computes."""
-        dtype = self.ctx.dtype
-        return patches.to(dtype) if isinstance(patches, Tensor) else patches.values(dtype)
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems:
         """Do all host work for items with these grids (I, 3) int64, in any thread.

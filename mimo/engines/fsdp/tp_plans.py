@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,7 +26,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard as pattern_of
 
 from mimo.engines.fsdp.models import on_meta
-from mimo.engines.fsdp.plans import PLANS, Border, VocabularyParallel, local_share
+from mimo.engines.fsdp.plans import (
+    PLANS,
+    Border,
+    VocabularyParallel,
+    distribute,
+    with_local_parameters,
+)
 
 
 class _WholeEmbedding(VocabularyParallel):
@@ -47,21 +53,9 @@ class _LocalParameters(ParallelStyle):
     place: Placement = Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, param in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(param.detach(), device_mesh, [self.place], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
-        module.forward = partial(_with_local_parameters, module, module.forward)
+        distribute(module, device_mesh, self.place)
+        module.forward = partial(with_local_parameters, module, module.forward)
         return module
-
-
-def _with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    parameters: dict[str, Any] = module._parameters
-    originals = dict(parameters)
-    parameters.update({k: p if p is None else local_share(p) for k, p in originals.items()})
-    try:
-        return forward(*args)
-    finally:
-        parameters.update(originals)
 
 
 class _WholeExperts(_LocalParameters):

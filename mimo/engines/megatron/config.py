@@ -66,12 +66,10 @@ class ModuleContext:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this chunk is the first of the module."""
         return self.groups.pp.rank() == 0 and self.chunk in (None, 0)
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this chunk is the last of the module."""
         last = self.groups.pp.rank() == self.groups.pp.size() - 1
         return last and self.chunk in (None, self.num_chunks - 1)
 

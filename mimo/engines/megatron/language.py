@@ -99,16 +99,9 @@ def build_gpt(
     if embedding_scale is not None and ctx.is_first_stage:
         # As in transformers: rounded to fp32, then to the dtype of the embeddings.
         scale = torch.tensor(embedding_scale, dtype=torch.float32).to(ctx.dtype).item()
-        model.embedding.register_forward_hook(partial(_scale_output, scale))
+        # A hook on the output, because Megatron hard-codes the class.
+        model.embedding.register_forward_hook(lambda *call: call[-1] * scale)
     return model
-
-
-def _scale_output(scale: float, module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """Scale the embedding's output, by a hook because Megatron hard-codes the class."""
-    return output * scale
-
-
-# ---------------------------------------------------------------------------- head
 
 
 class Head(ColumnParallelLinear):
@@ -176,8 +169,6 @@ def _output(
     losses = output_layer(hidden_states, output_weight, labels=labels.t().flatten())[0]
     return losses.view(labels.shape[::-1]).t()
 
-
-# ---------------------------------------------------------------------------- Gemma-3
 
 # Gemma-3 has norms on both sides of attention and MLP, and two kinds of layer. Local layers see a
 # sliding window of keys and rotate fast with the position; global layers see all keys and rotate

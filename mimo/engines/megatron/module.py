@@ -49,27 +49,22 @@ class MegatronModule:
 
     @property
     def has_trainable_params(self) -> bool:
-        """Whether this rank has weights to update."""
         return self.optimizer is not None
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """The data-parallel and context-parallel ranks."""
         return self.groups.dp_cp
 
     @property
     def sequence_parts(self) -> int:
-        """The number of ranks that the output is cut over: 1 without sequence parallelism."""
         config = cast("Any", self.raw[0]).config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     @property
     def whole(self) -> nn.Module:
-        """Its only chunk."""
         return self.raw[0]
 
     def attention_forms(self) -> frozenset[LayerForm]:
-        """The forms of all layers on this rank; Transformer Engine's need no plan."""
         return forms_in(self.raw)
 
     def begin_step(self, forward_only: bool) -> None:
@@ -84,7 +79,7 @@ class MegatronModule:
             chunk.train(not forward_only)
             if isinstance(chunk, MegatronBase):  # others have no such linears
                 type(chunk).set_is_first_microbatch(chunk)
-                cast("Any", chunk).set_is_first_microbatch = _do_nothing
+                cast("Any", chunk).set_is_first_microbatch = lambda: None
         if self.optimizer is not None and not forward_only:
             for chunk in self._ddp:
                 chunk.zero_grad_buffer()
@@ -102,7 +97,6 @@ class MegatronModule:
         sizes: Sequence[tuple[int, int]],
         forward_only: bool,
     ) -> list[Tensor]:
-        """Run Megatron's schedule of the pipeline."""
         parts = {
             id(chunk): Chunk(chunk, cast("Any", raw).vp_stage or 0, cast("Any", raw).pre_process)
             for chunk, raw in zip(self.chunks, self.raw, strict=True)
@@ -124,8 +118,6 @@ class MegatronModule:
         items: Sequence[Any],
         forward_only: bool,
     ) -> None:
-        """Run Megatron's schedule, which warms up with `run_ahead` forward passes."""
-
         def forward_step(rest: Iterator[T], chunk: nn.Module):
             return forward(next(rest), chunk), pass_token
 
@@ -143,15 +135,11 @@ class MegatronModule:
         )
 
     def encode(self, patches: Any, items: Any) -> Any:
-        """Run one forward of a colocated encoder, which has one chunk."""
         return self.chunks[0](patches, items)
 
     @contextmanager
     def accumulate_only(self) -> Iterator[None]:
-        """Keep DDP from reducing gradients.
-
-        A schedule turns the reduction on for its last microbatch by `no_sync_func`: that is unset.
-        """
+        """Unset `no_sync_func`, by which a schedule reduces gradients in its last microbatch."""
         chunks = self._ddp
         switches = [(chunk.config, chunk.config.no_sync_func) for chunk in chunks]
         with ExitStack() as stack:
@@ -173,11 +161,7 @@ class MegatronModule:
             chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm; each gradient's norm is in its own dtype.
-
-        Replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only, tied
-        weights once. A distributed optimizer has no replicas: each rank counts its share.
-        """
+        """Replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only."""
         if self.optimizer is not None:
             self.optimizer.prepare_grads()
             if gradients := self._counted_gradients():
@@ -185,7 +169,6 @@ class MegatronModule:
         return torch.zeros((), dtype=torch.float64, device=local_device())
 
     def _counted_gradients(self) -> list[Tensor]:
-        """The prepared gradients that this rank counts in a norm."""
         assert self.optimizer is not None
         is_distributed = isinstance(self.optimizer, DistributedOptimizer)
         counts = is_distributed or self.groups.dp_cp.rank() == 0
@@ -222,8 +205,7 @@ class MegatronModule:
         tensors["parameters"] = [param for chunk in self.raw for param in chunk.parameters()]
         if self.optimizer is not None:
             chunks = cast("Any", self._ddp)
-            buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
-            tensors["gradients"] = [buffer.grad_data for buffer in buffers]
+            tensors["gradients"] = [buffer.grad_data for c in chunks for buffer in c.buffers]
             base = _torch_optimizer(self.optimizer)
             state = [value for values in base.state.values() for value in values.values()]
             state += [param for group in base.param_groups for param in group["params"]]
@@ -238,7 +220,6 @@ class MegatronModule:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
-        """The pieces that this rank writes, or reads."""
         optimizer = self.optimizer if with_optimizer else None
         return module_pieces(self.name, self.raw, self.groups, optimizer, purpose)
 
@@ -249,7 +230,7 @@ class MegatronModule:
         for chunk in self._ddp:
             if not chunk.ddp_config.use_distributed_optimizer:
                 continue
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for group in chunk.bucket_groups:
                 shards = group.intra_distributed_optimizer_instance_group
                 for bucket in group.buckets:
                     shard = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
@@ -266,7 +247,3 @@ class MegatronModule:
 def _torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
     assert optimizer.optimizer is not None, "a trainable module has parameters"
     return optimizer.optimizer
-
-
-def _do_nothing() -> None:
-    pass

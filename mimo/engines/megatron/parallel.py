@@ -100,11 +100,6 @@ def build_optimizer(
     )
     params = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     base = torch_optimizer(params, settings, learning_rate)
-
-    def fill(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-        """Create the state; called before a checkpoint is loaded."""
-        fill_state(optimizer)
-
     optimizer: MegatronOptimizer
     # bf16 has the range of fp32 and needs no loss scaling.
     scaler = cast("MegatronGradScaler", None)
@@ -113,7 +108,7 @@ def build_optimizer(
             base,
             config,
             scaler,
-            fill,
+            fill_state,
             model_chunks=list(chunks),  # type: ignore[arg-type]
             per_model_buffers={n: cast("Any", chunk).buffers for n, chunk in enumerate(chunks)},
             data_parallel_group=groups.intra_dp_cp,
@@ -122,9 +117,9 @@ def build_optimizer(
             distributed_optimizer_instance_id=0,
         )
     elif dtype in (torch.float32, torch.float64):
-        optimizer = FP32Optimizer(base, config, fill)
+        optimizer = FP32Optimizer(base, config, fill_state)
     else:
-        optimizer = Float16OptimizerWithFloat16Params(base, config, scaler, fill)
+        optimizer = Float16OptimizerWithFloat16Params(base, config, scaler, fill_state)
     # Read by Megatron when it decides which parameters are tensor-parallel duplicates.
     optimizer.tp_group = groups.tp  # type: ignore[attr-defined]
     if settings.ema_decay is not None:

@@ -74,7 +74,6 @@ class PlannedCommunicator(P2PCommunicator):
 
     @property
     def total_stages(self) -> int:
-        """The number of stages that 1F1B computes its warm-up from."""
         return self.pp_group.size() + self._run_ahead
 
     def _communicate(self, *, recv_prev: bool, recv_next: bool, tensor_shape: Any, **others: Any):

@@ -262,7 +262,6 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (n, I) -> (n, O)."""
         hidden, _ = self.linear_fc1(x)
         output, _ = self.linear_fc2(self.activation(hidden))
         return output

@@ -77,16 +77,6 @@ class Cut:
             assert rows % blocks == 0, f"{blocks} matrices in {rows} rows"
         return cls(rows, columns, dim, blocks, tp.rank(), tp.size())
 
-    @property
-    def whole_rows(self) -> int:
-        """R, the rows of the whole matrix."""
-        return self.rows * (self.size if self.dim == 0 else 1)
-
-    @property
-    def whole_columns(self) -> int:
-        """C, the columns of the whole matrix."""
-        return self.columns * (self.size if self.dim == 1 else 1)
-
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole parameter, given that of the rank's part."""
         if self.dim is None:
@@ -149,17 +139,14 @@ def initialize_parameters(
             param.fill_(0.0 if id(param) in zero_centered else 1.0)
         else:
             cut = Cut.of(param, groups.tp)
+            rows, columns = cut.whole_shape((cut.rows, cut.columns))
             if name.endswith(".lora_a"):
-                numbers = adapter_numbers(cut.whole_columns)
+                numbers = adapter_numbers(columns)
             else:
                 residual = name.endswith(("linear_proj.weight", "mlp.linear_fc2.weight"))
                 numbers = normal(std / (2 * config.num_layers) ** 0.5 if residual else std)
-            shape = cut.whole_rows, cut.whole_columns
             for row, column, values in cut.rectangles(param.data.view(-1)):
-                draw(values, row, column, shape, f"{seed}:{whole}", numbers)
-
-
-# ---------------------------------------------------------------------------- checkpoints
+                draw(values, row, column, (rows, columns), f"{seed}:{whole}", numbers)
 
 
 def module_pieces(
@@ -185,7 +172,7 @@ def module_pieces(
         if optimizer is None or not param.requires_grad:
             continue
         share = _share_of(optimizer, param)
-        if not share.is_replicated:
+        if isinstance(optimizer, DistributedOptimizer):
             bounds = (share.start, share.end)
         for kind, tensor in share.tensors.items():
             yield from _pieces(key_of(kind, key), shape, cut, tensor, share.start, bounds)
@@ -242,15 +229,14 @@ def _pieces(
 class _Share:
     """This rank's part of a parameter's optimizer state.
 
-    start, end: bounds of the stretch of the flat parameter that is stored on this rank. tensors:
-    the optimizer's memory by kind, end - start elements each. is_replicated: whether every
-    data-parallel rank holds the same. step: (), the number of Adam's updates, if it counts any.
+    start, end: bounds of the stretch of the flat parameter that is stored on this rank; all of it
+    without a distributed optimizer. tensors: the optimizer's memory by kind, end - start elements
+    each. step: (), the number of Adam's updates, if it counts any.
     """
 
     start: int
     end: int
     tensors: dict[str, Tensor]
-    is_replicated: bool
     step: Tensor | None = None
 
 
@@ -259,7 +245,7 @@ def _share_of(optimizer: MegatronOptimizer, param: Tensor) -> _Share:
     base: Any = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         if param not in optimizer.model_param_group_index_map:
-            return _Share(0, 0, {}, is_replicated=False)
+            return _Share(0, 0, {})
         group, order = optimizer.model_param_group_index_map[param]
         updated = base.param_groups[group]["params"][order]
         stretch = optimizer._get_model_param_range_map(cast("Any", param))["param"]
@@ -271,5 +257,4 @@ def _share_of(optimizer: MegatronOptimizer, param: Tensor) -> _Share:
     tensors = state_tensors(base, updated)
     if has_master:
         tensors[MASTER] = updated.detach()
-    is_replicated = not isinstance(optimizer, DistributedOptimizer)
-    return _Share(start, end, tensors, is_replicated, step_of(base, updated))
+    return _Share(start, end, tensors, step_of(base, updated))

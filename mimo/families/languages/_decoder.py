@@ -31,7 +31,6 @@ class DecoderSettings(LanguageSettings):
     """The settings of a decoder, and the parts that `build` makes of them."""
 
     def stack_shape(self) -> dict[str, Any]:
-        """Add grouped queries; families add what differs."""
         groups = {"num_query_groups": self.num_query_groups, "kv_channels": self.head_size}
         return super().stack_shape() | groups
 
@@ -42,7 +41,6 @@ class DecoderSettings(LanguageSettings):
     def layer_spec(
         self, config: engine.TransformerConfig, ctx: engine.ModuleContext
     ) -> engine.ModuleSpec:
-        """Return the spec of the layers: pre-norm ones."""
         return engine.layer_spec(config, ctx.lora, causal=True)
 
     @property
@@ -161,16 +159,13 @@ class MRopeSettings(DecoderSettings):
         return self
 
     def stack_shape(self) -> dict[str, Any]:
-        """Add biases or norms."""
         changes = {"add_qkv_bias": self.qkv_bias, "qk_layernorm": self.qk_norm}
         return super().stack_shape() | changes
 
     def rotary(self) -> nn.Module:
-        """Return rotary positions of three axes."""
         return MRope(type(self).axes_of(self.mrope_section), self.rotary_base)
 
     def scaled_down(self, chunks: int, tp: int) -> Self:
-        """Scale down; the shares of the three rotary axes stay."""
         sizes = self._scaled_sizes(tp)
         section = proportional(self.mrope_section, sizes["head_size"] // 2)
         return self.model_copy(

@@ -50,7 +50,6 @@ class Settings(LanguageSettings):
     """The configuration of transformers, without the sizes."""
 
     def scaled_down(self, chunks: int, tp: int) -> Settings:
-        """Scale down; the configuration stays."""
         sizes = {**self._scaled_sizes(tp), "num_layers": chunks, "init_std": 0.1}
         return self.model_copy(update=sizes)
 

@@ -52,7 +52,6 @@ class Settings(DecoderSettings):
     tie_word_embeddings: bool = True
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Return the kind of each layer: sliding, or global."""
         return tuple(
             "sliding" if number % self.sliding_window_pattern else "global"
             for number in range(1, self.num_layers + 1)
@@ -88,7 +87,6 @@ class Settings(DecoderSettings):
         )
 
     def stack_shape(self) -> dict[str, Any]:
-        """Add norms on queries and keys, tanh GeGLU, and sliding and global layers."""
         scalar = self.query_pre_attn_scalar
         return super().stack_shape() | {
             "activation_func": partial(functional.gelu, approximate="tanh"),
@@ -100,19 +98,16 @@ class Settings(DecoderSettings):
         }
 
     def rotary(self) -> nn.Module:
-        """Return rotary positions with one base for each kind of layer."""
         bases = self.local_rotary_base, self.rotary_base
         return engine.LocalGlobalRope(self.head_size, *bases, self.rotary_factor)
 
     def layer_spec(
         self, config: engine.TransformerConfig, ctx: engine.ModuleContext
     ) -> engine.ModuleSpec:
-        """Return the spec of layers with norms around every branch."""
         return engine.local_global_layer_spec(config, ctx.lora)
 
     @property
     def embedding_scale(self) -> float:
-        """Root of the width."""
         return self.hidden_size**0.5
 
 

@@ -48,7 +48,6 @@ class Settings(LanguageSettings):
 
     @property
     def experts_share(self) -> float:
-        """The share of its experts that a token uses."""
         text = self.config.get("text_config", self.config)
         counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         total = next((count for count in counts if count), None)

@@ -24,15 +24,16 @@ from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config import bounds
 from mimo.errors import RecipeError
-from mimo.families import contracts
+from mimo.families import contracts, registry
 from mimo.families.contracts import ItemRules
 from mimo.families.keymap import num_elements
-from mimo.families.registry import encoder_families, encoder_family, language_families
+from mimo.families.registry import encoder_family
 from tests.mimo.config.test_recipe import RECIPE
 from tests.mimo.families.test_keymap import check_complete
+from tests.recipe_keys import families_in
 
-ENCODERS: dict[str, Any] = dict(encoder_families())
-LANGUAGES: dict[str, Any] = dict(language_families())
+ENCODERS = families_in(registry.ENCODERS)
+LANGUAGES = families_in(registry.LANGUAGES)
 FAMILIES = {
     **{f"encoders.{name}": family for name, family in ENCODERS.items()},
     **{f"languages.{name}": family for name, family in LANGUAGES.items()},

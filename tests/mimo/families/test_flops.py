@@ -15,11 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from mimo.config.modules import LoRA
 from mimo.families.flops import causal_pairs, flops_per_unit, step_flops
 from mimo.families.keymap import is_adapter
-from mimo.families.registry import encoder_families, language_families
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.lone_module import SEED, _context
-from tests.mimo.families.test_contracts import draw_items, settings_of
+from tests.mimo.families.test_contracts import ENCODERS, LANGUAGES, draw_items, settings_of
 
 H, NUM_TOKENS = 32, 16
 LENGTHS = (12, 12, 12)  # alike, so that no kernel computes on padding
@@ -135,7 +134,7 @@ def count_language(rank: int, name: str, case: str) -> Counted:
 
 TOWERS = {
     f"{name}, {case}": (name, case)
-    for name in encoder_families()
+    for name in ENCODERS
     for case in ("trained", "frozen", "projector", "adapters", "adapters and projector")
     # The engine's linears compute a gradient of their input even where nothing before them learns;
     # only here is one the first that learns.
@@ -143,7 +142,7 @@ TOWERS = {
 }
 MODELS = {
     f"{name}, {case}": (name, case)
-    for name, own in language_families().items()
+    for name, own in LANGUAGES.items()
     if "megatron" in own.Settings.engines
     for case in LEARNS
     if "projector" not in case
@@ -160,7 +159,7 @@ def check(counted: Counted) -> None:
     "tower",
     quick_values(
         TOWERS,
-        *(f"{name}, trained" for name in encoder_families()),
+        *(f"{name}, trained" for name in ENCODERS),
         "qwen3_vl, projector",
         "qwen_vl, frozen",
         "gemma3, adapters",

@@ -13,14 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mimo.families.registry import encoder_families, language_families
 from tests.conftest import RunRanks
 from tests.lone_module import SEED, _context
-from tests.mimo.families.test_contracts import draw_items, settings_of
+from tests.mimo.families.test_contracts import ENCODERS, LANGUAGES, draw_items, settings_of
 
 H = 32
-TOWERS = [*encoder_families()]
-LANGUAGES = [n for n, own in language_families().items() if "megatron" in own.Settings.engines]
+DECODERS = [name for name, own in LANGUAGES.items() if "megatron" in own.Settings.engines]
 
 
 def late(model: nn.Module) -> None:
@@ -70,13 +68,13 @@ def run_language(rank: int, name: str) -> tuple[Tensor, Tensor]:
     return before, model(**inputs).detach()
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", ENCODERS)
 def test_a_tower_reads_parameters_in_their_owners_forward(run_ranks: RunRanks, name: str) -> None:
     ((before, after),) = run_ranks(run_tower, 1, name)
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("name", LANGUAGES)
+@pytest.mark.parametrize("name", DECODERS)
 def test_a_language_model_reads_parameters_likewise(run_ranks: RunRanks, name: str) -> None:
     ((before, after),) = run_ranks(run_language, 1, name)
     assert torch.equal(before, after)

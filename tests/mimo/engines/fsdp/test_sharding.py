@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from mimo.engines.fsdp.context import TP, FsdpContext
-from mimo.engines.fsdp.models import restore_buffers
+from mimo.engines.fsdp.models import on_meta
 from mimo.engines.fsdp.sharding import load, local_rectangle, materialise, shard
 from tests.conftest import RunRanks
 from tests.fsdp_ranks import Asked
@@ -95,12 +94,9 @@ CPU = torch.device("cpu")
 def test_buffers_are_those_of_a_model_that_was_never_on_meta(name: str) -> None:
     config = config_of(name, tie_word_embeddings=True)
     expected = new_model(config)
-    with torch.device("meta"):
-        model = new_model(config)
-    assert any(buffer.is_meta for buffer in model.buffers())
     state = torch.get_rng_state()
-    for part in reversed([m for m in model.modules() if isinstance(m, PreTrainedModel)]):
-        restore_buffers(part)
+    model = on_meta(config, "sdpa", torch.float32)
+    assert all(param.is_meta for param in model.parameters())
     materialise(model, CPU)
     assert torch.equal(torch.get_rng_state(), state)  # no weight has been drawn
     for key, buffer in expected.named_buffers():
