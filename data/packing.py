@@ -222,41 +222,24 @@ def packs_of_samples(used: Used, num_packs: int, samples: int) -> list[np.ndarra
 
 
 def packs_of_tokens(
-    used: Used, num_packs: int, budget: TokenBudget, sizes: Sizes
+    used: Used, num_packs: int, budget: TokenBudget, sizes: Sizes, padded: bool = False
 ) -> list[np.ndarray]:
-    """Return the next packs; several calls give the same as one. No sample exceeds ``budget``."""
-    window = _Window(used, budget, sizes)
-    return [np.array(window.next_pack(), np.int64) for _ in range(num_packs)]
+    """Return the next packs; several calls give the same as one. No sample exceeds ``budget``.
 
-
-def regroup_by_length(
-    packs: Sequence[np.ndarray], tokens: np.ndarray, equal: bool
-) -> list[np.ndarray]:
-    """Return as many packs of the same samples, each with samples of similar length.
-
-    For models that pad a pack to its longest sample. tokens: (n,) of the samples, pack by pack.
-    equal: whether all packs have equally many samples; else the largest pack, padding included, is
-    as small as possible.
+    padded: whether each sample counts as long as the longest of its pack.
     """
-    samples, order = np.concatenate(packs), np.argsort(-tokens, kind="stable")
-    lengths, num_packs = tokens[order].tolist(), len(packs)
-    if equal:
-        cuts = list(range(0, len(samples), len(samples) // num_packs))
-    else:
-        limits = range(lengths[0], lengths[0] * len(samples) + 1)
-        least = bisect_left(limits, -num_packs, key=lambda m: -len(_cuts(lengths, m, num_packs)))
-        cuts = _cuts(lengths, limits[least], num_packs)
-    return [np.sort(samples[pack]) for pack in np.split(order, cuts[1:])]
+    window = _Window(used, budget, sizes)
+    next_pack = window.next_padded_pack if padded else window.next_pack
+    return [np.array(next_pack(), np.int64) for _ in range(num_packs)]
 
 
-def _cuts(lengths: Sequence[int], most: int, num_packs: int) -> list[int]:
-    """Return where packs of at most ``most`` padded tokens begin, no fewer than ``num_packs``."""
-    cuts, end = list[int](), 0
-    while end < len(lengths):
-        cuts.append(end)
-        for_others = max(0, num_packs - len(cuts))
-        end += max(1, min(most // lengths[end], len(lengths) - end - for_others))
-    return cuts
+def sort_by_length(packs: Sequence[np.ndarray], tokens: np.ndarray) -> list[np.ndarray]:
+    """Return equally large packs of the same samples, each with samples of similar length.
+
+    tokens: (n,) of the samples, pack by pack.
+    """
+    samples = np.concatenate(packs)[np.argsort(-tokens, kind="stable")]
+    return [np.sort(pack) for pack in samples.reshape(len(packs), -1)]
 
 
 class _Window:
@@ -310,6 +293,22 @@ class _Window:
                 tokens, rows, taken[n] = tokens - all_tokens[n], rows - all_rows[n], True
                 pack.append(n)
                 i = bisect_right(by_length, tokens * _NUMBERS, 0, i)
+        self._waiting -= len(pack)
+        return [self._position[n] for n in sorted(pack)]
+
+    def next_padded_pack(self) -> list[int]:
+        """Return the oldest sample and those next to it in length, none longer, as `next_pack`."""
+        self._fill()
+        self._oldest = n = self._taken.index(False, self._oldest)
+        i, count = bisect_left(self._by_length, self._key[n]), self.budget.tokens // self._tokens[n]
+        rows, pack = self._max_rows, []
+        while i >= 0 and len(pack) < count:
+            if self._rows_by_length[i] <= rows:
+                n = -self._by_length[i] % _NUMBERS
+                del self._by_length[i], self._rows_by_length[i]
+                rows, self._taken[n] = rows - self._rows[n], True
+                pack.append(n)
+            i -= 1
         self._waiting -= len(pack)
         return [self._position[n] for n in sorted(pack)]
 

@@ -32,7 +32,7 @@ from mimo.generate.one_rank import join_world_of_one, one_rank_recipe
 from mimo.model.dataset import changed_shards_named, open_dataset
 from mimo.model.decoding import open_decoding
 from mimo.model.recipe_checks import check_memory
-from mimo.model.step_plan import StepPlan, step_planner
+from mimo.model.step_plan import StepPlan, pads_samples, step_planner
 from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology
 from mimo.report.tables import Table, show, write_json
@@ -89,7 +89,8 @@ def replay(run: Path, step: int) -> Replay:
     updates_before = step - progress.step
     dataset, progress, _ = continue_order(dataset, progress)
     recipe, layout = trainer.recipe, trainer.topology.layout
-    done = progress.step, progress.used
+    done, padded = (progress.step, progress.used), pads_samples(recipe)
+    planner = step_planner(recipe, layout, dataset, done=done, padded=padded)
     watched = _WatchedLayers(trainer.model.modules)
     with (
         changed_shards_named(),
@@ -98,7 +99,7 @@ def replay(run: Path, step: int) -> Replay:
             name=STEP,
             dataset=dataset,
             steps=range(step, step + 1),
-            used=step_planner(recipe, layout, dataset, done=done).used_before(step),
+            used=planner.used_before(step),
             decoding=decoding,
         ) as batches,
     ):

@@ -23,7 +23,7 @@ from data.packing import (
     deal,
     packs_of_samples,
     packs_of_tokens,
-    regroup_by_length,
+    sort_by_length,
 )
 from mimo.checkpoint.hf.recipes import config_of_folder
 from mimo.config.schema import LANGUAGE, Recipe
@@ -166,11 +166,10 @@ class StepPlanner:
             packs = packs_of_samples(used, count, self.micro_batch_size)
             if not self.padded:
                 return packs
+            packs = sort_by_length(packs, self._tokens(packs))
         else:
             sizes = sizes_in_order(self.indexes, self.order)
-            packs = packs_of_tokens(used, count, self.budget, sizes)
-        if self.padded:
-            packs = regroup_by_length(packs, self._tokens(packs), equal=self.budget is None)
+            packs = packs_of_tokens(used, count, self.budget, sizes, self.padded)
         tokens = self._tokens(packs)
         first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
         loads = np.add.reduceat(tokens * (self.linear_tokens + tokens), first)
@@ -285,7 +284,6 @@ def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **options: An
         delivery=recipe.bridge.delivery,
         encode_group=encode_group(recipe),
         packed=recipe.data.packing,
-        padded=_is_padded(recipe),
         tokens_on_rank=fp8_multiple(recipe.train.fp8),
         budget=token_budget(recipe),
         linear_tokens=linear_tokens(recipe),
@@ -293,12 +291,17 @@ def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **options: An
     )
 
 
-def _is_padded(recipe: Recipe) -> bool:
+def pads_samples(recipe: Recipe) -> bool:
+    """Whether the language model pads the samples of a lane to a batch instead of packing them.
+
+    Models of transformers run the gate for it, or read its verdict from the cache.
+    """
     if recipe.language.family != GENERAL:
         return False
     from mimo.model.gate import verdict_of  # late: it loads transformers
 
-    return verdict_of(config_of_folder(Path(recipe.init_from or ""))).packing is None
+    assert recipe.init_from is not None, "a model of transformers comes from its folder"
+    return verdict_of(config_of_folder(Path(recipe.init_from))).packing is None
 
 
 class StepFlops:

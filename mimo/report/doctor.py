@@ -32,7 +32,7 @@ from mimo.model.dataset import (
     unknown_text,
 )
 from mimo.model.indexing import build_in_processes
-from mimo.model.step_plan import StepPlan, StepPlanner, step_planner
+from mimo.model.step_plan import StepPlan, StepPlanner, pads_samples, step_planner
 from mimo.parallel.build import build_layout
 from mimo.report.page import Chart, Part, Piece, Sample, Section, render
 from mimo.report.tables import Table, number, percent, write
@@ -256,6 +256,7 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
         shown, unreadable, read = read_some(dataset, columns)
     skipped = itertools.chain.from_iterable(index.skipped_samples() for index in indexes)
     tokens = int(columns.tokens.sum())
+    planner = step_planner(recipe, layout, dataset, links=(), padded=pads_samples(recipe))
     return {
         "recipe": recipe.name,
         "warnings": unknown_text(recipe.data.sources, indexes),
@@ -266,7 +267,7 @@ def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list
         "tokens_per_sample": tokens / len(columns.sample),
         "loss_token_fraction": float(columns.loss.sum() / tokens),
         "modality_mix": modality_mix(columns, indexes[0].media),
-        "packing": packing(recipe, step_planner(recipe, layout, dataset, links=())),
+        "packing": packing(recipe, planner),
         "largest": largest(dataset, columns),
         "bad": {
             "in_index": sum(index.num_skipped for index in indexes),

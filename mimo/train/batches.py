@@ -32,13 +32,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from data.decoding import Decoding
 from data.loader import LoadedStep, StepLoader
 from data.packing import Used
+from mimo.checkpoint.reading import from_rank_0
 from mimo.config.schema import Recipe
 from mimo.device import Staging, copy_stream, local_device, send
 from mimo.model.dataset import Dataset
 from mimo.model.decoding import gather_items, pack_language
 from mimo.model.inputs import EncoderBatch, LanguageBatch, WholeBatch
 from mimo.model.modules import MimoModel
-from mimo.model.step_plan import StepFlops, StepPlan, step_planner
+from mimo.model.step_plan import StepFlops, StepPlan, pads_samples, step_planner
 from mimo.parallel.grids import LANGUAGE
 from mimo.parallel.groups import Topology
 from mimo.runtime.signals import EarlyStop
@@ -113,6 +114,8 @@ class Batches:
             recipe,
             topology.layout,
             dataset,
+            # Of rank 0, as a verdict near the gate's tolerance may differ between machines.
+            padded=from_rank_0(lambda: pads_samples(recipe)),
             done=(steps.start, self.used),
             links=topology.bridges,
             rank=topology.rank,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from data.packing import (
     packs_of_samples,
     packs_of_tokens,
     permutation,
-    regroup_by_length,
+    sort_by_length,
 )
 
 LONGEST, MOST_ROWS = 12, 9  # of a sample
@@ -103,6 +102,27 @@ def test_packs_are_those_of_a_search_through_all_of_the_window(
         used = used.with_packs([pack])
 
 
+@given(samples=SAMPLES, budget=BUDGETS)
+@settings(deadline=None)
+def test_padded_packs_are_the_oldest_sample_and_the_next_shorter_ones(
+    samples: Samples, budget: TokenBudget
+) -> None:
+    sizes, used = sizes_of(samples), Used()
+    for pack in packs_of_tokens(used, 6, budget, sizes, padded=True):
+        window = used.unused(budget.window)
+        tokens, rows = (dict(zip(window.tolist(), x.tolist(), strict=True)) for x in sizes(window))
+        oldest = int(window[0])
+        expected, left = list[int](), budget.rows
+        for sample in sorted(tokens, key=lambda n: (-tokens[n], n)):
+            fits = left is None or rows[sample] <= left
+            is_after = (-tokens[sample], sample) >= (-tokens[oldest], oldest)
+            if is_after and fits and (len(expected) + 1) * tokens[oldest] <= budget.tokens:
+                expected.append(sample)
+                left = None if left is None else left - rows[sample]
+        assert pack.tolist() == sorted(expected)
+        used = used.with_packs([pack])
+
+
 def searched(window: np.ndarray, budget: TokenBudget, sizes: Sizes) -> list[int]:
     """The pack as the page's first lines tell it, looking at everything again each time."""
     tokens, rows = (
@@ -174,28 +194,13 @@ def test_real_tokens_fill_98_percent_of_the_budget_on_long_tailed_lengths(kind: 
 # ---------------------------------------------------------------------------------- equal loads
 
 
-@given(tokens=st.lists(st.integers(1, 9), min_size=1, max_size=9), data=st.data())
-def test_padded_packs_have_similar_lengths_and_the_least_padded_tokens(
-    tokens: list[int], data: st.DataObject
-) -> None:
-    count, lengths = data.draw(st.integers(1, len(tokens))), np.array(tokens)
-    packs = [np.array(part) for part in np.array_split(np.arange(len(tokens)), count)]
-    regrouped = regroup_by_length(packs, lengths, equal=False)
-    assert len(regrouped) == count
-    assert sorted(np.concatenate(regrouped)) == [*range(len(tokens))]
-    descending = sorted(tokens, reverse=True)
-    cuts = combinations(range(1, len(tokens)), count - 1)
-    sizes = (
-        max((end - start) * descending[start] for start, end in pairwise([0, *cut, len(tokens)]))
-        for cut in cuts
-    )
-    assert max(len(pack) * lengths[pack].max() for pack in regrouped) == min(sizes)
-
-
-def test_padded_packs_keep_their_number_of_samples() -> None:
+def test_packs_sorted_by_length_keep_their_number_of_samples() -> None:
     packs = [np.array([4, 5]), np.array([6, 7]), np.array([8, 9])]
-    regrouped = regroup_by_length(packs, np.array([9, 1, 5, 9, 1, 5]), equal=True)
-    assert [pack.tolist() for pack in regrouped] == [[4, 7], [6, 9], [5, 8]]
+    assert [pack.tolist() for pack in sort_by_length(packs, np.array([9, 1, 5, 9, 1, 5]))] == [
+        [4, 7],
+        [6, 9],
+        [5, 8],
+    ]
 
 
 @given(costs=st.lists(st.integers(1, 50), min_size=1, max_size=8), lanes=st.integers(1, 4))
