@@ -204,6 +204,8 @@ class TransformersMedia:
             metadata = VideoMetadata(count, fps, width, height, *times)
             options = {"do_sample_frames": False, "video_metadata": [metadata]}
         text = media_tokens(self.folder, self.modality).written
+        if hasattr(processor, "_has_wrappers"):  # HunYuan-VL refuses a token that stands alone
+            text = f"{processor.image_start_token}{text}{processor.image_end_token}"
         try:
             with _RUNNING:
                 outputs = processor(

@@ -6,6 +6,7 @@ compared tower has few and narrow layers; the number of its embeddings is that o
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 
 from data.index.reader import SampleReader, UnreadableSample
 from data.modalities.image_files import to_rgb
+from data.modalities.processor import PartPlan
 from data.modalities.transformers import ItemForm, TransformersMedia, load_processor
-from data.text.messages import item_parts
+from data.text.messages import ITEM_SLOT, item_parts
 from mimo.checkpoint.hf.recipes import config_of_folder
 from mimo.checkpoint.hf.shrink import build, narrow
 from mimo.config.schema import Recipe
@@ -89,7 +91,11 @@ def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
             continue
         try:
             outputs = processor.apply_chat_template(
-                messages, chat_template=chat.template, tokenize=True, return_dict=True
+                messages,
+                chat_template=chat.template,
+                tokenize=True,
+                return_dict=True,
+                processor_kwargs={"return_text_replacement_offsets": True},
             )
         except Exception as error:  # a processor is a program, and may fail in any way
             raise ValueError(
@@ -104,3 +110,17 @@ def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
                 f"alone, but the processor of {recipe.init_from} writes {written} for all its "
                 f"{len(parts)} images together; leave out samples with several images"
             )
+        texts = [part["replacement"] for part in outputs["text_replacement_offsets"][0]]
+        plans = [reader.plan(item) for item in index.items_of_sample(sample)]
+        if texts != [_text_of(plan, chat.placeholders["image"]) for plan in plans]:
+            raise ValueError(
+                f"the processor of {recipe.init_from} writes other text around the {len(parts)} "
+                f"images of sample {index.key(sample)!r} together than around each alone; leave "
+                "out samples with several images"
+            )
+
+
+def _text_of(plan: PartPlan, placeholder: str) -> str:
+    """Return the text of an item, with a placeholder for each of its rows."""
+    rows = iter(plan.slot_rows or (plan.num_rows,))
+    return re.sub(re.escape(ITEM_SLOT), lambda _: placeholder * next(rows), plan.text)

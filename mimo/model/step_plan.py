@@ -162,16 +162,18 @@ class StepPlanner:
         """Return the next step's packs, lane by lane of each microbatch."""
         lanes = self.layout.language.dp
         count = self.num_microbatches * lanes
-        if self.budget is None:
+        if self.budget is not None:
+            sizes = sizes_in_order(self.indexes, self.order)
+            packs = packs_of_tokens(used, count, self.budget, sizes, self.padded)
+        else:
             packs = packs_of_samples(used, count, self.micro_batch_size)
             if not self.padded:
                 return packs
             packs = sort_by_length(packs, self._tokens(packs))
-        else:
-            sizes = sizes_in_order(self.indexes, self.order)
-            packs = packs_of_tokens(used, count, self.budget, sizes, self.padded)
-        tokens = self._tokens(packs)
-        first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
+        tokens, lengths = self._tokens(packs), [len(pack) for pack in packs]
+        first = np.cumsum([0, *lengths[:-1]])
+        if self.padded:
+            tokens = np.repeat(np.maximum.reduceat(tokens, first), lengths)
         loads = np.add.reduceat(tokens * (self.linear_tokens + tokens), first)
         return [packs[pack] for pack in deal(loads, lanes).flat]
 

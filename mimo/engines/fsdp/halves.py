@@ -295,7 +295,11 @@ def features(whole: Any, modality: str, arguments: Mapping[str, Tensor]) -> Any:
     parameters = inspect.signature(method).parameters
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     options = {"return_dict": True} if takes_more or "return_dict" in parameters else {}
-    return method(**arguments_of(method, arguments), **options)
+    values = {
+        name: [*map(int, value)] if str(parameters[name].annotation)[:9] == "list[int]" else value
+        for name, value in arguments_of(method, arguments).items()
+    }
+    return method(**values, **options)
 
 
 def modality_of(grid: Sequence[int]) -> str:

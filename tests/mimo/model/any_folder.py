@@ -33,8 +33,8 @@ SAMPLES = picture_samples(6)
 
 
 def samples_of(model_type: str) -> list[Sample]:
-    """Return the samples of a class; LLaVA-OneVision prepares several images together."""
-    most = 1 if model_type == "llava_onevision" else None
+    """Return the samples of a class; some prepare several images together, or number them."""
+    most = 1 if model_type.startswith(("llava_onevision", "minicpm")) else None
     return [replace(sample, items=sample.items[:most]) for sample in SAMPLES]
 
 
@@ -167,8 +167,13 @@ def opened(items: Any) -> Image.Image:
 
 def prepare(processor: Any, sample: Sample) -> dict[str, Tensor]:
     """Return the model's inputs."""
+    is_cosmos = type(processor).__name__ == "Cosmos3EdgeProcessor"  # its model asks for them
     inputs = processor.apply_chat_template(
-        with_pictures(sample), tokenize=True, return_dict=True, return_tensors="pt"
+        with_pictures(sample),
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"return_mm_token_type_ids": True} if is_cosmos else {},
     )
     return dict(inputs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from data.packing import TokenBudget, Used
-from mimo.model.step_plan import PlannedMicrobatch, StepPlanner, first_samples
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.model.step_plan import PlannedMicrobatch, StepPlanner, first_samples, pads_samples
 from tests.mimo import tiny
+from tests.mimo.model.any_folder import make
 from tests.mimo.model.test_levels_parity import DISJOINT, LAYERS
 
 OVERRIDES = [LAYERS, *DISJOINT, "language.grid={tp: 2, pp: 2}"]
@@ -79,16 +82,20 @@ def packs_of(microbatches: Iterable[PlannedMicrobatch]) -> Counter[tuple[int, ..
     )
 
 
-def test_a_budget_packs_the_same_sequences_in_every_layout(path: Path) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_budget_packs_the_same_sequences_in_every_layout(path: Path, padded: bool) -> None:
     found = []
     for lanes in LANES:
-        planner = planner_of_lanes(path, lanes, budget=BUDGET, linear_tokens=100)
+        planner = planner_of_lanes(path, lanes, budget=BUDGET, linear_tokens=100, padded=padded)
         found.append([packs_of(planner.microbatches(step)) for step in range(5)])
-        alone = planner_of_lanes(path, "1 lane", budget=BUDGET)
+        alone = planner_of_lanes(path, "1 lane", budget=BUDGET, padded=padded)
         assert planner.used_before(5) == alone.used_before(5)
         for planned in planner.microbatches(2):
             samples = planned.samples
             tokens = np.bincount(samples.lane, samples.length)
+            if padded:
+                longest = [samples.length[samples.lane == n].max() for n in range(len(tokens))]
+                assert (np.bincount(samples.lane) * longest <= BUDGET.tokens).all()
             rows = np.bincount(
                 samples.lane[samples.item_sample], samples.item_rows, minlength=len(tokens)
             )
@@ -101,7 +108,34 @@ def test_a_budget_packs_the_same_sequences_in_every_layout(path: Path) -> None:
     assert any(planned.samples.num_samples > 4 for planned in planner.microbatches(0))
 
 
-def test_resuming_with_another_budget_or_batch_size_uses_every_sample_once(path: Path) -> None:
+def test_models_that_pad_get_samples_of_similar_length(path: Path) -> None:
+    in_order, sorted_by_length = (
+        [m.samples.length.tolist() for m in tiny.planner_of(path, padded=on).microbatches(0)]
+        for on in (False, True)
+    )
+    assert sorted(chain(*in_order)) == sorted(chain(*sorted_by_length))
+    assert {len(lengths) for lengths in sorted_by_length} == {4}
+    assert has_similar_lengths(sorted_by_length)
+    assert not has_similar_lengths(in_order)
+
+
+def has_similar_lengths(microbatches: list[list[int]]) -> bool:
+    return all(min(a) >= max(b) for a, b in pairwise(sorted(microbatches, reverse=True)))
+
+
+@pytest.mark.parametrize(
+    ("family", "padded"), [("qwen3_5", True), ("llava", False), ("qwen3_vl", False)]
+)
+def test_the_verdict_of_the_gate_says_whether_a_model_pads(
+    family: str, padded: bool, tmp_path: Path
+) -> None:
+    assert pads_samples(load_recipe(make(family, tmp_path))) == padded
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_resuming_with_another_budget_or_batch_size_uses_every_sample_once(
+    path: Path, padded: bool
+) -> None:
     settings: list[tuple[str, TokenBudget | None]] = [
         ("1 lane", BUDGET),
         ("2 lanes cp2", TokenBudget(128, window=30)),
@@ -110,7 +144,7 @@ def test_resuming_with_another_budget_or_batch_size_uses_every_sample_once(path:
     ]
     done, seen = (0, Used()), Counter[int]()
     for number, (lanes, budget) in enumerate(settings):
-        planner = planner_of_lanes(path, lanes, budget=budget, done=done)
+        planner = planner_of_lanes(path, lanes, budget=budget, done=done, padded=padded)
         end = done[0] + number + 1
         for step in range(done[0], end):
             for planned in planner.microbatches(step):
