@@ -42,11 +42,12 @@ FP64 = (
     *("hyperclovax_vision_v2", "idefics3", "internvl", "janus", "lfm2_vl", "lfm3_vl"),
     *("lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr"),
     *("minicpmv4_6", "minicpmv4_7", "mistral3", "muse_glimmer", "paddleocr_vl", "qwen2_5_vl"),
-    *("qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm", "step3p7", "unlimited_ocr", "video_llama_3"),
+    *("qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm", "step3p7", "video_llama_3"),
     "vipllava",
 )
 # Their code or kernels take no fp64 on a CPU.
 FP32 = (
+    "unlimited_ocr",
     *("aria", "deepseek_ocr2", "ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glmga"),
     *("kimi_k25", "minimax_m3_vl", "mistral_large4", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
 )
