@@ -28,8 +28,9 @@ from bridge.waiting import BridgeError, UnexpectedRows
 class ItemRows:
     """The rows that a tower made of its items, or one rank's part of them.
 
-    values: (N, (1 + L)·H), item after item, or a part of them as in `FlatEmbeddings`.
-    rows_per_item: of all items of the lane, as the tower computed them; their sum is N.
+    values: (N, (1 + L)·H), item after item; under sequence parallelism this rank's part,
+    (ceil(N / parts), (1 + L)·H), padded at the end. rows_per_item: of all items of the lane, as the
+    tower computed them; their sum is N. parts: the number of ranks that the rows are cut over.
     """
 
     values: Tensor

@@ -72,6 +72,7 @@ class LevelReceiver:
         self._anchor = torch.zeros((), device=receiver.end.device, requires_grad=True)
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
+        """Start a step of ``len(plans)`` microbatches; posts the first receives."""
         self.receiver.begin(plans, forward_only)
 
     def receive(self, microbatch: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -91,6 +92,7 @@ class LevelReceiver:
         return _Part.apply(self._anchor, self, held, chunk), held.positions
 
     def finish(self) -> None:
+        """Wait until all gradients have left; call it after the module's schedule."""
         assert not self._held, "rows arrived that a chunk never took"
         self.receiver.finish()
 

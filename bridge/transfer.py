@@ -120,7 +120,8 @@ class BridgeEnd:
     ) -> None:
         """Compute what this rank's transfers of ``plan`` need, ahead of them, in any thread.
 
-        copy: starts to copy a tensor to the device. replicas: `ColocatedBridge.encoder_gather`.
+        copy: starts to copy a tensor to the device. replicas: encoder ranks, other than
+        the `sharers`, that exchange their shares of the gradients with this one.
         """
         others = [] if replicas is None else dist.get_process_group_ranks(replicas)
         for rank in {self.rank, *self.sharers(), *others}:

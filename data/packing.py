@@ -224,9 +224,10 @@ def packs_of_samples(used: Used, num_packs: int, samples: int) -> list[np.ndarra
 def packs_of_tokens(
     used: Used, num_packs: int, budget: TokenBudget, sizes: Sizes, padded: bool = False
 ) -> list[np.ndarray]:
-    """Return the next packs; several calls give the same as one. No sample exceeds ``budget``.
+    """Return the next packs within ``budget``; several calls give the same packs as one.
 
-    padded: whether each sample counts as long as the longest of its pack.
+    sizes: by position; no sample may exceed the budget. padded: whether each sample counts as long
+    as the longest of its pack.
     """
     window = _Window(used, budget, sizes)
     next_pack = window.next_padded_pack if padded else window.next_pack

@@ -160,7 +160,10 @@ class Gpu:
 
 
 def gpu_of(local_rank: int) -> Gpu | None:
-    """Test a rank's GPU by a small sum; None without. Raises RuntimeError if it is wrong."""
+    """Test and describe a rank's GPU, None without one; initialises it.
+
+    Raises RuntimeError if a small sum is wrong.
+    """
     if not has_gpu():
         return None
     device = local_device(local_rank)

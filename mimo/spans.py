@@ -84,7 +84,10 @@ class Spans:
         return self.span(self.open[-1].module if self.open else RANK, phase, edge, number)
 
     def end_period(self, measures: bool) -> None:
-        """Begin a period, once a step, before the host waits. measures: whether to measure it."""
+        """Begin the next period; called once a step, before the host waits for the device.
+
+        measures: whether to measure the next period; on a CPU all are measured.
+        """
         self._charge()
         done = self._passed
         if self._late:

@@ -255,7 +255,7 @@ def write_shard_index(
 
 
 def read_entry(path: Path, settings: str, shard: Shard) -> np.void | None:
-    """Return the ENTRY of a shard's index; None for another version. Raises as `ColumnFile`."""
+    """Return a shard's ENTRY, None for another version. Raises OSError or DamagedFileError."""
     file = ColumnFile(path)
     facts = file.facts
     made_of = (facts["settings"], facts["shard_size"], facts["shard_version"])

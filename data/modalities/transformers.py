@@ -287,7 +287,11 @@ def _small(array: Tensor) -> Tensor:
 
 @lru_cache(_MAX_PROCESSORS)
 def media_tokens(folder: str, modality: str) -> MediaText:
-    """Return how items appear in chats. Raises as `load_processor`; ValueError if they do not."""
+    """Return how items appear in the chats of a folder's model.
+
+    Raises ValueError if its processor has no token for this modality, and the ImportError, OSError,
+    ValueError or KeyError of `load_processor`.
+    """
     from transformers import AutoConfig
 
     processor, config = _processor(folder), None

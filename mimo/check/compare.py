@@ -83,7 +83,10 @@ class RankSteps:
 
 @dataclass
 class ReferenceParameter:
-    """Of each step: gradient before clipping (none if frozen), weight, and perhaps its floor."""
+    """The gradient before clipping of each step (none if frozen), the weights and their floors.
+
+    Without ``weight_floors`` the gradient's floor applies.
+    """
 
     gradients: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)
@@ -106,7 +109,10 @@ class Reference:
 def reference_of(
     results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]
 ) -> Reference:
-    """Return a layout's steps as a reference, without points. weight_floors: in model order."""
+    """Return a layout's steps as a reference, without points; of replicas the last rank's counts.
+
+    weight_floors: by parameter, in the order of the model.
+    """
     shards, parameters = _shards_by_name(results), dict[str, ReferenceParameter]()
     for name, floors in weight_floors.items():
         gradients, weights = (join_shards(shards[name], what) for what in ("gradients", "weights"))
@@ -164,7 +170,11 @@ def gradient_floor(gradients: Iterable[np.ndarray]) -> float:
 
 
 def update_floor(gradient_norm: float, rate: float, eps: float | None) -> float:
-    """Return how far a gradient at its floor moves a weight. gradient_norm: of all modules."""
+    """Return how far the optimizer moves a weight in one step for a gradient at its floor.
+
+    SGD moves it by rate · g, Adam by about rate · g / (g + eps). gradient_norm: of all modules.
+    eps: Adam's, None for SGD.
+    """
     floor = _NOISE * gradient_norm
     return rate * floor if eps is None else rate * floor / (floor + eps)
 
@@ -240,7 +250,7 @@ class Comparison:
 
 
 def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float) -> Comparison:
-    """Compare every rank's points, metrics and parameters. Raises IncomparableError."""
+    """Compare every rank's points and steps; inputs must be equal. Raises IncomparableError."""
     comparison, shards = Comparison(), _shards_by_name(results)
     _compare_points(comparison, results, reference.points, tolerance)
     _check_parameters(shards, reference)

@@ -70,7 +70,10 @@ class Recording:
 def run_transformers(
     directory: Path, samples: Sequence[Sample], keys: Collection[str]
 ) -> Reference:
-    """Run the samples one at a time, in fp32. keys: the checkpoint's names of what to return."""
+    """Run all samples forward and backward, one at a time, in fp32 and in this process.
+
+    keys: names of the checkpoint's tensors whose gradients and values to return.
+    """
     from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 

@@ -170,7 +170,11 @@ class _Parts:
 def _held_tokens(
     count: int, lengths: tuple[int, ...], groups: ProcessGroupCollection
 ) -> np.ndarray:
-    """Return positions in the lane (n,) of this rank's tokens. lengths: of the padded segments."""
+    """Return positions in the lane (n,) of the ``count`` tokens of a tensor on this rank.
+
+    They are all tokens, its context-parallel share, or its sequence-parallel share of that.
+    lengths: of the segments, padded.
+    """
     held = np.arange(sum(lengths))
     if count < len(held) and groups.cp.size() > 1:
         held = zigzag_indices(lengths, groups.cp.size(), groups.cp.rank()).numpy()

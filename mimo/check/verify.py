@@ -136,7 +136,11 @@ def main(
     precision: str,
     json: Path | None,
 ) -> int:
-    """Print a table of errors; return 0 if every layout of every phase equals one rank, else 1."""
+    """Print a table of errors; return 0 if every layout of every phase equals one rank, else 1.
+
+    sweep: run the built-in matrix instead of the recipe's layout. full: do not shrink that layout.
+    Raises InputError for bad input, before any rank starts.
+    """
     phased = load_phases(path, overrides)
     check_writable(json)
     if sweep and full:

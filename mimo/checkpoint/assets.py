@@ -64,7 +64,8 @@ def contents_of(folder: Path) -> dict[str, Any]:
 def collect_assets(recipe: Recipe, target: Path) -> None:
     """Copy the assets of a recipe's model into ``target``, if their folders exist.
 
-    For exports, with a record of the model's folder, and a separate tokenizer's files beside.
+    Exports need them. A record lists what the model's folder held at first. The files of a
+    tokenizer in another folder replace those of the model.
     """
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:

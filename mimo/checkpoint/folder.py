@@ -43,9 +43,10 @@ class Progress:
     """Where a run stands. The schedule follows from the step, the data from the samples.
 
     samples, passed_over: the samples of the order that are used, see `data.packing.Used`.
-    skipped_samples: number of those that could not be read, also of sources left out since.
-    skipped: (data source, sample) of the others, independent of layout and batch size. mixtures:
-    the order of samples so far. skipped_steps: steps without an update, due to a number not finite.
+    skipped_samples: number of samples that could not be read, including those of removed sources.
+    skipped: (data source, sample) of those in the present sources, independent of layout and batch
+    size. mixtures: the order of samples so far. skipped_steps: number of steps that updated no
+    module, because a number was not finite.
     """
 
     step: int
@@ -90,7 +91,7 @@ def read_progress(checkpoint: Path) -> Progress:
 def complete(
     folder: Path, progress: Progress, recipe_yaml: str, sums: Mapping[str, Sum] | None = None
 ) -> None:
-    """Make a folder of tensors a checkpoint, on disk. sums: by name, of files already on disk."""
+    """Make a folder of tensors a checkpoint, the manifest last. sums: of files already on disk."""
     write_progress(folder, progress)
     write_synced(folder / "recipe.yaml", recipe_yaml)
     # A listing of a shared file system may lack files that other machines have written.
@@ -214,7 +215,10 @@ def final_checkpoint(recipe: Recipe) -> Path:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """Return the latest checkpoint of a run's last phase with any, or ``path`` itself, or None."""
+    """Return the latest checkpoint of ``path``: a run, a ``checkpoints`` folder or a checkpoint.
+
+    A run with phases gives that of its last phase with a checkpoint. None if there is none.
+    """
     for run in (path, *reversed(phase_folders(path).values())):
         for folder in (run, run / "checkpoints"):
             if (folder / _PROGRESS).is_file():

@@ -21,7 +21,7 @@ Index = Mapping[str, StoredTensor]  # the tensors of a checkpoint, by key
 
 
 def read_start_index(start: Start) -> Index:
-    """Return the tensors to start with; rank 0 reads them, all ranks call it. Raises InputError."""
+    """Return the tensors to start with, read by rank 0; all ranks call it and raise InputError."""
     if isinstance(start, FromScratch):
         return {}
     return from_rank_0(lambda: read_index(start.checkpoint))
@@ -86,7 +86,7 @@ def load_weights(
 
 
 def with_fallbacks(pieces: Iterable[Piece], stored: Collection[str]) -> list[Piece]:
-    """Return the pieces; master weights stand in for missing averages, weights for masters."""
+    """Return the pieces: missing averages are read from masters, missing masters from weights."""
     master, average = key_of(MASTER, ""), key_of(EMA, "")
     replaced = []
     for piece in pieces:

@@ -128,7 +128,10 @@ def problems_of(
 
 
 def open_checkpoint(checkpoint: Path) -> dict[str, StoredTensor]:
-    """Return a checkpoint's index if its files without tensors are intact. Raises InputError."""
+    """Return a checkpoint's index, after comparing its files without tensors.
+
+    Blocks of tensors are compared while they are read. Raises InputError for damage.
+    """
     small = [listed for listed in listed_files(checkpoint) if not listed.blocks]
     raise_damaged(checkpoint, wrong_checksums(checkpoint, small))
     return read_index(checkpoint)

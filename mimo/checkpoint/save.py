@@ -83,7 +83,8 @@ class Saver:
     """Writes the checkpoints of a run, on one of its ranks; as a context, it ends with the run.
 
     Every rank calls the same methods in the same order: `begin` and `publish` for each save, `wait`
-    at the end. At most one is in flight. on_progress: called on every rank when any file grows.
+    at the end. At most one save is in flight. on_progress: called on every rank during a wait
+    whenever a file of any rank grows.
     """
 
     def __init__(self, modules: Mapping[str, Module], checkpoints: Path, recipe: Recipe) -> None:

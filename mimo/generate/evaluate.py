@@ -134,7 +134,8 @@ def answer_split(
 
     max_new_tokens: where an answer is cut; None for the length of the longest expected answer. No
     prompt and answer together exceed `data.sequence_length`. left_out: counts skipped samples by
-    reason. Raises InputError, with the name of a sample that cannot be answered.
+    reason. Raises RecipeError if the recipe names no shards for the split, InputError with the name
+    of a sample that cannot be answered.
     """
     recipe = portable_recipe(find_checkpoint(run))
     if not getattr(recipe.data, split):

@@ -41,7 +41,10 @@ def one_rank_layout(recipe: Recipe) -> Layout:
 
 
 def one_rank_recipe(recipe: Recipe, freeze: bool = True) -> Recipe:
-    """Return the recipe for one rank. freeze: build neither optimizers nor gradients."""
+    """Return the recipe with one-rank grids and no recomputation, in the precision of its weights.
+
+    freeze: build neither optimizers nor gradients.
+    """
     # FP8 needs certain GPUs and lengths; no moving average is kept.
     settings = {"fp8": "none", "ema_decay": None}
     parts: dict[str, object] = {"grid": Grid(), "recompute": "none"}

@@ -89,12 +89,20 @@ def build_model(
     optimizer = _optimizer_settings(recipe.train)
     for name in topology.modules:
         filled = {key.removeprefix(f"{name}.") for key in provided if key.startswith(f"{name}.")}
-        build = _megatron_module
+        build_module = _megatron_module
         if recipe.module(name).engine == "fsdp":
             from mimo.model.fsdp import fsdp_module  # late: transformers takes seconds to import
 
-            build = fsdp_module
-        module = build(recipe, topology, name, optimizer, num_tokens, initial, filled)
+            build_module = fsdp_module
+        module = build_module(
+            recipe=recipe,
+            topology=topology,
+            name=name,
+            optimizer=optimizer,
+            num_tokens=num_tokens,
+            initial=initial,
+            filled=filled,
+        )
         if name != LANGUAGE and name not in topology.layout.colocated:
             module.run_ahead = run_ahead(recipe, topology.layout, name)
         model.modules[name] = module

@@ -52,15 +52,16 @@ def fsdp_module(
     recipe: Recipe,
     topology: Topology,
     name: str,
-    settings: OptimizerSettings,
+    optimizer: OptimizerSettings,
     num_tokens: int,
     initial: InitialWeights | None,
     filled: set[str],
 ) -> FsdpModule:
     """Build this rank's part of a module, with weights and optimizer; no collective.
 
-    filled: parameters that the caller is about to fill; all others come from ``initial``. A lone
-    rank gets the plain module of transformers. Raises RecipeError for a module that cannot run.
+    optimizer: its settings. num_tokens: of the language model. filled: parameters that the caller
+    is about to fill; all others come from ``initial``. A lone rank, without a mesh, gets the plain
+    module of transformers. Raises RecipeError for a module that cannot run.
     """
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
@@ -99,7 +100,7 @@ def fsdp_module(
     shard(wrapper, ctx)
     load(wrapper, ctx, local_device(), _reader(recipe, names, initial, filled))
     rate = part.learning_rate or train.learning_rate
-    return FsdpModule(name, topology.modules[name], wrapper, ctx, names, settings, rate)
+    return FsdpModule(name, topology.modules[name], wrapper, ctx, names, optimizer, rate)
 
 
 _BLANK = (56, 56)  # height and width of the item that a lane without items encodes

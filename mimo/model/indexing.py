@@ -133,7 +133,7 @@ def build_nothing(
 
 
 def tasks_of(recipe: Recipe) -> list[IndexTask]:
-    """Return the shards of all splits that are not indexed yet; raises as `for_each_source`."""
+    """Return the shards of all splits that are not indexed. Raises RecipeError or StartError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
 
     def tasks_of_source(source: Source) -> tuple[IndexTask, ...]:

@@ -280,10 +280,11 @@ def check_room(
     if has_gpu():
         return
     phased.each(check_device)
-    memory, left = machine_memory(), iter(layouts)
+    memory, pairs = machine_memory(), zip(phased.phases, layouts, strict=True)
+    layout_of = {id(phase.recipe): layout for phase, layout in pairs}
 
     def check(recipe: Recipe) -> None:
-        layout = next(left)
+        layout = layout_of[id(recipe)]
         ranks = range(layout.world_size) if environment is None else environment.ranks_here
         check_memory(recipe, layout, ranks, memory)
 

@@ -102,7 +102,10 @@ def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -
 def attention_blocks(
     lengths: tuple[int, ...], causal: bool, window: int | None, cp_size: int, cp_rank: int
 ) -> AttentionBlocks:
-    """Return a rank's blocks, one per chunk that it holds, for segments of these ``lengths``."""
+    """Return a rank's blocks, one per chunk that it holds, for segments of padded ``lengths``.
+
+    Raises ValueError for a segment that 2·cp does not divide.
+    """
     assert causal or window is None, "a sliding window needs causal attention"
     queries: list[int] = []
     keys: list[tuple[int, int]] = []
@@ -158,7 +161,8 @@ def item_calls(
     against all keys that they see, up to the item's end. With a window its queries are padded to
     the item's end, from which kernels count windows. order: (Q,) int64.
 
-    items: (start, length) in the lane, ascending, each inside one segment.
+    items: (start, length) in the lane, ascending, each inside one segment. Raises ValueError for a
+    segment that 2·cp does not divide.
     """
     text, parts = ItemCall(True, window), ItemCall(False, window)
     row = 0

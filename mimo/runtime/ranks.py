@@ -100,7 +100,10 @@ def warm_up_on_cpu(preload: Sequence[str]) -> None:
 def run_on_cpu(
     target: str | Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout_seconds: float
 ) -> list[Any]:
-    """Run `target(*args)` in one-thread ranks of this machine; the rest as `run_processes`."""
+    """Run `target(*args)` in `world_size` one-thread ranks of this machine; return their results.
+
+    Raises RanksFailed when a rank fails, RanksHung with the ranks' stacks after `timeout_seconds`.
+    """
     with _rendezvous_dir() as folder:
         stack_dir = Path(folder)
         variables = {**rank_variables(stack_dir), "OMP_NUM_THREADS": "1", **_WITHOUT_GPUS}

@@ -31,7 +31,10 @@ from mimo.train.step import StepObserver, run_modules, train_step
 
 
 class Trainer:
-    """One rank's training run: build it, then call `train`; see `build_model` for its arguments."""
+    """One rank's training run: build it, then call `train`.
+
+    initial, provided: passed on to `build_model`. early_stop: decides whether to stop after a step.
+    """
 
     def __init__(
         self,
@@ -151,7 +154,10 @@ class Trainer:
         check_skipped(self.recipe.data, self.progress, batch.used.samples, dataset)
 
     def validate(self, dataset: Dataset, decoding: Decoding) -> dict[str, float]:
-        """Return the mean loss per token, over all sources and of each; all ranks call it."""
+        """Return the mean loss per token, over all sources and of each; all ranks call it.
+
+        Each source is validated on `train.validation_batches` global batches of its own.
+        """
         sources = split_by_source(self.recipe, "validation", dataset)
         sums = {n: self._loss_and_tokens(source, decoding) for n, source in sources.items()}
         self.model.take_waited_seconds()

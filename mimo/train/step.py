@@ -85,6 +85,9 @@ def train_step(
     On a device the host runs ahead and waits once, when it reads the norm and the loss. A step
     lasts from asking for its batch until its update is queued; the device still works on the
     update, which counts for the next step.
+
+    A loss or a norm that is not finite, which all ranks see, updates no module. The model is then
+    as it was before the step.
     """
     started = time.perf_counter()
 

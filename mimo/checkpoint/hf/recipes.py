@@ -103,8 +103,9 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
                 section.setdefault(key, copy.deepcopy(value))
         elif isinstance(encoders[name], dict) and section.get("family") is None:
             message = (
-                f"this key is required: the encoder that init_from holds is encoders.{tower_name} "
-                f"(name further media of it in encoders.{tower_name}.other_media)"
+                f"this key is required: the encoder that init_from holds is encoders.{tower_name}; "
+                f"give this one a family and a model, or name further media of "
+                f"encoders.{tower_name} in encoders.{tower_name}.other_media"
             )
             yield ("encoders", name, "family"), message
             section["family"] = _UNREAD  # so that it is not reported twice

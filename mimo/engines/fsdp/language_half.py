@@ -106,7 +106,7 @@ class LanguageHalf(Wrapper):
         if ctx.tp is not None:
             apply_plan(whole, ctx.tp)
         self._no_rows: Tensor | float = 0.0
-        embedding.register_forward_hook(lambda *call: call[-1] + self._no_rows)
+        embedding.register_forward_hook(lambda module, args, output: output + self._no_rows)
         if ctx.recompute == "full":
             whole.gradient_checkpointing_enable({"use_reentrant": False})
 

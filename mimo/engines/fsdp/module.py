@@ -174,6 +174,7 @@ class FsdpModule:
         self._scale(1.0 / max(num_loss_tokens, 1))
 
     def squared_norm(self) -> Tensor:
+        """Return this rank's share of the squared norm; of equal copies only the first counts."""
         counted = [g for param, g in self._gradients() if param.part.copy == 0 and g.numel()]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=local_device())

@@ -99,8 +99,12 @@ def build_gpt(
     if embedding_scale is not None and ctx.is_first_stage:
         # As in transformers: rounded to fp32, then to the dtype of the embeddings.
         scale = torch.tensor(embedding_scale, dtype=torch.float32).to(ctx.dtype).item()
+
         # A hook on the output, because Megatron hard-codes the class.
-        model.embedding.register_forward_hook(lambda *call: call[-1] * scale)
+        def scale_output(module: nn.Module, args: object, output: Tensor) -> Tensor:
+            return output * scale
+
+        model.embedding.register_forward_hook(scale_output)
     return model
 
 

@@ -161,7 +161,11 @@ class MegatronModule:
             chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
 
     def squared_norm(self) -> Tensor:
-        """Replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only."""
+        """Return this rank's share of the squared norm; each norm is in its gradient's own dtype.
+
+        Replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only, tied
+        weights once. A distributed optimizer has no replicas, so every rank counts its share.
+        """
         if self.optimizer is not None:
             self.optimizer.prepare_grads()
             if gradients := self._counted_gradients():

@@ -55,6 +55,12 @@ def test_levels_for_two_chunks_of_a_stage_share_its_link() -> None:
     assert Link("vision").name == "vision"
 
 
+def test_an_encoder_without_levels_has_one_link_to_the_first_stage(tmp_path: Path) -> None:
+    tiny.write_samples(tmp_path)
+    layout = build_layout(load_recipe(tiny.write_recipe(tmp_path), ["language.grid.pp=2"]))
+    assert layout.links_of("vision") == (Link("vision", 0, (0,), (0,)),)
+
+
 # ------------------------------------------------------- run-ahead, by playing it through
 
 Event = tuple[str, int, int, int]  # (what, stage, chunk, microbatch)

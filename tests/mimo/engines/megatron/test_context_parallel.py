@@ -89,6 +89,8 @@ def refused_lengths(rank: int) -> list[str]:
         attention(q, k, v, None, packed_seq_params=PackedSegments.from_lengths([4, 10], q.device))
     with pytest.raises(ValueError, match="multiple of") as dense:
         attention(*(x[:, None] for x in (q, k, v)), None)
+    with pytest.raises(ValueError, match="pack segments"):
+        attention(*(x[:, None] for x in (q, k, v)), torch.ones(7, 7, dtype=torch.bool))
     return [str(packed.value), str(dense.value)]
 
 
@@ -167,7 +169,7 @@ def test_shares_of_a_dense_batch_equal_the_whole(
     compare(shares, expected, [length] * batch, TOLERANCE)
 
 
-def test_lengths_that_two_cp_does_not_divide_are_refused(run_ranks: RunRanks) -> None:
+def test_lengths_that_two_cp_does_not_divide_and_masks_are_refused(run_ranks: RunRanks) -> None:
     for packed, dense in run_ranks(refused_lengths, 2):
         assert "2·cp = 4" in packed
         assert "a segment of 10 tokens" in packed
