@@ -153,9 +153,10 @@ def gpu_memory() -> Memory | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a rank. free: bytes of free memory."""
+    """The GPU of a rank. identity: equal only for the same device. free: bytes of free memory."""
 
     name: str
+    identity: str
     free: int
 
 
@@ -169,8 +170,9 @@ def gpu_of(local_rank: int) -> Gpu | None:
     device = local_device(local_rank)
     if (result := torch.ones(1024, device=device).sum().item()) != 1024:
         raise RuntimeError(f"the sum of 1,024 ones on {device} is {result:g}")
+    properties = torch.cuda.get_device_properties(device)
     free, _ = torch.cuda.mem_get_info(device)
-    return Gpu(torch.cuda.get_device_name(device), free)
+    return Gpu(properties.name, str(properties.uuid), free)
 
 
 def library_versions() -> dict[str, str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from data.index.reader import SampleReader
+from data.index.remote import is_remote
+from data.index.shards import find_shards
 from data.index.store import Build
 from mimo.config.modules import TARGETS
 from mimo.config.phases import PhasedRecipe
@@ -58,6 +61,12 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
     if problems:
         raise RecipeError(*problems)
     return layout
+
+
+def largest_layout(phased: PhasedRecipe, num_ranks: int | None) -> Layout:
+    """Check all phases; return the layout with the most ranks. Raises RecipeError."""
+    layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
+    return max(layouts, key=lambda layout: layout.world_size)
 
 
 def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
@@ -209,6 +218,24 @@ def check_indexed_data(recipe: Recipe) -> list[str]:
     if problems := [*_too_few_samples(recipe, sum(counts[: len(recipe.data.sources)]))]:
         raise RecipeError(*problems)
     return notes
+
+
+def unreadable_inputs(recipe: Recipe) -> Iterator[str]:
+    """Name the folders and shards of a recipe that this machine cannot read; URLs are not tried."""
+    folders = {"init_from": recipe.init_from, "data.tokenizer": recipe.data.tokenizer}
+    for key, folder in folders.items():
+        try:
+            if folder is not None and not os.listdir(folder):
+                yield f"{key}: {folder} is empty"
+        except OSError as error:
+            yield f"{key}: {folder} cannot be read: {error}"
+    for split in SPLITS:
+        for path in (source.path for source in sources_of(recipe, split)):
+            try:
+                if not is_remote(path):
+                    find_shards(path)
+            except ValueError as error:
+                yield f"data.{split}: {error}"
 
 
 def _check_first(recipe: Recipe, reader: SampleReader) -> None:

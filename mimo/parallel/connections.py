@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,22 @@ def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]
         (ranks(encoder, block, encoder.pp - 1), ranks(language, block, link.stage))
         for block in range(blocks)
     ]
+
+
+def sender_receiver_pairs(layout: Layout) -> dict[str, list[tuple[int, int]]]:
+    """Return the pairs of ranks that talk in tensor-parallel groups and on bridges, by name."""
+    pairs = defaultdict[str, list[tuple[int, int]]](list)
+    for name, grid in layout.grids.items():
+        for first in grid.ranks[:: grid.tp] if grid.tp > 1 else ():
+            ring = [(first + n, first + (n + 1) % grid.tp) for n in range(grid.tp)]
+            pairs[f"tp of {name}"] += ring
+    for link in (link for name in layout.encoders for link in layout.links_of(name)):
+        for senders, receivers in bridge_ends(layout, link):
+            for n in range(max(len(senders), len(receivers))):
+                ends = senders[n % len(senders)], receivers[n % len(receivers)]
+                if ends[0] != ends[1]:
+                    pairs[f"bridge of {link.name}"].append(ends)
+    return pairs
 
 
 def connect_collectives(groups: Iterable[dist.ProcessGroup]) -> None:

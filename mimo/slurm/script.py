@@ -258,22 +258,15 @@ class Container:
             self.words += [*(f"--bind={mount}" for mount in mounts), image]
 
 
-def folders_read(phased: PhasedRecipe) -> list[str]:
-    """Return the folders of weights, tokenizers and shards that the phases name."""
-    folders = list[str]()
-    for recipe in (phase.recipe for phase in phased.phases):
-        data = recipe.data
-        folders += filter(None, (recipe.init_from, data.tokenizer))
-        for path in (s.path for s in (*data.sources, *data.validation, *data.test)):
-            if "://" not in path:
-                folders.append(os.path.dirname(re.split(r"[*?\[{]", path)[0]) or ".")
-    return [*dict.fromkeys(folders)]
-
-
 def _folders(phased: PhasedRecipe, folder: Path) -> list[str]:
     """Return the folders that commands read and write, without those inside of others."""
-    named = [str(folder), str(phased.run_dir.parent), *folders_read(phased)]
+    named = [str(folder), str(phased.run_dir.parent)]
     for recipe in (phase.recipe for phase in phased.phases):
-        named += filter(None, (recipe.cluster.log_dir, recipe.data.cache_directory))
+        data = recipe.data
+        named += filter(None, (recipe.init_from, recipe.cluster.log_dir))
+        named += filter(None, (data.tokenizer, data.cache_directory))
+        for path in (s.path for s in (*data.sources, *data.validation, *data.test)):
+            if "://" not in path:
+                named.append(os.path.dirname(re.split(r"[*?\[{]", path)[0]))
     paths = {os.path.normpath(folder / path) for path in named}
     return sorted(p for p in paths if not any(p.startswith(f"{other}/") for other in paths))

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.device import Gpu
 from mimo.errors import StartError
+from mimo.model.recipe_checks import unreadable_inputs
+from mimo.parallel.connections import sender_receiver_pairs
 from mimo.runtime.ranks import hosts_of, run_on_cpu
 from mimo.slurm import preflight
-from mimo.slurm.preflight import Facts, find_faults, links_of, report
+from mimo.slurm.preflight import Facts, find_faults, report
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.parallel.test_connections import LARGE
@@ -44,6 +47,12 @@ def test_versions_that_differ_and_problems_are_named_with_their_nodes() -> None:
     assert [*find_faults([*full, None, None])] == ["ranks 3, 4 did not join", "a, b: is full"]
 
 
+def test_ranks_of_a_node_that_share_a_gpu_are_named() -> None:
+    assert [*find_faults(facts_of("aabb", "gpu", ["0", "1", "0", "0"]))] == [
+        "b: 2 ranks share a GPU"
+    ]
+
+
 def test_a_node_list_is_expanded() -> None:
     hosts = ["gpu03", "gpu04", "gpu05", "gpu9", "login1", "n09-ib", "n10-ib"]
     assert [*hosts_of("gpu[03-05,9],login1,n[09-10]-ib")] == hosts
@@ -61,17 +70,18 @@ def test_a_wrong_clock_is_a_note_that_keeps_no_job_from_starting(
 def test_the_least_figure_of_each_name_is_printed_with_its_rank_and_node(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    speeds = [{"GB/s in tp of language": speed} for speed in (300.0, 310.0, 200.0, 210.0)]
+    speeds = [{"GB/s, tp of language": speed} for speed in (300.0, 310.0, 200.0, 210.0)]
     report(facts_of("aabb", "figures", speeds))
-    assert "  GB/s in tp of language: at least 200.00 (rank 2 on b)\n" in capsys.readouterr().out
+    assert "  GB/s, tp of language: at least 200.00 (rank 2 on b)\n" in capsys.readouterr().out
 
 
 def test_a_large_job_measures_each_tensor_parallel_group_and_each_edge_of_a_bridge() -> None:
-    links, ring = links_of(LARGE), [(128 + n, 128 + (n + 1) % 8) for n in range(8)]
-    assert links.keys() == {"GB/s in tp of language", "GB/s on the bridge of vision"}
-    assert len(links["GB/s in tp of language"]) == 112 * 8
-    assert links["GB/s in tp of language"][:8] == ring
-    pairs = links["GB/s on the bridge of vision"]  # three of four stages get no rows
+    ring = [(128 + n, 128 + (n + 1) % 8) for n in range(8)]
+    links = sender_receiver_pairs(LARGE)
+    assert links.keys() == {"tp of language", "bridge of vision"}
+    assert len(links["tp of language"]) == 112 * 8
+    assert links["tp of language"][:8] == ring
+    pairs = links["bridge of vision"]  # three of four stages get no rows
     assert {a for a, _ in pairs} == {*range(128)}
     assert {b for _, b in pairs} == {*range(128, 128 + 224)}, "every rank of the first stage"
 
@@ -87,6 +97,14 @@ def fail_to_add(_: int) -> None:
     raise RuntimeError("the sum of 1,024 ones on cuda:0 is 7")
 
 
+def fail_to_unlink(*_: Any, **__: Any) -> None:
+    raise OSError("Read-only file system")
+
+
+def fail_to_connect(*_: object) -> None:
+    raise RuntimeError("no interface ib0")
+
+
 def check(folder: Path, port: int, odd: str) -> int:
     """One rank, on a node of its own; what it prints goes to `printed_<rank>`."""
     rank = int(os.environ["RANK"])
@@ -98,8 +116,20 @@ def check(folder: Path, port: int, odd: str) -> int:
         preflight.versions = lambda: odd_versions
     if odd == "machine":  # nodes with GPUs, one with another and without the folder of weights
         name = "A100" if rank == 2 else "H100"
-        preflight.device.gpu_of = lambda _: Gpu(name, 2**36)
+        preflight.device.gpu_of = lambda _: Gpu(name, f"of rank {rank}", 2**36)
         arguments += ["data.tokenizer=nowhere"] * (rank == 2)
+    if rank > 0 and odd == "without gpu":  # rank 0 alone holds the encoder
+        preflight.device.gpu_of = lambda _: Gpu("H100", f"of rank {rank}", 2**36)
+    if odd == "not shared":  # each node has a run folder of its own
+        preflight._VISIBLE_SECONDS = 0.2
+        os.chdir(folder if rank < 2 else folder / "node_c")
+        arguments.append("train.run_dir=runs")
+    if odd == "undeletable":
+        Path.unlink = fail_to_unlink
+    if odd == "not connected":
+        preflight._MEASURE_SECONDS = 0.5
+        if rank == 2:
+            preflight.device.initialize_distributed = fail_to_connect
     if rank == 2 and odd == "broken":
         preflight.device.gpu_of = fail_to_add
     if odd == "stuck":
@@ -123,6 +153,7 @@ def check(folder: Path, port: int, odd: str) -> int:
 def folder(tmp_path: Path) -> Path:
     tiny.write_samples(tmp_path)
     tiny.write_recipe(tmp_path)
+    (tmp_path / "node_c").mkdir()
     return tmp_path
 
 
@@ -130,18 +161,34 @@ def test_good_nodes_pass(run_ranks: RunRanks, folder: Path) -> None:
     assert run_on_cpu(check, (folder, free_port(), ""), RANKS, timeout_seconds=60) == [0] * RANKS
     printed = (folder / "printed_0").read_text()
     assert "preflight: 3 ranks on a, b, c\n" in printed
-    assert "  GB/s on the bridge of vision: at least " in printed
+    assert "  GB/s, bridge of vision: at least " in printed
     assert printed.endswith("preflight: ok\n")
     assert not list((folder / "runs" / "tiny" / "launch").iterdir()), "the probe is removed"
+
+
+def test_a_probe_that_cannot_be_removed_keeps_no_rank_waiting(
+    run_ranks: RunRanks, folder: Path
+) -> None:
+    arguments = folder, free_port(), "undeletable"
+    assert run_on_cpu(check, arguments, RANKS, timeout_seconds=60) == [0] * RANKS
 
 
 @pytest.mark.parametrize(
     ("odd", "faults"),
     [
         ("version", [" on a, b, but 0.1 on c\n"]),
-        ("machine", [" of language is H100 on b, but A100 on c\n", "c: nowhere: cannot be read"]),
+        (
+            "machine",
+            [
+                " of language is H100 on b, but A100 on c\n",
+                "c: data.tokenizer: nowhere cannot be read: [Errno 2]",
+            ],
+        ),
+        ("without gpu", ["BROKEN: device is CPU on a, but GPU on b, c\n"]),
+        ("not shared", ["BROKEN: c: runs/tiny/launch: it does not see a file of rank 0"]),
+        ("not connected", ["BROKEN: c: rank 2 cannot connect: no interface ib0\n"]),
         ("broken", ["BROKEN: c: its GPU does not work: the sum of 1,024 ones on cuda:0 is 7\n"]),
-        ("stuck", ["BROKEN: c: rank 2 cannot talk: not within 0.5 s\n"]),
+        ("stuck", ["BROKEN: c: rank 2 cannot talk within 0.5 s\n"]),
     ],
 )
 def test_a_node_that_is_not_like_the_others_is_named(
@@ -151,6 +198,7 @@ def test_a_node_that_is_not_like_the_others_is_named(
     assert codes == [1] * RANKS
     printed = (folder / "printed_0").read_text()
     assert all(fault in printed for fault in faults), printed
+    assert "did not join" not in printed
     assert printed.endswith("preflight: do not begin\n")
 
 
@@ -178,6 +226,29 @@ def test_a_rank_that_never_starts_is_named_within_the_time(
         monkeypatch.setenv(name, value)
     assert preflight.be_a_rank(folder / "tiny.yaml", [], None) == 1
     assert "BROKEN: rank 1 did not join\n" in capsys.readouterr().out
+
+
+def test_a_missing_rank_0_is_named_once_on_each_node(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "_JOIN_SECONDS", 0.3)
+    variables = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    for name, value in {**variables, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    for local_rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert preflight.be_a_rank(folder / "tiny.yaml", [], None) == 1
+        printed = capsys.readouterr().err
+        assert printed.count("BROKEN: rank 1 did not find the store") == 1 - local_rank, printed
+
+
+def test_empty_folders_and_missing_shards_are_named_with_their_keys(folder: Path) -> None:
+    mounted = folder / "mounted"
+    mounted.mkdir()
+    overrides = [f"data.tokenizer={mounted}", f"data.sources.0.path={mounted}/{{0..3}}.tar"]
+    tokenizer, shards = unreadable_inputs(load_recipe(folder / "tiny.yaml", overrides))
+    assert tokenizer == f"data.tokenizer: {mounted} is empty"
+    assert shards.startswith("data.sources: no shard matches ")
 
 
 @pytest.mark.slow
