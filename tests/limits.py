@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("mimo", "bridge", "data", "encoders")
-# The goal is 41,500 source lines, 29,500 of code, and 45,000 test lines. It includes 1,500, 1,500
-# and 3,000 for models of transformers. Until it is reached, nothing may grow.
+# 40,000 source lines, 28,000 of code and 42,000 test lines, and 1,500, 1,500 and 3,000 for models of
+# transformers.
 LIMITS = {
-    "source lines": 42_560,
-    "source lines of code": 29_640,
-    "source files": 222,
-    "test lines": 45_215,
+    "source lines": 41_500,
+    "source lines of code": 29_500,
+    "source files": 230,
+    "test lines": 45_000,
     "entries of mimo": 18,
     "README lines": 150,
 }

@@ -35,6 +35,7 @@ from data.packing import Used
 from mimo.checkpoint.reading import from_rank_0
 from mimo.config.schema import Recipe
 from mimo.device import Staging, copy_stream, local_device, send
+from mimo.families.registry import GENERAL
 from mimo.model.dataset import Dataset
 from mimo.model.decoding import gather_items, pack_language
 from mimo.model.inputs import EncoderBatch, LanguageBatch, WholeBatch
@@ -115,7 +116,7 @@ class Batches:
             topology.layout,
             dataset,
             # Of rank 0, as a verdict near the gate's tolerance may differ between machines.
-            padded=from_rank_0(lambda: pads_samples(recipe)),
+            padded=recipe.language.family == GENERAL and from_rank_0(lambda: pads_samples(recipe)),
             done=(steps.start, self.used),
             links=topology.bridges,
             rank=topology.rank,

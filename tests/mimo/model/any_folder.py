@@ -217,7 +217,10 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 def loss_of(model: nn.Module, inputs: Mapping[str, Tensor], encoded: EncodedSample) -> Tensor:
     """Return the summed loss of a sample's answer."""
     dtype = next(model.parameters()).dtype
-    cast = {n: v.to(dtype) if torch.is_floating_point(v) else v for n, v in inputs.items()}
+    cast = {
+        n: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
+        for n, v in inputs.items()
+    }
     logits = model(**cast, use_cache=False).logits[0]
     wide = logits if dtype == torch.float64 else logits.float()
     learned = torch.from_numpy(encoded.loss_mask).bool()
