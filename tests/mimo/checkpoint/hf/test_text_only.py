@@ -92,7 +92,7 @@ def _logits(rank: int, run: Path) -> tuple[np.ndarray, Tensor]:
     assert score.metrics == {"exact_match": exact}, (
         "samples without images count where none has any"
     )
-    return sample.input_ids, logits[:, : generator.model.num_tokens]
+    return sample.input_ids, logits[:, : generator.model.model.num_tokens]
 
 
 def logits_of_transformers(folder: Path, family: str, ids: np.ndarray) -> Tensor:
