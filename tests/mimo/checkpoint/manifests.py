@@ -22,7 +22,9 @@ def write_manifest(checkpoint: Path) -> None:
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         if path.name != "manifest.json":
             summing = Summing()
-            summing.add(path.read_bytes())
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    summing.add(chunk)
             written = summing.sum("")
             has_blocks = path.suffix == ".safetensors"
             name = path.relative_to(checkpoint).as_posix()
