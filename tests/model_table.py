@@ -14,13 +14,22 @@ Every class of `AutoModelForImageTextToText` in transformers {version}, as
 - *samples*: how the samples of a lane run; packed ones share a sequence, others are padded to a
   batch of the lane's samples
 - *tp*: whether `language.grid.tp: 2` splits the tiny copy by transformers' plan
+- *folder*: the tests train the folder of `mimo tiny CLASS` on three ranks, from chat and pixels to
+  the exported folder, and compare inputs, loss, every gradient and all weights with transformers:
+  in fp64 or fp32; *rounded* where fp32 misses 1e-5
 
 A class is accepted if a tiny copy in two halves gives the loss and every gradient of the whole
 model; the tests train each on three ranks. Models of the families `qwen2_5`, `qwen3` and `gemma3`
 also have code of their own, see [families](families.md).
 
-| class | modalities | samples | tp |
-|---|---|---|---|
+| class | modalities | samples | tp | folder |
+|---|---|---|---|---|
+"""
+NO_FOLDER = """
+Without a comparison of the folder, with the cause:
+
+| class | cause |
+|---|---|
 """
 REFUSED = """
 Refused in training, with the cause:
@@ -36,9 +45,15 @@ def write_page(path: Path) -> None:
 
     from mimo.engines.fsdp.tp_plans import plan_problems
     from mimo.model.gate import compare_halves
+    from mimo.checkpoint.hf import tiny_class
+    from tests.mimo.model import test_any_folder as folders
     from tests.mimo.model.tiny_classes import CLASSES, REFUSALS, tiny_config
 
-    accepted, refused = [], []
+    compared = dict.fromkeys(folders.FP64, "fp64") | dict.fromkeys(folders.FP32, "fp32")
+    compared |= dict.fromkeys(folders.ROUNDED, "rounded")
+    causes = tiny_class.REFUSED | folders.REFUSED
+    causes["cosmos3_omni"] = "transformers has no processor for it"
+    accepted, without_folder, refused = [], [], []
     for name in CLASSES:
         if name in REFUSALS:
             refused.append(f"| `{name}` | {REFUSALS[name]} |")
@@ -52,10 +67,15 @@ def write_page(path: Path) -> None:
             can_cut = False
         samples = "padded" if verdict.packing is None else "packed"
         cut = "yes" if can_cut else "no"
-        accepted.append(f"| `{name}` | {', '.join(verdict.outputs)} | {samples} | {cut} |")
+        folder = compared.get(name, "no")
+        modalities = ", ".join(verdict.outputs)
+        accepted.append(f"| `{name}` | {modalities} | {samples} | {cut} | {folder} |")
         print(accepted[-1], flush=True)
-    text = HEADER.format(version=transformers.__version__) + "\n".join(accepted) + "\n"
-    path.write_text(text + REFUSED + "\n".join(refused) + "\n", encoding="utf-8")
+        if folder == "no":
+            without_folder.append(f"| `{name}` | {causes[name]} |")
+    parts = [HEADER.format(version=transformers.__version__), *accepted]
+    parts += [NO_FOLDER, *without_folder, REFUSED, *refused]
+    path.write_text("".join(f"{part.rstrip()}\n" for part in parts), encoding="utf-8")
 
 
 if __name__ == "__main__":

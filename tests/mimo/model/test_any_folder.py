@@ -32,6 +32,7 @@ from tests.mimo.checkpoint.hf.test_tiny_class import SUPPORTED
 from tests.mimo.model import any_folder
 from tests.mimo.model.any_folder import SAMPLES, in_our_names, make, open_model, take_steps
 from tests.mimo.model.test_fsdp_runs import FSDP, read, trained
+from tests.mimo.model.test_videos import write_samples
 
 TOLERANCE = 1e-5
 QUICK = ("qwen3_5", "internvl", "llava_next")
@@ -115,11 +116,15 @@ def assert_exported(base: Path, exported: Path, weights: dict[str, Tensor]) -> N
             assert text == file.read_text(), file.name
 
 
+@pytest.mark.parametrize("with_videos", quick([False, True], False))
 def test_two_halves_learn_as_the_family_with_code_of_its_own(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, tmp_path: Path, with_videos: bool
 ) -> None:
-    path = make("qwen3_vl", tmp_path)
-    general = run_ranks(take_steps, 3, path)
+    path, overrides = make("qwen3_vl", tmp_path), list[str]()
+    if with_videos:
+        write_samples(tmp_path, ((0, 5, 0), (), (3, 7), (0,), (4,), (3, 0)))
+        overrides += ["encoders.vision.other_media={video: {placeholder: '<|video_pad|>'}}"]
+    general = run_ranks(take_steps, 3, path, overrides)
     of_family = ["name=own", "language.family=qwen3", "encoders.vision.family=qwen3_vl"]
     of_family += ["bridge.delivery=sharded", *FSDP]
     expected = reference_of_family(
