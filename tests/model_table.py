@@ -43,9 +43,9 @@ def write_page(path: Path) -> None:
     """Compare every class and write the page."""
     import transformers
 
+    from mimo.checkpoint.hf import tiny_class
     from mimo.engines.fsdp.tp_plans import plan_problems
     from mimo.model.gate import compare_halves
-    from mimo.checkpoint.hf import tiny_class
     from tests.mimo.model import test_any_folder as folders
     from tests.mimo.model.tiny_classes import CLASSES, REFUSALS, tiny_config
 

@@ -96,7 +96,7 @@ def test_the_page_of_models_has_every_class() -> None:
     rows = [
         line.split("|")[1].strip(" `") for line in PAGE.read_text().splitlines() if "| `" in line
     ]
-    assert rows == [*ACCEPTED, *(name for name in CLASSES if name in REFUSALS)]
+    assert [*dict.fromkeys(rows)] == [*ACCEPTED, *(name for name in CLASSES if name in REFUSALS)]
     assert len(ACCEPTED) >= 60
 
 

@@ -116,7 +116,7 @@ def assert_exported(base: Path, exported: Path, weights: dict[str, Tensor]) -> N
             assert text == file.read_text(), file.name
 
 
-@pytest.mark.parametrize("with_videos", quick([False, True], False))
+@pytest.mark.parametrize("with_videos", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_halves_learn_as_the_family_with_code_of_its_own(
     run_ranks: RunRanks, tmp_path: Path, with_videos: bool
 ) -> None:
