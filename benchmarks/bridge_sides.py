@@ -173,7 +173,7 @@ def compete(
             name: partial(_timed, bridge, backward, _times_bound(bridge, backward))
             for name, bridge in bridges.items()
         }
-        contests[way] = Contest(f"{case}, {way}", take_turns(turns, rounds))
+        contests[way] = Contest(f"{case}, {way}", take_turns(turns, rounds, prints=False))
     return contests
 
 

@@ -47,7 +47,7 @@ class Run:
 
 
 def take_turns[Name](
-    contestants: Mapping[Name, Callable[[], Run]], rounds: int
+    contestants: Mapping[Name, Callable[[], Run]], rounds: int, prints: bool = True
 ) -> dict[Name, list[Run]]:
     """Let every contestant run once a round, each round beginning with another."""
     names = [*contestants]
@@ -56,6 +56,8 @@ def take_turns[Name](
         first = number % len(names)
         for name in names[first:] + names[:first]:
             runs[name].append(contestants[name]())
+            if prints:
+                print(f"[{number + 1}/{rounds}] {name}: {runs[name][-1].seconds:.1f} s", flush=True)
     return runs
 
 
