@@ -51,7 +51,7 @@ class Case:
     hidden: int = 1024
 
     def __str__(self) -> str:
-        """For example `2×tp1 → tp4 sp`: encoder lanes × tensor parallelism on both sides."""
+        """Format as in `2×tp1 → tp4 sp`: encoder lanes × tensor parallelism on both sides."""
         return f"{self.encoder_lanes}×tp{self.encoder_tp} → tp{self.language_tp} sp"
 
     @property
@@ -98,7 +98,7 @@ QUICK_CASES = (Case(encoder_tp=1, encoder_lanes=1, language_tp=4, rows=512, hidd
 
 
 class DrawnIndex:
-    """As much of an `Index` as planning asks for: chats of up to five images, without files."""
+    """The columns of an `Index` that planning reads: chats of up to five images, without files."""
 
     media = ("image",)
 
@@ -125,7 +125,7 @@ class DrawnIndex:
         return len(self.columns["token_length"])
 
     def column(self, name: str, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """As `Index.column`."""
+        """Return entries of a column, like `Index.column`."""
         return self.columns[name][numbers]
 
 
@@ -164,7 +164,7 @@ def plan_milliseconds(num_ranks: int) -> float:
 
 
 def judge(way: str, contest: Contest) -> Iterator[Bound]:
-    """Every promise about one case, kept or not. way: of the rows, a key of `_TIMES_FASTER`."""
+    """Yield the bounds of one case, held or missed. way: a key of `_TIMES_FASTER`."""
     if way == "forward":
         ours, theirs = (contest.median(name, "bytes / bound") for name in ("ours", "megatron"))
         yield Bound(f"{contest.name}: bytes / lower bound", ours, _BYTES_OVER_BOUND, True)

@@ -1,4 +1,4 @@
-"""Both bridges on the same ranks and rows, in turns: what every rank executes.
+"""Run both bridges in turns on the same ranks and rows; every rank executes this module.
 
 Letters: N rows of the global microbatch, n rows of this rank, H hidden.
 """
@@ -178,7 +178,7 @@ def compete(
 
 
 def _timed(bridge: Bridge, backward: bool, times_bound: float) -> Run:
-    """Time a run that all ranks begin together, of the slowest one."""
+    """Return the slowest rank's time of a run that all ranks begin together."""
     bridge.prepare()
     device.synchronize()
     device.barrier()
@@ -191,7 +191,7 @@ def _timed(bridge: Bridge, backward: bool, times_bound: float) -> Run:
 
 
 def _times_bound(bridge: Bridge, backward: bool) -> float:
-    """Bytes that the ranks at the end of the way receive in a run, as a multiple of the bound.
+    """Return the bytes that the receiving ranks get in a run, as a multiple of the lower bound.
 
     Each row must reach one rank of the language model; each gradient every replica of its encoder.
     """
@@ -216,7 +216,7 @@ class ReceivedBytes(TorchDispatchMode):
         if func is torch.ops.c10d.recv_.default:
             self.num_bytes += sum(tensor.nbytes for tensor in args[0])
         elif func is torch.ops.c10d.broadcast_.default:
-            tensors, group, source = args[:3]  # it brings them to all ranks but the source
+            tensors, group, source = args[:3]  # a broadcast brings them to all but the source
             if dist.ProcessGroup.unbox(group).rank() != source:
                 self.num_bytes += sum(tensor.nbytes for tensor in tensors)
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Measure how long saving holds training up.
+"""Measure how long saving blocks training.
 
 Two ranks with a language model save their state by turns in every way; each way writes the same
 bytes, and each rank its own half of them.
@@ -36,7 +36,7 @@ OURS = ("async", "sync")
 SAVE = "torch.save"
 CONTESTANTS = (*OURS, SAVE, "DCP")
 _TIMEOUT_SECONDS = 1800.0
-# Stand in for a step of 128 tokens before its update: 6 operations for each weight and token.
+# Stand-in for a step of 128 tokens before its update: 6 operations for each weight and token.
 _TOKENS, _WIDTH, _PRODUCTS = 128, 1024, 304
 _SIZES = {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_layers": 9}  # 106 M parameters
 _QUICK = {"hidden_size": 64, "ffn_hidden_size": 176, "num_layers": 2}
@@ -102,7 +102,7 @@ class Savers:
         return Run(float(seconds[0]), result={"total": float(seconds[1]), "files": num_bytes})
 
     def _save(self, name: str, before_step: bool) -> tuple[float, float, int]:
-        """Return the seconds that a save blocks this rank, those in all, and bytes of files."""
+        """Return seconds that a save blocks this rank and that it takes, and the bytes of files."""
         self.turn += 1
         target = self.folder / name
         if self.rank == 0:
@@ -130,7 +130,7 @@ class Savers:
         return blocked, total, num_bytes
 
     def _begin(self, name: str, target: Path) -> None:
-        """Save, or begin to."""
+        """Save by torch or DCP, or begin a save of ours."""
         if name in self.savers:
             self.savers[name].begin(Progress(self.turn, 0))
             self.savers[name].publish()
@@ -142,7 +142,7 @@ class Savers:
 
 
 def judge(contest: Contest, speed: bool) -> Iterator[Bound]:
-    """Every promise, kept or not."""
+    """Yield all bounds, held or missed."""
     files = [run.result["files"] for runs in contest.runs.values() for run in runs]
     more = max(files) / min(files) - 1
     yield Bound("difference of bytes of files, as a share", more, 0.05, True)

@@ -1,7 +1,7 @@
 """Compare our input path with other loaders on the same photos.
 
 One rank reads all samples by our loader and by webdataset, alone and with workers. webdataset
-prepares them by the image processor and the tokenizer of transformers, as users write a loader.
+prepares them by the image processor and the tokenizer of transformers, as in a user's loader.
 Then the ranks of one lane on one host read the same samples: ours decode each sample once and share
 it, a DataLoader of PyTorch decodes by our reader the steps of our plan, in every rank.
 """
@@ -70,7 +70,7 @@ class Workload:
     num_shards: int
 
     def write(self) -> None:
-        """Write everything."""
+        """Write the tokenizer, the shards and their index."""
         rng = np.random.default_rng(0)
         build_tokenizer("qwen2_5_vl").save_pretrained(str(self.directory / _TOKENIZER))
         photos = [_photo(*self.size, rng) for _ in range(_DISTINCT)]
@@ -114,9 +114,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a loader hands over for one microbatch.
+    """One microbatch of a loader.
 
-    keys, tokens: of its samples; padding is no token. tensors: what goes to the device.
+    keys, tokens: of its samples, without padding. tensors: for the device.
     """
 
     keys: list[str]
@@ -129,7 +129,7 @@ Loader = Callable[[Workload, Place], Iterator[Batch]]
 
 
 def webdataset_batches(workload: Workload, place: Place) -> Iterator[Batch]:
-    """Epoch after epoch, in the order of the shards. Positions are left to the model."""
+    """Yield epoch after epoch, in the order of the shards, without positions."""
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from webdataset.compat import WebDataset, WebLoader
@@ -230,7 +230,7 @@ DATALOADER: Loader = partial(planned_batches, shares=False)
 
 
 def one_pass(loader: Loader, workload: Workload, num_workers: int, num_ranks: int = 1) -> Run:
-    """Time a pass of all ranks of a lane after one that is not timed, so that queues are filled."""
+    """Time a pass of all ranks of a lane, after an untimed pass that fills the queues."""
 
     def make(rank: int, job: str) -> Callable[[], dict[str, int]]:
         batches = loader(workload, Place(num_workers, rank, num_ranks, job))

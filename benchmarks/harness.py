@@ -90,7 +90,7 @@ class Contest:
 
 
 def timed(function: Callable[[], Any]) -> Run:
-    """Call it in this process, whose children's processor time counts too."""
+    """Time a call in this process; the processor time of its children counts too."""
     started, used = time.perf_counter(), _processor_seconds()
     result = function()
     return Run(time.perf_counter() - started, _processor_seconds() - used, result)
@@ -107,11 +107,11 @@ def _processor_seconds() -> float:
 
 @contextmanager
 def workers(*makes: Callable[[], Callable[..., Any]]) -> Iterator[Callable[..., Any]]:
-    """Start forked processes; yield a function that calls those of all processes at once.
+    """Fork a process for each of ``makes``; yield a function that calls all processes at once.
 
-    makes: each is called in its process and returns the function of it, which keeps its state
-    between calls. A call returns what the first process's function returns. It raises what a
-    function raises, and BrokenProcessPool when a process dies or could not make its function.
+    makes: each is called in its process and returns the function that calls of the process run;
+    the function keeps its state between calls. A call returns the result of the first process. It
+    raises what a function raises, and BrokenProcessPool if a process dies or a make fails.
     """
     with ExitStack() as stack:
         pools = [ProcessPoolExecutor(1, get_context("fork"), _start, (make,)) for make in makes]

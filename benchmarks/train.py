@@ -1,8 +1,8 @@
 """Compare whole training steps of ours and of transformers on the same samples.
 
-Ours packs samples; transformers pads batches of samples of any length, and does without where all
-are equally long. Each side is a process of its own, because the engine changes what PyTorch's calls
-do on a machine without a GPU, for the whole process.
+Ours packs samples. transformers pads batches of samples; equally long samples need no padding. Each
+side is a process of its own, because on a machine without a GPU the engine changes what PyTorch's
+calls do, for the whole process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROW_PIXELS = 30  # side of a row of the tiny checkpoint
 _MAX_ROWS = 64  # of an image
 _SPREAD, _MOST_WORDS = 1.0, 1500  # of the words of a sample: log-normal with this sigma
 _QUICK = {"width": 1, "num_layers": 4, "samples": 8, "median_words": 12}
-IGNORED = -100  # what transformers leaves out of the loss
+IGNORED = -100  # label that transformers leaves out of the loss
 _LOSS_ERROR = 1e-4  # relative; fp32 on both sides, in another order of sums
 GOALS = {"long-tailed": 2.0, "equal": 1.15}  # lengths of samples -> times faster
 
@@ -136,7 +136,7 @@ def write_shard(path: Path, samples: Iterable[dict[str, Any]]) -> None:
 
 
 def answer_labels(tokenizer: Any, ids: Tensor, messages: Sequence[dict[str, Any]]) -> Tensor:
-    """(S,) token ids of a chat -> (S,) labels on its answer and the end of it."""
+    """Return labels (S,) on the answer and its end, for token ids (S,) of a chat."""
     labels = torch.full_like(ids, IGNORED)
     answer = messages[-1]["content"][0]["text"]
     end = int((ids == tokenizer.convert_tokens_to_ids("<|im_end|>")).nonzero().max())
@@ -146,7 +146,7 @@ def answer_labels(tokenizer: Any, ids: Tensor, messages: Sequence[dict[str, Any]
 
 
 def judge(contests: Sequence[Contest]) -> Iterator[Bound]:
-    """Every promise, kept or not: that it was the same work, and how much faster."""
+    """Yield all bounds, held or missed: that both did the same work, and the speed."""
     for contest, goal in zip(contests, GOALS.values(), strict=True):
         pairs = [(a.result, b.result) for a, b in zip(*contest.runs.values(), strict=True)]
         error = max(abs(a["loss"] / b["loss"] - 1) for a, b in pairs)
@@ -187,7 +187,7 @@ def main(
                 for name, step in sides.items()
             }
             runs = harness.take_turns(turns, 1 + rounds)
-    # The first of each contestant is not timed.
+    # The first run of each contestant is a warm-up.
     contests = [
         Contest(lengths, {name: runs[lengths, name][1:] for name in sides}) for lengths in GOALS
     ]

@@ -106,7 +106,7 @@ class TransformersSteps:
         return {"loss": loss, "tokens": tokens}
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Inputs (B, S), labels (B, S) on the answers, and the pixels of all images."""
+        """Return inputs (B, S), labels (B, S) on the answers, and the pixels of all images."""
         chats = [json.loads(sample["json"])["messages"] for sample in samples]
         files = [
             sample[name] for sample in samples for name in sorted(sample) if name.endswith("png")

@@ -190,7 +190,7 @@ class BridgeReceiver:
         return rows.to(end.dtype)
 
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
-        """Send gradients (n, H) back. Returns None, because the graph's input is the anchor."""
+        """Send back gradients (n, H) of received rows. Returns None: the anchor is the input."""
         plan, end = self._plans[microbatch], self.end
         received = gradient.detach()[end.own_rows(plan)]
         returns = plan.returns(end.rank)

@@ -67,7 +67,7 @@ class ShardMap:
 class LaneSegments:
     """The sequences of all language lanes, padding included.
 
-    Without context parallelism, a lane's segments may also be given as one.
+    Without context parallelism, a lane may be one segment.
     lane: (G,) ascending, the lane of each segment. length: (G,) its padded tokens.
     packed: whether a lane's segments are one sequence, which sequence parallelism cuts as a whole.
         Else each is a sequence and is cut by itself; on a rank they follow each other.

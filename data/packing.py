@@ -65,7 +65,7 @@ class _Sorted:
 
 
 class _Feistel:
-    """A Feistel network on a grid; what comes out in a spare cell goes through again."""
+    """A Feistel network on a grid; a number that lands in a spare cell passes through again."""
 
     def __init__(self, size: int, salts: tuple[int, ...]) -> None:
         self._size = size
@@ -226,8 +226,8 @@ def packs_of_tokens(
 ) -> list[np.ndarray]:
     """Return the next packs within ``budget``; several calls give the same packs as one.
 
-    sizes: by position; no sample may exceed the budget. padded: whether each sample counts as long
-    as the longest of its pack.
+    sizes: of samples, by position; no sample may exceed the budget. padded: count each sample with
+    the length of its pack's longest.
     """
     window = _Window(used, budget, sizes)
     next_pack = window.next_padded_pack if padded else window.next_pack
@@ -237,7 +237,7 @@ def packs_of_tokens(
 def sort_by_length(packs: Sequence[np.ndarray], tokens: np.ndarray) -> list[np.ndarray]:
     """Return equally large packs of the same samples, each with samples of similar length.
 
-    tokens: (n,) of the samples, pack by pack.
+    tokens: (n,) lengths of the samples, pack by pack.
     """
     samples = np.concatenate(packs)[np.argsort(-tokens, kind="stable")]
     return [np.sort(pack) for pack in samples.reshape(len(packs), -1)]
@@ -298,7 +298,7 @@ class _Window:
         return [self._position[n] for n in sorted(pack)]
 
     def next_padded_pack(self) -> list[int]:
-        """Return the oldest sample and those next to it in length, none longer, as `next_pack`."""
+        """Return positions of the oldest sample and the next shorter ones that fit with padding."""
         self._fill()
         self._oldest = n = self._taken.index(False, self._oldest)
         i, count = bisect_left(self._by_length, self._key[n]), self.budget.tokens // self._tokens[n]

@@ -197,7 +197,7 @@ class Tower[P: PackedItems](nn.Module, ABC):
         """
 
     def prepare(self, grids: Tensor, copy: Callable[[Tensor], Tensor]) -> PreparedItems[P]:
-        """Do all host work for ``grids`` (I, 3) int64; ``copy``, to the device, is called once."""
+        """Do all host work for items ``grids`` (I, 3) int64. copy: to the device; called once."""
         tokens = self.num_tokens(grids)
         num_blank = self.part.num_blank(sum(tokens) // self.tokens_per_row)
         with_blank = grids

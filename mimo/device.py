@@ -161,7 +161,7 @@ class Gpu:
 
 
 def gpu_of(local_rank: int) -> Gpu | None:
-    """Test and describe a rank's GPU, None without one; initialises it.
+    """Initialise, test and describe a rank's GPU; return None without one.
 
     Raises RuntimeError if a small sum is wrong.
     """

@@ -20,7 +20,7 @@ RANK = ""
 
 
 class Span(NamedTuple):
-    """Work for a module. phase: part of the step. edge: bridge and way. number: microbatch."""
+    """Work for a module. phase: part of the step. edge: bridge, direction. number: microbatch."""
 
     module: str
     phase: str

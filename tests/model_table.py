@@ -14,9 +14,10 @@ Every class of `AutoModelForImageTextToText` in transformers {version}, as
 - *samples*: how the samples of a lane run; packed ones share a sequence, others are padded to a
   batch of the lane's samples
 - *tp*: whether `language.grid.tp: 2` splits the tiny copy by transformers' plan
-- *folder*: the tests train the folder of `mimo tiny CLASS` on three ranks, from chat and pixels to
-  the exported folder, and compare inputs, loss, every gradient and all weights with transformers:
-  in fp64 or fp32; *rounded* where fp32 misses 1e-5
+- *folder*: how the tests compare the folder of `mimo tiny CLASS`, trained on three ranks from chat
+  and pixels to the exported folder, with transformers. *fp64*, *fp32*: inputs, loss, every gradient
+  and all weights agree in this precision. *rounded*: not trained, as fp32 misses 1e-5. *no*: the
+  cause is below
 
 A class is accepted if a tiny copy in two halves gives the loss and every gradient of the whole
 model; the tests train each on three ranks. Models of the families `qwen2_5`, `qwen3` and `gemma3`
@@ -26,7 +27,7 @@ also have code of their own, see [families](families.md).
 |---|---|---|---|---|
 """
 NO_FOLDER = """
-Without a comparison of the folder, with the cause:
+Classes whose folder is not compared, with the cause:
 
 | class | cause |
 |---|---|

@@ -184,7 +184,7 @@ class ShardFile:
 
 
 class ShardStream:
-    """A shard, or a member, as a file. It keeps the last parts, so that headers cost no request."""
+    """A shard, or a member, as a file. Caches its last parts, so that headers need no request."""
 
     def __init__(self, shard: ShardFile, part_size: int) -> None:
         self.begin, self.size, self._position = 0, shard.shard.size, 0

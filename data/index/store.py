@@ -102,7 +102,7 @@ def survey(pattern: str, settings: str, media: Sequence[str], home: Path) -> Sur
 
 
 def _read[T](done: str, read: Callable[..., T], *args: Any) -> T | None:
-    """Return ``read(*args)``; None if there is no file, or, with a warning, a damaged one."""
+    """Return ``read(*args)``; None without a file or, with a warning, for a damaged one."""
     try:
         return read(*args)
     except FileNotFoundError:

@@ -93,7 +93,7 @@ class AudioClips:
         return HOP_SAMPLES * FRAMES_PER_TOKEN * self.tokens_per_row
 
     def plan(self, part: Part) -> PartPlan:
-        """One item. Raises ValueError for several files, or a clip that is too long or empty."""
+        """Plan an item. Raises ValueError for several files, or an empty or too long clip."""
         if part.frames != 1:
             raise ValueError(f"a part of {part.frames} files, but a clip is one file")
         samples, rate = part.size

@@ -31,8 +31,8 @@ Size = tuple[int, int]  # of a file, in units of its modality, such as (width, h
 class Part:
     """The facts of a content part that are known before its files are decoded."""
 
-    size: Size  # of each file
-    frames: int = 1  # files
+    size: Size  # of every file
+    frames: int = 1  # number of files
     fps: float = DEFAULT_FPS  # frames per second
 
 

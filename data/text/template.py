@@ -185,7 +185,7 @@ def generation_ends(directory: Path) -> list[int]:
 
 
 class Template:
-    """The chat template of a tokenizer folder, for several threads at once.
+    """The chat template of a tokenizer folder; safe to use in several threads.
 
     tokenizer: of transformers, which renders it. special: tells its special tokens from text.
     """

@@ -4,7 +4,7 @@ The error of a tensor is max|Δ| / max(max|reference|, floor). The floor of a gr
 global gradient norm: some gradients, such as that of a key bias, are zero in theory, and without a
 floor the comparison would be of rounding noise. See docs/parallelism.md.
 
-Both sides come as plain arrays, so comparing needs no engine; all are seen as matrices.
+Both sides come as plain arrays, so comparing needs no engine; all become matrices.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Reference:
 def reference_of(
     results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]
 ) -> Reference:
-    """Return a layout's steps as a reference, without points; of replicas the last rank's counts.
+    """Return a layout's steps as a reference without points; the last rank's replica counts.
 
     weight_floors: by parameter, in the order of the model.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mimo.check.scale import OF_SEVERAL_RANKS, scale_recipe
+from mimo.check.scale import MULTI_RANK_KEYS, scale_recipe
 from mimo.check.shrink import cover, lane_ratio, place
 from mimo.config.schema import Recipe
 from mimo.config.source import YamlSource
@@ -241,7 +241,7 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
         data["encoders"][name]["engine"] = _grid(name, text).engine
     data["bridge"] |= {"delivery": "sharded", "block_ranks": 512}
     data["data"]["packing"] = True
-    data["train"] |= dict.fromkeys(OF_SEVERAL_RANKS, False) | {"precision": "fp32"}
+    data["train"] |= dict.fromkeys(MULTI_RANK_KEYS, False) | {"precision": "fp32"}
     source = YamlSource(Path("sweep"), data)
     for override in (text for option in cell.options for text in _OPTIONS[option]):
         source.override(override.format(first=names[0]))

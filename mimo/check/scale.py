@@ -34,7 +34,7 @@ _USUAL_TP = 2
 _USUAL_MICROBATCHES = 8
 _USUAL_SAMPLES = 6  # of all lanes, in a microbatch
 _SEQUENCE_LENGTH = 192
-OF_SEVERAL_RANKS = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
+MULTI_RANK_KEYS = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 _AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
 _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
 
@@ -178,7 +178,7 @@ def _source_weights(recipe: Recipe) -> tuple[float, ...]:
 def _scaled_rate(recipe: Recipe, rate: float | None) -> float:
     """Scale a module's learning rate, `train.learning_rate` if None, so that weights move.
 
-    The largest of all modules is `_LEARNING_RATE`; others keep their ratio, at least the smallest.
+    The largest becomes `_LEARNING_RATE`; others keep their ratio to it, at least `_SMALLEST_RATE`.
     """
     train = recipe.train
     rates = [part.learning_rate or train.learning_rate for part in recipe.modules.values()]
@@ -283,7 +283,7 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     tokens = scaled.workload.tokens
     if tokens is None:
         data["train"] |= {"micro_batch_size": scaled.workload.samples_per_microbatch}
-    data["train"] |= dict.fromkeys(OF_SEVERAL_RANKS, False)
+    data["train"] |= dict.fromkeys(MULTI_RANK_KEYS, False)
     data["data"] |= {"packing": True, "sequence_length": tokens or _SEQUENCE_LENGTH}
     return _validated(data)
 

@@ -33,7 +33,7 @@ _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
 _SEEDS = 1000  # seeds to try; a tenth is enough for any weights in use
 _TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of a fourth
 
-# Of parity: width and height of each sample's pictures in pixels. Two samples without pictures
+# For parity: width and height of each sample's pictures in pixels. Two samples without pictures
 # stand together, so that one microbatch is text only.
 _PICTURES = (((61, 37), (140, 90)), (), ((97, 203),), ((28, 28), (45, 131), (33, 71)), (), ())
 _PICTURE_QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read the digit .")
@@ -108,7 +108,7 @@ class Workload:
     def seed(self, first: int) -> int:
         """Return the first seed from ``first`` on that mixes the sources in a microbatch.
 
-        Unequal weights also draw from other sources than equal weights would.
+        With it, unequal weights draw from other sources than equal weights would.
         """
         if len(self.weights) == 1:
             return first

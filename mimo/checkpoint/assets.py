@@ -87,7 +87,7 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
 
 
 def portable_recipe(checkpoint: Path) -> Recipe:
-    """Return a recipe with the checkpoint's copies, if any, as its folders. Raises RecipeError."""
+    """Return a checkpoint's recipe, with copies of its folders where stored. Raises RecipeError."""
     path, copies = checkpoint / "recipe.yaml", checkpoint / ASSETS
     with_tokenizer = [c for c in (copies / _TOKENIZER, copies) if (c / "tokenizer.json").is_file()]
     overrides = [f"data.tokenizer={json.dumps(str(folder))}" for folder in with_tokenizer[:1]]

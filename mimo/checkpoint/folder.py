@@ -150,7 +150,7 @@ def to_remove(
 ) -> list[Path]:
     """Return the surplus checkpoints, oldest first.
 
-    Kept are ``newest`` (of `latest`), ``keep`` - 1 written before, and multiples of ``keep_every``.
+    ``newest`` (default: `latest`), ``keep`` - 1 before it and multiples of ``keep_every`` stay.
     """
     newest = newest or latest_checkpoint(checkpoints)
     others = [path for path in _by_age(checkpoints) if path != newest]

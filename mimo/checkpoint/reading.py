@@ -27,7 +27,7 @@ from mimo.device import local_device
 from mimo.engines.contract import Piece
 from mimo.errors import InputError, StartError
 
-_CHUNK_BYTES = 1 << 22  # that are read at a time by a rank that reads alone
+_CHUNK_BYTES = 1 << 22  # read at a time by a rank that reads alone
 _TURN_BYTES = 1 << 20  # enough for a disk or a network, few beside the tensors
 _ROUND_BYTES = 1 << 26  # of which each rank has a copy; with many ranks their turns get smaller
 _ALIGNMENT = 8

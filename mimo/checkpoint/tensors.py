@@ -44,7 +44,7 @@ TORCH_DTYPES = {
     "F16": torch.float16,
 }
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_CHUNK_BYTES = 1 << 22  # that are copied between a tensor and a file at a time
+_CHUNK_BYTES = 1 << 22  # copied between a tensor and a file at a time
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def write_index(folder: Path, num_ranks: int, text: str | None = None) -> str:
 def _index_of(folder: Path, num_ranks: int) -> str:
     """Return the index, a function of the files' headers; assert that pieces cover all tensors."""
     tensors: dict[str, StoredTensor] = {}
-    # By name, as a listing of a shared file system may lack files of other machines.
+    # Opened by name: a listing of a shared file system may lack files of other machines.
     for file_name in map(file_of, range(num_ranks)):
         with (folder / file_name).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

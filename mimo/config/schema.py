@@ -201,7 +201,7 @@ def descriptions(
 ) -> Iterator[str]:
     """Yield a line for each of pydantic's errors about `model`, in the words of a recipe.
 
-    problem: formats a location and a message. base: of the model's keys. skipped: an error type.
+    problem: formats location and message. base: the keys' location. skipped: error type to omit.
     """
     for details in error.errors():
         if details["type"] == skipped:

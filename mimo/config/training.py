@@ -78,8 +78,8 @@ class Data(Section):
     """`true` packs the samples of a microbatch into one sequence; `false` pads to the longest."""
     tokens_per_microbatch: bounds.SequenceLength | None = None
     """Pack samples by best fit into sequences of up to this many tokens, one to a microbatch of a
-    lane; padding for `cp` and `sp` comes on top. Models that pad samples to a batch count their
-    padding. Null packs `train.micro_batch_size` samples."""
+    lane; padding for `cp` and `sp` comes on top, but padding of samples to a batch counts. Null
+    packs `train.micro_batch_size` samples."""
     rows_per_microbatch: bounds.Rows | None = None
     """With `tokens_per_microbatch`: most embeddings in a sequence, over all encoders; null: any."""
     packing_window: Annotated[int, Field(ge=1, le=2**16)] = 512

@@ -26,7 +26,7 @@ Purpose = Literal["save", "load"]
 
 # Kinds of an optimizer's tensors.
 MASTER = "fp32_param"  # the master weight of a 16-bit parameter
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments
 STEP = "step"  # a single number, the updates that the parameter has had
 EMA = "ema"  # the moving average of a trainable parameter
 
@@ -94,8 +94,8 @@ class Module(Protocol):
 
     name: `language`, or an encoder's name. groups: its process groups.
     trains: whether any of its ranks has weights to update: then all of them run backward.
-    has_trainable_params: whether this rank has. sequence_parts: how many ranks the output is cut
-    over; 1 without sequence parallelism. replicas: the ranks whose weights are equal to this
+    has_trainable_params: whether this rank has some. sequence_parts: how many ranks the output is
+    cut over; 1 without sequence parallelism. replicas: the ranks whose weights are equal to this
     rank's; None where it is alone.
     run_ahead: for a disjoint encoder, forward passes before its first backward.
     """

@@ -248,7 +248,7 @@ def placeholders_of(config: Any) -> Placeholders:
 def whole_gradients(
     whole: Any, examples: Examples, numbers: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return summed loss and gradients of the whole model; on all samples without ``numbers``."""
+    """Return loss and gradients of the whole model, summed over samples ``numbers``; None: all."""
     numbers = range(len(examples.samples)) if numbers is None else numbers
     samples = [examples.samples[number] for number in numbers]
     ids = pad_sequence([s.input_ids for s in samples], True, examples.placeholders.padding)
@@ -272,7 +272,7 @@ def whole_gradients(
 def half_gradients(
     whole: Any, examples: Examples, packing: Packing | None, shares_calls: bool = True
 ) -> dict[str, Tensor]:
-    """Return loss and gradients as `whole_gradients`, of two halves with the same weights."""
+    """Return loss and gradients of two halves with the weights of ``whole``, over all samples."""
     ctx = FsdpContext(mesh=None, dtype=next(whole.parameters()).dtype)
     numbers = range(len(examples.samples))
     items = [item for number in numbers for item in examples.items[number]]

@@ -119,7 +119,7 @@ def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
 def weights_of(
     recipe: Recipe, module: str, vocab_size: int | None, **sizes: int
 ) -> Sequence[Weight]:
-    """Return a module's weights over all ranks. sizes: in place of those of the recipe."""
+    """Return a module's weights over all ranks. sizes: replace settings of the recipe."""
     language = language_settings(recipe)
     if module == LANGUAGE:
         small = language.model_copy(update={"vocab_size": vocab_size, **sizes})

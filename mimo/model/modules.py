@@ -189,7 +189,7 @@ class MimoModel:
         return sum(bridge.end.clock.take_seconds() for bridge in self._bridges().values())
 
     def bridge_bytes(self, plan: StepPlan) -> dict[tuple[str, str], int]:
-        """Return the bytes sent, and the least, by column and edge, such as `vision_forward`."""
+        """Return bytes sent, and their lower bound, by column and edge like `vision_forward`."""
         sizes = Counter[tuple[str, str]]()
         for link, bridge in self._bridges().items():
             end, name = bridge.end, link.encoder
@@ -374,7 +374,7 @@ def _flat_embeddings(
     bridges: Mapping[Link, BridgeSender] | Mapping[Link, ColocatedBridge],
     microbatches: range,
 ) -> list[FlatEmbeddings]:
-    """Split a tower's output into the rows of its bridges. Raises UnexpectedRows for others."""
+    """Split a tower's output into rows of each bridge; raises UnexpectedRows unless planned."""
     link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows
     runs, first = bridge.runs(microbatches), microbatches.start
     sizes = split_sizes_of(output.rows_per_item, runs, bridge.lane, link.encoder, first)

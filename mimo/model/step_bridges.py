@@ -46,7 +46,7 @@ class StepRows:
     runs: Sequence[ItemRuns]
 
     def plans(self, link: Link, rank: int | None = None) -> list[BridgePlan]:
-        """Plan the bridge over ``link`` per microbatch, for all ranks or for the lanes of one."""
+        """Plan the bridge over ``link`` per microbatch, for all ranks or the lanes of ``rank``."""
         every, lanes = self._side_by_side, self.layout.language.dp
         gets = np.ones(len(self.runs) * lanes, np.bool_)
         if rank is not None:
@@ -135,7 +135,7 @@ class StepRows:
     def _destination(
         self, link: Link, lane: Ints, runs: ItemRuns
     ) -> tuple[ShardMap, ShardMap | None]:
-        """Map rows to ranks of the link's stage and, of copies, to those that return gradients."""
+        """Map rows to ranks of the link's stage, and copied rows to ranks that return gradients."""
         language, segments = self.layout.language, self._segments(lane)
         ranks = _ranks(language, link.stage)[lane % language.dp]
         if self.delivery == "sharded":

@@ -294,9 +294,9 @@ def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **options: An
 
 
 def pads_samples(recipe: Recipe) -> bool:
-    """Whether the language model pads the samples of a lane to a batch instead of packing them.
+    """Return whether the language model pads the samples of a lane to a batch, without packing.
 
-    Models of transformers run the gate for it, or read its verdict from the cache.
+    For models of transformers the gate decides; its verdict is cached.
     """
     if recipe.language.family != GENERAL:
         return False

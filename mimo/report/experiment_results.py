@@ -49,7 +49,7 @@ class Followed:
 
 
 def bound(step: int, precision: str) -> float | None:
-    """Return the largest relative difference by rounding at a step, from 0; None if unbounded."""
+    """Return the largest relative error that rounding explains at ``step`` (from 0); None: any."""
     doubled = max(0, step + 1 - STRICT_STEPS) / _STEPS_TO_DOUBLE
     allowed = _FIRST[precision] * 2.0 ** min(doubled, 64.0)
     return allowed if allowed <= _LIMIT else None
@@ -154,7 +154,7 @@ def warmup_steps(steps: int) -> int:
 
 
 def _steady(curves: Mapping[str, Curve]) -> dict[str, float]:
-    """Return medians after the warm-up, or of all steps; of loss the last, of memory the peak."""
+    """Return medians after the warm-up, else of all steps; the last loss and the peak of memory."""
     first, figures = warmup_steps(num_steps(curves)), dict[str, float]()
     for name, curve in curves.items():
         late = curve.values[(curve.steps > first) & np.isfinite(curve.values)]

@@ -73,7 +73,7 @@ def _paths(folder: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def logs(folder: Path, rank: int | None, follow: bool) -> int:
-    """Print a rank's output or all ends. follow: until the run ends. Raises InputError if none."""
+    """Print a rank's output, or the end of each. follow: until the run ends. Raises InputError."""
     view, looked, files = read_view(folder), time.monotonic(), dict[Path, _File]()
     while True:
         goes_on = follow and view.goes_on

@@ -73,7 +73,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one kind. learned: the loss counts them. times: of a special token."""
+    """Neighbouring tokens of one kind. learned: in the loss. times: of a repeated special token."""
 
     text: str
     learned: bool
@@ -111,7 +111,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a page, without a title if alone. tiles: figures at a glance. facts: a header."""
+    """A part of a page; a lone one has no title. tiles: figures at a glance. facts: its subject."""
 
     title: str
     tiles: Mapping[str, str] = field(default_factory=dict)

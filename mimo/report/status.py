@@ -107,7 +107,7 @@ def _is_of_job(number: str, job: str) -> bool:
 def _queue(user: int) -> list[list[str]]:
     """Return number, state, time, time left, and nodes or reason of each job of a user.
 
-    Of all jobs: squeue fails for a number that it has forgotten. Raises OSError, SubprocessError.
+    squeue lists all jobs: it fails for a forgotten number. Raises OSError or SubprocessError.
     """
     ask = ["squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i|%T|%M|%L|%R"]
     answer = subprocess.run(

@@ -265,7 +265,7 @@ def _rank_main(
 
 
 def end_with_failed_thread(end: Callable[[BaseException], None]) -> None:
-    """Call ``end`` in each thread that fails: Python goes on, but the main thread may be stuck."""
+    """Call ``end`` in a thread that fails: Python would go on, with a main thread that may hang."""
 
     def failed(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):

@@ -60,7 +60,7 @@ class Rendezvous:
     def agree(self, problem: InputError | None) -> None:
         """Collect the ``problem`` of every rank, None where there is none. All ranks call it.
 
-        If there is any, rank 0 prints each once, and all raise Refused; bad input decides the code.
+        Rank 0 prints each problem once, and all raise Refused; bad input decides the exit code.
         """
         message = (0, "") if problem is None else (problem.exit_code, str(problem))
         texts = self.gather(json.dumps(message))

@@ -53,7 +53,7 @@ def run_lock(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
 
 
 def keep_lock(run_dir: Path) -> None:
-    """Share the lock until this process ends, perhaps after the launcher; every rank calls it."""
+    """Share the lock until this process ends, even after the launcher; every rank calls it."""
     with suppress(FileNotFoundError):  # the process that took it has just ended; this one will end
         descriptor = os.open(_lock_file(run_dir), os.O_RDWR)  # for as long as this process lives
         with suppress(OSError):

@@ -46,7 +46,7 @@ _MESSAGE_BYTES, _NUM_TRIES = 8 * 2**20, 3
 class Facts:
     """One rank's view of its node.
 
-    exit_code: of its problems, which are sentences. same: what must not differ between nodes.
+    problems: sentences. exit_code: that they lead to. same: values that must not differ by node.
     gpu: the identity of its GPU, or "". figures: free GiB and bandwidths, by name.
     clock: seconds since 1970 at a common moment.
     """
@@ -62,7 +62,7 @@ class Facts:
 
 
 def find_faults(ranks: Sequence[Facts | None]) -> Iterator[str]:
-    """Yield what is wrong, and where. ranks: None for an absent one."""
+    """Yield each fault with its nodes. ranks: facts by rank, None for an absent rank."""
     facts = [rank for rank in ranks if rank is not None]
     if missing := [number for number, rank in enumerate(ranks) if rank is None]:
         yield f"rank{'s' * (len(missing) > 1)} {_listed(missing)} did not join"
@@ -126,7 +126,7 @@ def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None) -> int:
     assert environment is not None, "ranks run inside a launched job"
     facts, checked = Facts(environment.rank, node_name()), None
     try:
-        meeting = Rendezvous(environment, _JOIN_SECONDS)
+        rendezvous = Rendezvous(environment, _JOIN_SECONDS)
     except InputError as error:  # rank 0 is not there
         if environment.local_rank == 0:
             print(f"BROKEN: {error}", file=sys.stderr)
@@ -140,25 +140,25 @@ def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None) -> int:
 
     def gather() -> list[Facts | None]:
         """Return the facts of all ranks on rank 0, none elsewhere."""
-        texts = meeting.gather(json.dumps(asdict(facts)))
+        texts = rendezvous.gather(json.dumps(asdict(facts)))
         return [None if text is None else Facts(**json.loads(text)) for text in texts]
 
     try:
-        probe = meeting.from_rank_0(lambda: checked and _write_probe(checked[0].run_dir))
+        probe = rendezvous.from_rank_0(lambda: checked and _write_probe(checked[0].run_dir))
         if checked and probe:
             _check_node(facts, *checked, environment.local_rank, probe)
         ranks = gather()
         if probe and environment.rank == 0:
             with suppress(OSError):  # an empty file that stays does no harm
                 probe.unlink()
-        if meeting.from_rank_0(lambda: not [*find_faults(ranks)]) and checked:
-            _measure_in_time(facts, checked[1], environment, meeting)
+        if rendezvous.from_rank_0(lambda: not [*find_faults(ranks)]) and checked:
+            _measure_in_time(facts, checked[1], environment, rendezvous)
             ranks = gather()
-        return meeting.from_rank_0(lambda: report(ranks))
+        return rendezvous.from_rank_0(lambda: report(ranks))
     except Refused as refused:
         return refused.exit_code
     finally:
-        meeting.leave()
+        rendezvous.leave()
 
 
 def _write_probe(run_dir: Path) -> Path:
@@ -207,18 +207,18 @@ def _check_node(
 # -------------------------------------------------------------------------------- bandwidth
 
 
-def _measure_in_time(facts: Facts, layout: Layout, env: RankEnv, meeting: Rendezvous) -> None:
+def _measure_in_time(facts: Facts, layout: Layout, env: RankEnv, rendezvous: Rendezvous) -> None:
     """Measure clock and bandwidths; add a problem if that fails or takes too long."""
-    rank, size, local_rank = env.rank, env.world_size, env.local_rank
+    rank, size, store = env.rank, env.world_size, rendezvous.store
 
     def measure() -> None:
         try:
-            _measure(facts, layout, local_rank)
+            _measure(facts, layout, env.local_rank)
         except Exception as error:
             facts.problems.append(f"rank {rank} cannot talk: {error}".splitlines()[0])
 
     try:
-        device.initialize_distributed(rank, size, meeting.store, 2 * _MEASURE_SECONDS, local_rank)
+        device.initialize_distributed(rank, size, store, 2 * _MEASURE_SECONDS, env.local_rank)
     except Exception as error:
         facts.problems.append(f"rank {rank} cannot connect: {error}".splitlines()[0])
         return
@@ -239,7 +239,7 @@ def _measure(facts: Facts, layout: Layout, local_rank: int) -> None:
         sends = [(dist.isend, b) for a, b in pairs if a == facts.rank]
         receives = [(dist.irecv, a) for a, b in pairs if b == facts.rank]
         gigabytes = max(len(sends), len(receives)) * _MESSAGE_BYTES / 1e9
-        for _ in range(_NUM_TRIES):  # the last one counts: the first one connects
+        for _ in range(_NUM_TRIES):  # the last try counts; the first connects
             operations = [dist.P2POp(do, message.clone(), peer) for do, peer in sends + receives]
             device.barrier()
             start = time.perf_counter()

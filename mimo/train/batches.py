@@ -115,7 +115,7 @@ class Batches:
             recipe,
             topology.layout,
             dataset,
-            # Of rank 0, as a verdict near the gate's tolerance may differ between machines.
+            # Rank 0 decides: a verdict near the gate's tolerance may differ between machines.
             padded=recipe.language.family == GENERAL and from_rank_0(lambda: pads_samples(recipe)),
             done=(steps.start, self.used),
             links=topology.bridges,
@@ -158,7 +158,7 @@ class Batches:
         return batch
 
     def read_ahead(self) -> None:
-        """Wait for the samples of the next sum, if any are left. Raises what reading raised."""
+        """Wait until the samples of the next sum are read, if any. Raises what reading raised."""
         if self._num_unread > 0:
             with self._waiting():
                 self._read.append(self._loader.next())

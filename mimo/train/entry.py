@@ -70,7 +70,7 @@ def prepare_process(layout: Layout, run_dir: Path) -> None:
 
 
 def join_job(request: Request, environment: RankEnv, start: float) -> int:
-    """Train as a rank of torchrun or srun, of which rank 0 prints; returns an exit code."""
+    """Train as a rank of torchrun or srun; rank 0 prints. Returns an exit code."""
     job, problem, timeouts = None, None, list[float]()
     try:
         job = request.check(environment)
@@ -188,7 +188,7 @@ def _index_together(job: Job, ranks: Rendezvous, num_ranks: int) -> None:
 
 
 def _train_here(runs: Sequence[Run], ranks: Rendezvous, start: float) -> int:
-    """Do runs until one ends with another code than 0, and return it. Failures end the process."""
+    """Do runs until one ends with a nonzero exit code; return it. Failures end the process."""
     run_dir = runs[0].recipe.run_dir
 
     def end(error: BaseException) -> NoReturn:

@@ -239,7 +239,7 @@ _LINE = re.compile(rb'\{"step": (\d+), "(validation_loss)?.*\}\n')
 
 
 def _drop_lines_from(path: Path, first_step: int) -> bool:
-    """Cut the lines from a step on, unparsed; return whether the last one is of the step before."""
+    """Cut the lines from a step on; return whether the last line left is of the step before."""
     if not path.exists():
         return False
     last, end = None, 0

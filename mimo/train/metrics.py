@@ -64,7 +64,7 @@ class StepTimes:
         self._spans, self._ways = spans, ways
 
     def utilization(self, flops: Mapping[str, float], seconds: float) -> float | None:
-        """Return the share of all ranks' peak (MFU) for FLOPs by module; None if it is unknown."""
+        """Return MFU, the share of all ranks' peak, of FLOPs by module; None if it is unknown."""
         peak = peak_flops()
         return sum(flops.values()) / (seconds * peak * self._layout.world_size) if peak else None
 

@@ -8,7 +8,7 @@ from mimo.config.schema import Recipe, Train
 
 
 def learning_rate(train: Train, peak: float, warmup_steps: int, step: int) -> float:
-    """Return a module's rate in a step, counted from 0; steps without an update count, too."""
+    """Return a module's learning rate in a step, from 0; steps without an update count, too."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     # Warm-up, a long stretch at the peak and a short decay: Hu et al. 2024, arXiv:2404.06395.

@@ -186,7 +186,7 @@ def run_modules(
     """Run forward, and backward, of this rank's modules; returns its part of the summed loss.
 
     Every rank of the world calls it. check: compare plans over the bridge first. An error gets a
-    note with the batch's name and the samples of its microbatch, or its one sample.
+    note with the batch's name and the samples of its microbatch, or the one at fault.
     """
     # On a device a transfer may time out long after this call, so the model keeps the descriptions
     # until the next batch. They must not hold the batch itself.

@@ -64,7 +64,7 @@ def test_bytes_are_counted_once_whichever_call_brings_them(run_ranks: RunRanks) 
 @pytest.mark.parametrize(
     "case", [Case(1, 1, 4, ROWS, HIDDEN), Case(2, 2, 2, ROWS, HIDDEN)], ids=str
 )
-def test_ours_is_at_the_lower_bound_and_others_deliver_every_row_to_every_rank(
+def test_our_bridge_sends_the_lower_bound_and_megatrons_sends_every_row_to_every_rank(
     case: Case, run_ranks: RunRanks
 ) -> None:
     results = run_ranks(run_contest, case.layout.world_size, case)
@@ -89,11 +89,11 @@ def missed(
     ours: tuple[float, ...] = (10.0, 20.0, 10.0),
     received: tuple[float, float] = (1.0, 4.0),
 ) -> list[str]:
-    """Megatron takes 60, 100 and 40 seconds. received: bytes, as multiples of the bound."""
+    """Names of missed bounds, if Megatron takes 60, 100 and 40 s. received: bytes over bound."""
     seconds = {"ours": ours, "megatron": (60.0, 100.0, 40.0)}
     runs = {
-        name: [Run(one, result={"bytes / bound": times}) for one in of_name]
-        for (name, of_name), times in zip(seconds.items(), received, strict=True)
+        name: [Run(taken, result={"bytes / bound": times}) for taken in rounds]
+        for (name, rounds), times in zip(seconds.items(), received, strict=True)
     }
     return [bound.name for bound in bench.judge(way, Contest(way, runs)) if not bound.holds]
 
@@ -113,8 +113,8 @@ def test_all_bounds_hold_at_their_limits() -> None:
     ],
 )
 def test_each_bound_is_missed_by_name(changed: dict, name: str) -> None:
-    (one,) = missed(**changed)
-    assert name in one
+    (bound,) = missed(**changed)
+    assert name in bound
 
 
 # --------------------------------------------------------------------------- command

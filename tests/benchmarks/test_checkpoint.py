@@ -23,17 +23,17 @@ def test_a_quick_run_saves_the_state_in_every_way_and_writes_everything(
     assert capsys.readouterr().out.splitlines()[-1] == "bounds_kept=1 bounds_missed=0"
     (runs,) = json.loads(figures.read_text())["runs"].values()
     assert (*runs,) == bench.CONTESTANTS
-    for own in runs.values():
-        assert own[0]["seconds"] > 0
-        assert own[0]["result"]["total"] > 0
+    for saves in runs.values():
+        assert saves[0]["seconds"] > 0
+        assert saves[0]["result"]["total"] > 0
 
 
 def judged(speed: bool, **changed: tuple[float, float, int]) -> list[bool]:
-    """changed: seconds blocked, seconds in all, and bytes of files."""
-    found = {"async": (0.2, 1.5, 100), "sync": (1.4, 1.5, 100), bench.SAVE: (1.0, 1.0, 100)}
+    """Judge three ways to save. changed: seconds blocked, seconds in all, and bytes of files."""
+    figures = {"async": (0.2, 1.5, 100), "sync": (1.4, 1.5, 100), bench.SAVE: (1.0, 1.0, 100)}
     runs = {
         name: 2 * [Run(blocked, result={"total": total, "files": files})]
-        for name, (blocked, total, files) in (found | changed).items()
+        for name, (blocked, total, files) in (figures | changed).items()
     }
     return [bound.holds for bound in bench.judge(Contest("", runs), speed)]
 

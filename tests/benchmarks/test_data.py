@@ -35,9 +35,9 @@ def test_a_quick_run_gives_all_loaders_the_same_samples_and_writes_everything(
 
 
 def judged(*processor_seconds: float, samples: int = 8, tokens: int = 99) -> dict[str, bool]:
-    ours = [Run(own, own, result={"samples": 8, "tokens": 99}) for own in (1, 2, 1)]
+    ours = [Run(n, n, result={"samples": 8, "tokens": 99}) for n in (1, 2, 1)]
     result = {"samples": samples, "tokens": tokens}
-    theirs = [Run(9, own, result=result) for own in processor_seconds]
+    theirs = [Run(9, seconds, result=result) for seconds in processor_seconds]
     contest = Contest("small", {"ours": ours, "webdataset": theirs})
     return {bound.name: bound.holds for bound in bench.judge([contest], 8)}
 

@@ -1,4 +1,4 @@
-"""What transformers' video processors make of given frames."""
+"""Patches that transformers' video processors make of frames."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _tensors_of(trained: TrainedModel, modules: list[str]) -> dict[str, Tensor]:
 def _changed_modules(trained: TrainedModel) -> set[str]:
     """Return the modules in transformers whose weights differ from the base model's.
 
-    The last recipe of several phases does not tell. Raises InputError for others than projectors.
+    The recipe knows only its own phase. Raises InputError for a module that is no projector.
     """
     base = initial_weights(trained.recipe)
     assert base is not None, "the recipe starts from the folder"

@@ -52,7 +52,7 @@ class Conversion:
     """The tensors on disk that make up each tensor in memory, by the rules of transformers.
 
     model: the whole one, which may be on meta. stored: shapes by name on disk. problems: why a
-    tensor cannot be converted, by name in memory. Without tensors, so that rank 0 can send it.
+    tensor cannot be converted, by name in memory. It has no tensors, so rank 0 can send it.
     """
 
     def __init__(self, model: Any, stored: Mapping[str, Shape]) -> None:

@@ -63,7 +63,7 @@ def convert_to_hf(
 
     run: a run or checkpoint folder. shard_bytes: the largest size of a file; a larger tensor has a
     file to itself. average: write the moving average of the weights. Tensors and files of the
-    original folder that are not trained are copied. Raises InputError, also if these are gone.
+    original folder that are not trained are copied. Raises InputError, also if one of them is gone.
     """
     trained = open_trained(run, average)
     assets = trained.checkpoint / ASSETS
@@ -145,7 +145,7 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A parameter of ours. stored: by key, padded, its adapters after it. lora: of its module."""
+    """A parameter of ours. stored: padded, and its adapters, by key. lora: of its module."""
 
     key: str
     weight: Weight

@@ -44,14 +44,14 @@ REFUSED = {
     "shieldgemma2": "its processor writes the questions about an image itself",
     "t5gemma2": "it has an encoder and a decoder of text",
 }
-# What the code of a class fixes: of its tower, its whole processor, and that of images.
+# Settings that a class's code fixes: of the tower, the whole processor, the image processor.
 _TOWERS: dict[str, dict[str, Any]] = {
     "aria": {"image_size": 980, "patch_size": 98, "projector_patch_to_query_dict": {100: 4}},
     "deepseek_ocr2": {"image_size": 256},
     "got_ocr2": {"image_size": 256},
 }
-_WHOLES: dict[str, dict[str, Any]] = {"aria": {"size_conversion": {980: 4}}}
-_IMAGES: dict[str, dict[str, Any]] = {
+_WHOLE_PROCESSORS: dict[str, dict[str, Any]] = {"aria": {"size_conversion": {980: 4}}}
+_IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"tile_size": 192, "max_patches": 2},
     "step3p7": {"patch_size": 16},  # pixels along an edge of a tile
 }
@@ -105,8 +105,8 @@ def _make(model_type: str) -> tuple[PreTrainedModel, Any]:
             part.position_embedding_size = 1024  # for images of any shape: Gemma-4 has 630 patches
         for key in _TOWERS.get(model_type, {}).keys() & vars(part).keys():
             setattr(part, key, _TOWERS[model_type][key])
-    settings = _processor_settings(whole, config) | _WHOLES.get(model_type, {})
-    pixels = _image_settings(image, config) | _IMAGES.get(model_type, {})
+    settings = _processor_settings(whole, config) | _WHOLE_PROCESSORS.get(model_type, {})
+    pixels = _image_settings(image, config) | _IMAGE_PROCESSORS.get(model_type, {})
     if not settings.keys() & set(_ROWS):  # PaliGemma's processor reads it there
         pixels["image_seq_length"] = _num_patches(config)
     parts: dict[str, Any] = {k: None for k in whole.get_attributes() if k != "tokenizer"}
@@ -257,7 +257,7 @@ def encode(processor: Any, num_images: int) -> Mapping[str, Any]:
     messages = conversation(["image"] * num_images, "what digit is this ?", "7")
     sizes = [(40 + 50 * i, 60) for i in range(num_images)]
     images: Any = [Image.effect_noise(size, 90).convert("RGB") for size in sizes]
-    is_flat = type(processor).__name__.startswith("GotOcr2")  # for it, a list in a list is pages
+    is_flat = type(processor).__name__.startswith("GotOcr2")  # reads nested lists as pages
     return processor(
         text=[processor.apply_chat_template(messages)],
         images=images if is_flat else [images],

@@ -38,7 +38,7 @@ class ItemForm(Protocol):
     """The processor's arrays for items of one size; see `data.modalities.transformers`.
 
     arrays: the arguments of the model's methods by name. Those that depend on the content are on
-    meta, and have P numbers in all, `num_values`. num_rows: of the item's embeddings.
+    meta, and have P numbers in all, `num_values`. num_rows: the item's embeddings.
     """
 
     @property

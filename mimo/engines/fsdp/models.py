@@ -123,7 +123,7 @@ def windows(config: Any) -> list[int | None]:
 
 
 def language_forms(config: Any, dtype: torch.dtype) -> frozenset[LayerForm]:
-    """Return how the layers of a text model of transformers attend."""
+    """Return the attention forms of the layers of a text model of transformers."""
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return frozenset(layer_form(head_size, dtype, window=window) for window in windows(config))

@@ -167,14 +167,14 @@ class VocabularyParallel(ParallelStyle):
 
 
 def distribute(module: nn.Module, tp: DeviceMesh, place: Placement) -> None:
-    """Make a module's own parameters DTensors, equal before on all ranks. No communication."""
+    """Turn a module's own parameters, equal on all ranks, into DTensors. No communication."""
     for name, param in list(module.named_parameters(recurse=False)):
         part = distribute_tensor(param.detach(), tp, [place], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
 
 
 def with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """Return ``forward(*args)``, during which the module has its parameters' `local_share`."""
+    """Return ``forward(*args)``, run while each parameter is replaced by its `local_share`."""
     parameters = cast("dict[str, Any]", module._parameters)
     originals = dict(parameters)
     parameters.update({k: p if p is None else local_share(p) for k, p in originals.items()})

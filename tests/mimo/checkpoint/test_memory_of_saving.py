@@ -55,7 +55,7 @@ def give_back_at_once() -> None:
 
 
 def peak_growth(action: Callable[[], Any]) -> int:
-    """Bytes by which the process grows beyond what it has before, at most, during `action`."""
+    """Return the largest growth of the process during `action`, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before = memory_status("VmRSS")
     action()

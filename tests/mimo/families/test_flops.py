@@ -142,8 +142,8 @@ TOWERS = {
 }
 MODELS = {
     f"{name}, {case}": (name, case)
-    for name, own in LANGUAGES.items()
-    if "megatron" in own.Settings.engines
+    for name, family in LANGUAGES.items()
+    if "megatron" in family.Settings.engines
     for case in LEARNS
     if "projector" not in case
 }

@@ -18,7 +18,7 @@ from tests.lone_module import SEED, _context
 from tests.mimo.families.test_contracts import ENCODERS, LANGUAGES, draw_items, settings_of
 
 H = 32
-DECODERS = [name for name, own in LANGUAGES.items() if "megatron" in own.Settings.engines]
+DECODERS = [n for n, family in LANGUAGES.items() if "megatron" in family.Settings.engines]
 
 
 def late(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ SAMPLES = picture_samples(6)
 
 
 def samples_of(model_type: str) -> list[Sample]:
-    """Return the samples of a class; some prepare several images together, or number them."""
+    """Return samples, with one image each where a class prepares or numbers several together."""
     most = 1 if model_type.startswith(("llava_onevision", "minicpm")) else None
     return [replace(sample, items=sample.items[:most]) for sample in SAMPLES]
 
@@ -167,7 +167,7 @@ def opened(items: Any) -> Image.Image:
 
 def prepare(processor: Any, sample: Sample) -> dict[str, Tensor]:
     """Return the model's inputs."""
-    is_cosmos = type(processor).__name__ == "Cosmos3EdgeProcessor"  # its model asks for them
+    is_cosmos = type(processor).__name__ == "Cosmos3EdgeProcessor"  # its model needs them
     inputs = processor.apply_chat_template(
         with_pictures(sample),
         tokenize=True,

@@ -31,7 +31,7 @@ NODES = ("a", "b", "c", "d", "e")
 
 
 def facts_of(nodes: str, field: str, values: Sequence[Any]) -> list[Facts]:
-    """One rank for each node; values: of the field, by rank."""
+    """Return facts of one rank per node. values: of the field, by rank."""
     pairs = enumerate(zip(nodes, values, strict=True))
     return [Facts(rank, node, **{field: value}) for rank, (node, value) in pairs]
 
