@@ -64,7 +64,7 @@ class StepTimes:
         self._spans, self._ways = spans, ways
 
     def utilization(self, flops: Mapping[str, float], seconds: float) -> float | None:
-        """Return MFU, the share of all ranks' peak, of FLOPs by module; None if it is unknown."""
+        """Return MFU: FLOPs of a step as a share of the peak of all ranks; None if unknown."""
         peak = peak_flops()
         return sum(flops.values()) / (seconds * peak * self._layout.world_size) if peak else None
 

@@ -145,7 +145,10 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A parameter of ours. stored: padded, and its adapters, by key. lora: of its module."""
+    """A parameter of ours.
+
+    stored: the padded tensor and those of its adapters, by key. lora: of its module.
+    """
 
     key: str
     weight: Weight
