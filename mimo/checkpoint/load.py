@@ -16,7 +16,7 @@ from mimo.checkpoint.tensors import StoredTensor, averages, read_index
 from mimo.engines.contract import EMA, MASTER, MOMENTS, STEP, Module, Piece, key_of, kind_of
 from mimo.families.keymap import is_adapter
 
-Modules = Mapping[str, Module]  # of which this rank has a part, by name
+Modules = Mapping[str, Module]  # by name, those that this rank has a part of
 Index = Mapping[str, StoredTensor]  # the tensors of a checkpoint, by key
 
 

@@ -29,7 +29,7 @@ from mimo.errors import InputError, StartError
 
 _CHUNK_BYTES = 1 << 22  # read at a time by a rank that reads alone
 _TURN_BYTES = 1 << 20  # enough for a disk or a network, few beside the tensors
-_ROUND_BYTES = 1 << 26  # of which each rank has a copy; with many ranks their turns get smaller
+_ROUND_BYTES = 1 << 26  # read by all ranks in a round; each rank keeps a copy of them
 _ALIGNMENT = 8
 
 

@@ -1,8 +1,7 @@
 """`mimo preflight`: check the nodes of a job within two minutes, before its ranks train.
 
-Each rank checks its node; then the ranks of each tensor-parallel group and of each edge of a bridge
-measure their bandwidth. Results go to rank 0 through the store of the rendezvous, so that a rank
-or a network that is stuck does not delay the report.
+Each rank checks its node; then tensor-parallel groups and edges of bridges measure their bandwidth.
+The store of the rendezvous carries results, so a stuck rank or network does not delay the report.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.phases import PhasedRecipe
 from mimo.errors import InputError, StartError
 from mimo.model.recipe_checks import largest_layout, unreadable_inputs
+from mimo.ops.acceleration import LOADS, NOT_INSTALLED, kernel_states
 from mimo.parallel.connections import sender_receiver_pairs
 from mimo.parallel.grids import Layout
 from mimo.runtime.ranks import RankEnv, end_at_once, launch, node_name, rank_environment
@@ -47,8 +47,8 @@ class Facts:
     """One rank's view of its node.
 
     problems: sentences. exit_code: that they lead to. same: values that must not differ by node.
-    gpu: the identity of its GPU, or "". figures: free GiB and bandwidths, by name.
-    clock: seconds since 1970 at a common moment.
+    gpu: the identity of its GPU, or "". kernels: which attention kernels load on it. figures: free
+    GiB and bandwidths, by name. clock: seconds since 1970 at a common moment.
     """
 
     rank: int
@@ -57,6 +57,7 @@ class Facts:
     problems: list[str] = field(default_factory=list)
     same: dict[str, str] = field(default_factory=dict)
     gpu: str = ""
+    kernels: str = ""
     figures: dict[str, float] = field(default_factory=dict)
     clock: float = 0.0
 
@@ -96,6 +97,7 @@ def report(ranks: Sequence[Facts | None]) -> int:
         figures = ((f.figures[name], f.rank, f.node) for f in facts if name in f.figures)
         value, rank, node = min(figures)
         lines.append(f"  {name}: at least {value:.2f} (rank {rank} on {node})")
+    lines += dict.fromkeys(f"  kernels: {f.kernels}" for f in facts if f.kernels)
     median = statistics.median(f.clock for f in facts)
     for node, ahead in {f.node: f.clock - median for f in facts}.items():
         if abs(ahead) > _SKEW_SECONDS:
@@ -139,7 +141,6 @@ def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None) -> int:
         facts.exit_code = error.exit_code
 
     def gather() -> list[Facts | None]:
-        """Return the facts of all ranks on rank 0, none elsewhere."""
         texts = rendezvous.gather(json.dumps(asdict(facts)))
         return [None if text is None else Facts(**json.loads(text)) for text in texts]
 
@@ -162,7 +163,6 @@ def be_a_rank(path: Path, overrides: Sequence[str], site: Path | None) -> int:
 
 
 def _write_probe(run_dir: Path) -> Path:
-    """Write a file that all nodes must see. Raises StartError."""
     folder = run_dir / "launch"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,6 +187,9 @@ def _check_node(
     if gpu is not None:
         facts.gpu, facts.figures["GiB free on the GPU"] = gpu.identity, gpu.free / 2**30
         facts.same[f"GPU of {' and '.join(layout.modules_of(facts.rank))}"] = gpu.name
+        states = kernel_states()
+        facts.kernels = ", ".join(f"{name} {state}" for name, state in states.items())
+        problems += {*states.values()} - {LOADS, NOT_INSTALLED}
     elif is_explicit and cluster.gpus_per_node > 0 and not problems:
         problems.append("it sees no GPU, but cluster.gpus_per_node asks for them")
     facts.same["device"] = "CPU" if gpu is None else "GPU"
@@ -202,9 +205,6 @@ def _check_node(
         problems.append(f"{probe.parent}: it does not see a file of rank 0; use a shared folder")
     elif local_rank == 0:
         facts.figures["GiB free in the run folder"] = shutil.disk_usage(probe.parent).free / 2**30
-
-
-# -------------------------------------------------------------------------------- bandwidth
 
 
 def _measure_in_time(facts: Facts, layout: Layout, env: RankEnv, rendezvous: Rendezvous) -> None:

@@ -27,7 +27,7 @@ def submit(job: Job) -> str:
 
 
 def submit_chain(job: Job, num_jobs: int) -> list[str]:
-    """Submit jobs, each of which begins when the previous one has ended; return their numbers."""
+    """Submit a chain of jobs: each begins when the one before has ended. Return their numbers."""
     script, chain = write(job), job.launch / time.strftime("chain_%Y%m%dT%H%M%S")
     numbers: list[str] = []
     for _ in range(num_jobs):

@@ -23,9 +23,9 @@ def test_a_quick_run_trains_both_sides_on_the_same_samples_and_writes_everything
     process = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[-1] == "bounds_kept=4 bounds_missed=0"
-    found = json.loads(figures.read_text())["runs"]
-    assert {*found} == {*bench.GOALS}
-    for sides in found.values():
+    runs = json.loads(figures.read_text())["runs"]
+    assert {*runs} == {*bench.GOALS}
+    for sides in runs.values():
         assert [*sides] == ["ours", "transformers"]
         assert all(len(of_side) == 1 for of_side in sides.values())
 

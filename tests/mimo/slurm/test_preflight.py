@@ -117,6 +117,8 @@ def check(folder: Path, port: int, odd: str) -> int:
     if odd == "machine":  # nodes with GPUs, one with another and without the folder of weights
         name = "A100" if rank == 2 else "H100"
         preflight.device.gpu_of = lambda _: Gpu(name, f"of rank {rank}", 2**36)
+        state = preflight.LOADS if rank < 2 else "flash_attn cannot be imported"
+        preflight.kernel_states = lambda: {"flash_attn_2": state}
         arguments += ["data.tokenizer=nowhere"] * (rank == 2)
     if rank > 0 and odd == "without gpu":  # rank 0 alone holds the encoder
         preflight.device.gpu_of = lambda _: Gpu("H100", f"of rank {rank}", 2**36)
@@ -182,6 +184,8 @@ def test_a_probe_that_cannot_be_removed_keeps_no_rank_waiting(
             [
                 " of language is H100 on b, but A100 on c\n",
                 "c: data.tokenizer: nowhere cannot be read: [Errno 2]",
+                "  kernels: flash_attn_2 loads\n",
+                "BROKEN: c: flash_attn cannot be imported\n",
             ],
         ),
         ("without gpu", ["BROKEN: device is CPU on a, but GPU on b, c\n"]),
