@@ -295,8 +295,9 @@ def features(whole: Any, modality: str, arguments: Mapping[str, Tensor]) -> Any:
     parameters = inspect.signature(method).parameters
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     options = {"return_dict": True} if takes_more or "return_dict" in parameters else {}
+    lists = [n for n, p in parameters.items() if str(p.annotation).startswith("list[int]")]
     values = {
-        name: [*map(int, value)] if str(parameters[name].annotation)[:9] == "list[int]" else value
+        name: [*map(int, value)] if name in lists else value
         for name, value in arguments_of(method, arguments).items()
     }
     return method(**values, **options)
