@@ -4,7 +4,7 @@
 
 VENV := .venv
 STAMP := $(VENV)/.installed
-SOURCES := mimo bridge data encoders benchmarks examples tests
+SOURCES := mimo bridge data encoders generators benchmarks examples tests
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt
 # Two at a time: much of a test is waiting for ranks. A file's tests share what they set up, and
 # files start in the order of `tests/conftest.py`.

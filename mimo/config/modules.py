@@ -236,3 +236,50 @@ class Encoder(MediaTokens, Module):
     def media_tokens(self) -> dict[str, MediaTokens]:
         """How each modality that it encodes appears in the text, `media` first."""
         return {self.media: self, **self.other_media}
+
+
+class Generator(Module):
+    """A generator: it turns hidden states of the language model into items of its modality."""
+
+    engine: Literal["fsdp"] = "fsdp"
+    """What runs it: a module of diffusers, under FSDP2."""
+    media: bounds.Word = "image"
+    """Modality that it makes: content parts of this type in an assistant's message are its
+    targets."""
+    placement: Literal["disjoint", "colocated"] = "disjoint"
+    """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
+    freeze: Annotated[bool | Names, _freeze("true, false", bool | Names)] = False
+    """`true` freezes all weights; a list freezes weights by patterns of names."""
+    condition: Literal["queries", "prompt"] = "queries"
+    """Hidden states that it gets: those of learned `queries`, or of the `prompt`, the tokens before
+    the item."""
+    queries: Annotated[int, Field(ge=1, le=2**14)] = 64
+    """With `condition: queries`, learned query positions of an item."""
+    query_learning_rate: bounds.LearningRate | None = None
+    """Peak learning rate of the queries; null takes the language model's."""
+    skipped_tokens: Annotated[int, Field(ge=0, le=2**14)] = 0
+    """With `condition: prompt`, first tokens of a sample that are left out of the condition."""
+    condition_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of items that are trained without a condition, which guidance needs."""
+    loss_weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Factor of its loss beside that of the text."""
+    time_mean: Annotated[float, Field(ge=-10, le=10)] = 0.0
+    """Mean of the normal distribution whose sigmoid gives the times of the noise."""
+    time_std: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Standard deviation of that distribution."""
+    time_shift: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Shift s of the times: t becomes s · t / (1 + (s - 1) · t); above 1 favours more noise."""
+    start_token: bounds.Word = "<|image_gen_start|>"
+    """Token before an item, which the model learns to write; added to a tokenizer without it."""
+    end_token: bounds.Word = "<|image_gen_end|>"
+    """Token after an item, likewise."""
+
+    @property
+    def num_queries(self) -> int:
+        """Query positions of an item in the text."""
+        return self.queries if self.condition == "queries" else 0
+
+    @property
+    def output(self) -> str:
+        """The name of its modality as an output, beside those that encoders take."""
+        return f"output.{self.media}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.config.bounds import PHASE_NAME
-from mimo.config.schema import Fill, Recipe, check_keys, key_of, parse_recipe
+from mimo.config.schema import Fill, Recipe, check_keys, parse_recipe
 from mimo.config.source import (
     PHASES,
     Location,
@@ -180,7 +180,7 @@ def _adapter_problems(names: Sequence[str], recipes: Sequence[Recipe]) -> Iterat
                     f"got {None if later is None else later.model_dump()}, but phase {name!r} has "
                     f"trained other adapters, which would be lost; give both the same lora"
                 )
-                yield after.problem((*key_of(module), "lora"), message)
+                yield after.problem((*after.key_of(module), "lora"), message)
 
 
 def _in_folder(recipe: Recipe, number: int, name: str) -> Recipe:

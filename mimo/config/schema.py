@@ -15,19 +15,14 @@ from pydantic_core import ErrorDetails
 
 from mimo.config import bounds
 from mimo.config.cluster import Cluster
-from mimo.config.modules import MAX_ENTRIES, Encoder, Language, Section
+from mimo.config.modules import MAX_ENTRIES, Encoder, Generator, Language, Section
 from mimo.config.source import PHASES, REMOVED, Location, YamlSource, as_yaml, dotted, read_yaml
 from mimo.config.training import Bridge, Data, Train
 from mimo.errors import RecipeError, nearest, shown, suggestion
 
 LANGUAGE = "language"
-"""The name of the language model's module; all others are encoders."""
+"""The name of the language model's module; all others are encoders and generators."""
 _RESERVED_NAMES = {LANGUAGE, "ema", "optimizer"}  # in checkpoints
-
-
-def key_of(module: str) -> Location:
-    """Where a recipe describes the module of this name."""
-    return (LANGUAGE,) if module == LANGUAGE else ("encoders", module)
 
 
 class Recipe(Section):
@@ -43,8 +38,12 @@ class Recipe(Section):
     encoders: Annotated[dict[bounds.ModuleName, Encoder], Field(max_length=MAX_ENTRIES)] = {}
     """The encoders by a name of your choice. With `init_from`, the first that gives no family, or
     the folder's, is the folder's tower; the others begin with fresh weights."""
+    generators: Annotated[dict[bounds.ModuleName, Generator], Field(max_length=MAX_ENTRIES)] = {}
+    """The generators by a name of your choice, one for each modality that the model answers
+    with."""
     bridge: Bridge = Bridge()
-    """How embeddings travel from the encoders to the language model."""
+    """How embeddings travel from encoders to the language model, and hidden states to
+    generators."""
     data: Data
     """Samples, tokenizer and packing."""
     train: Train
@@ -56,8 +55,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _module_names_are_distinct(self) -> "Recipe":
-        for name in _RESERVED_NAMES & self.encoders.keys():
-            raise ValueError(f"encoders.{name}: this name is reserved; choose another")
+        for section in ("encoders", "generators"):
+            for name in _RESERVED_NAMES & getattr(self, section).keys():
+                raise ValueError(f"{section}.{name}: this name is reserved; choose another")
+        for name in self.encoders.keys() & self.generators.keys():
+            raise ValueError(f"generators.{name}: an encoder has this name; choose another")
         return self
 
     @model_validator(mode="after")
@@ -82,7 +84,7 @@ class Recipe(Section):
         longest = self.warmup_steps(slowest)
         if train.schedule == "wsd" and longest + train.last_decay_steps > train.steps:
             is_shared = self.module(slowest).warmup_steps is None
-            owner = "train" if is_shared else dotted(key_of(slowest))
+            owner = "train" if is_shared else dotted(self.key_of(slowest))
             raise ValueError(
                 f"{owner}.warmup_steps {longest} + train.decay_steps {train.last_decay_steps} "
                 f"exceed train.steps {train.steps}; lower one of them"
@@ -99,12 +101,23 @@ class Recipe(Section):
         tokens = self.data.sequence_length * self.train.micro_batch_size
         return self.data.tokens_per_microbatch or tokens
 
-    def module(self, name: str) -> Language | Encoder:
-        return self.language if name == LANGUAGE else self.encoders[name]
+    def module(self, name: str) -> Language | Encoder | Generator:
+        return self.modules[name]
 
     @property
-    def modules(self) -> dict[str, Language | Encoder]:
-        return {LANGUAGE: self.language, **self.encoders}
+    def modules(self) -> dict[str, Language | Encoder | Generator]:
+        return {LANGUAGE: self.language, **self.encoders, **self.generators}
+
+    def key_of(self, module: str) -> Location:
+        """Where the recipe describes the module of this name."""
+        if module == LANGUAGE:
+            return (LANGUAGE,)
+        return ("generators" if module in self.generators else "encoders", module)
+
+    @property
+    def trains_language(self) -> bool:
+        """Whether the language model has weights to update, the queries of generators included."""
+        return self.language.trains or any(g.num_queries for g in self.generators.values())
 
     @property
     def run_dir(self) -> Path:

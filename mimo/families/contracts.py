@@ -1,6 +1,7 @@
 """The contracts of families: Python modules that are found by the name in the recipe.
 
-A family of encoders is a file in `encoders`, one of language models in `mimo.families.languages`.
+A family of encoders is a file in `encoders`, one of language models in `mimo.families.languages`,
+one of generators in `generators`.
 Its settings hold all that is known before it is built.
 
 Letters: P patches of all items of a call, C numbers per patch, I items, N rows, L feature levels,
@@ -20,13 +21,26 @@ from pydantic import BaseModel, model_validator
 
 from data.batch import PackedLane
 from data.modalities.processor import Media
-from mimo.config.bounds import STRICT, Epsilon, Heads, InitStd, Layers, Vocabulary, Width
+from mimo.config.bounds import (
+    STRICT,
+    Epsilon,
+    Heads,
+    InitStd,
+    Layers,
+    PathText,
+    Pixels,
+    Vocabulary,
+    Width,
+)
 from mimo.families.flops import Product, causal_pairs, layer_products
 from mimo.families.hf_config import Config, Processors
 from mimo.families.keymap import Weight
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
 
     from mimo.engines.megatron import LanguageModel, ModuleContext
 
@@ -259,6 +273,101 @@ class LanguageSettings(FamilySettings):
             "vocab_size": None,
             "vocab_multiple": math.lcm(16, tp),
         }
+
+
+class GeneratorSettings(FamilySettings):
+    """The recipe keys under ``generators.<name>.model``."""
+
+    in_channels: Width
+    """Numbers of each token of an item: of a square of 2 × 2 pixels or latents."""
+    condition_size: Width
+    """Width of the hidden states that it is conditioned on: the language model's."""
+    max_pixels: Pixels = 1024 * 1024
+    """Targets with more pixels are made smaller."""
+    autoencoder: PathText | None = None
+    """Folder of the frozen autoencoder that turns pixels into latents; null for pixels."""
+
+    @property
+    @abstractmethod
+    def token_pixels(self) -> int:
+        """Side in pixels of the square of an image that a token stands for."""
+
+    @abstractmethod
+    def products(self) -> list[Product]:
+        """Return all matrices and attention, in the order of a forward.
+
+        Every parameter of two dimensions or more has one, under its name in ``weights``. Units are
+        those of `counts`.
+        """
+
+    @abstractmethod
+    def counts(self, grids: np.ndarray, condition_rows: np.ndarray) -> dict[str, float]:
+        """Count each unit of `products` in items with grids (I, 3) in tokens, one forward each.
+
+        condition_rows: (I,) hidden states that each is conditioned on.
+        """
+
+
+class Autoencoder(Protocol):
+    """A frozen autoencoder of images, on the device."""
+
+    def encode(self, images: Tensor) -> Tensor:
+        """images (B, 3, h, w) in -1..1 -> latents (B, c, h', w'), the mean, normalised."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """The inverse, in -1..1 but for rounding."""
+        ...
+
+
+class GeneratorFamily(Protocol):
+    """A family of generators: a transformer of diffusers that learns by flow matching.
+
+    Letters: B items, S tokens of each in the lines of its grid, C ``in_channels``, T hidden states
+    of each condition, H their size.
+    """
+
+    Settings: type[GeneratorSettings]
+
+    def build(self, settings: Any) -> nn.Module:
+        """Build diffusers' module, unmodified. The caller decides where its parameters are."""
+        ...
+
+    def units(self, transformer: Any) -> list[nn.Module]:
+        """Return its blocks in the order of a forward."""
+        ...
+
+    def predict(
+        self,
+        transformer: Any,
+        tokens: Tensor,
+        times: Tensor,
+        condition: Tensor,
+        lengths: Tensor,
+        grid: tuple[int, int],
+    ) -> Tensor:
+        """Return the velocity (B, S, C) of ``tokens`` (B, S, C), all of one grid.
+
+        Tokens are (1 - t) · x + t · noise for times t (B,) in 0..1, fp32, and the velocity is
+        noise - x. condition: (B, T, H), of which item b has the first ``lengths[b]``; lengths:
+        (B,) int64. grid: height and width in tokens.
+        """
+        ...
+
+    def weights(self, settings: Any) -> list[Weight]:
+        """Return every parameter, under its name in diffusers."""
+        ...
+
+    def autoencoder(self, folder: Path, device: torch.device, dtype: torch.dtype) -> Autoencoder:
+        """Open the autoencoder in a folder of diffusers. Raises ValueError."""
+        ...
+
+    def settings_from_folder(self, folder: Path) -> dict[str, Any] | None:
+        """Return settings by key of a folder with diffusers' ``transformer/config.json``.
+
+        None for another family's. Raises ValueError, naming the key, for what we do not compute.
+        """
+        ...
 
 
 class EncoderFamily(Protocol):

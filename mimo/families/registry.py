@@ -1,6 +1,6 @@
 """Find a model family by its name in the recipe, and check the family's settings.
 
-`mimo` never imports `encoders`: an encoder is reached by name only, so adding one is one file.
+`mimo` imports neither `encoders` nor `generators`: they are reached by name, so one more is one file.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mimo.config.schema import LANGUAGE, Recipe, descriptions
+from mimo.config.schema import Recipe, descriptions
 from mimo.config.source import Location
 from mimo.errors import RecipeError, suggestion
-from mimo.families.contracts import EncoderFamily, EncoderSettings, LanguageFamily, LanguageSettings
+from mimo.families.contracts import (
+    EncoderFamily,
+    EncoderSettings,
+    GeneratorFamily,
+    GeneratorSettings,
+    LanguageFamily,
+    LanguageSettings,
+)
 from mimo.families.keymap import is_adapter
 
 GENERAL = "transformers"
 """The family of both halves of any vision-language model of transformers."""
-LANGUAGES, ENCODERS = "mimo.families.languages", "encoders"
+LANGUAGES, ENCODERS, GENERATORS = "mimo.families.languages", "encoders", "generators"
 """The packages of families."""
 
 
@@ -51,6 +58,12 @@ def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily:
     return _load(ENCODERS, name, ("encoders", encoder, "family"), recipe)
 
 
+def generator_family(recipe: Recipe, generator: str) -> GeneratorFamily:
+    """Return the module `generators.<family>`. Raises RecipeError."""
+    name = recipe.generators[generator].family
+    return _load(GENERATORS, name, ("generators", generator, "family"), recipe)
+
+
 def check_settings[S: BaseModel](
     settings: type[S], values: dict[str, Any], location: Location, recipe: Recipe
 ) -> S:
@@ -75,19 +88,34 @@ def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
     return check_settings(settings, values, ("encoders", encoder, "model"), recipe)
 
 
+def generator_settings(recipe: Recipe, generator: str) -> GeneratorSettings:
+    """Return the checked settings under ``generators.<name>.model``. Raises RecipeError."""
+    settings, values = generator_family(recipe, generator).Settings, recipe.generators[generator]
+    return check_settings(settings, values.model, ("generators", generator, "model"), recipe)
+
+
+QUERIES = "queries."
+"""Beginning of the names of the language model's query parameters: ``queries.<generator>``."""
+
+
 def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:
     """Return whether a parameter of the module trains, by its name in the whole module.
 
-    A module with adapters trains only these; an encoder also trains its projector.
+    A module with adapters trains only these; an encoder also trains its projector. Queries of
+    generators always train.
     """
     part = recipe.module(module)
     if isinstance(part.freeze, tuple):
         patterns = part.freeze
         frozen = [*patterns] if part.lora is None else ["*"]
-        return lambda name: is_adapter(name) or not any(fnmatchcase(name, p) for p in frozen)
+        return lambda name: (
+            name.startswith(QUERIES)
+            or is_adapter(name)
+            or not any(fnmatchcase(name, p) for p in frozen)
+        )
     if part.freeze is False and part.lora is None:
         return lambda name: True
-    kept = ()
-    if part.trains and module != LANGUAGE:
+    kept: tuple[str, ...] = (QUERIES,)
+    if part.trains and module in recipe.encoders:
         kept = encoder_family(recipe, module).PROJECTOR
     return lambda name: name.startswith(kept) or (part.trains and is_adapter(name))

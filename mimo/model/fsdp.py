@@ -20,7 +20,7 @@ from mimo.checkpoint.hf.export import differences
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.checkpoint.hf.recipes import architecture_of_folder, config_of_folder
 from mimo.config.modules import LoRA
-from mimo.config.schema import LANGUAGE, Recipe, key_of
+from mimo.config.schema import LANGUAGE, Recipe
 from mimo.device import local_device
 from mimo.engines.draw import adapter_numbers, draw
 from mimo.engines.fsdp.context import Adapters, FsdpContext, Wrapper
@@ -93,7 +93,7 @@ def fsdp_module(
         else:
             wrapper = TOWERS[config.model_type](config, ctx, ItemRows)
     except ValueError as error:
-        raise RecipeError(recipe.problem((*key_of(name), "engine"), str(error))) from error
+        raise RecipeError(recipe.problem((*recipe.key_of(name), "engine"), str(error))) from error
     adapt(wrapper, ctx)
     names = _names(recipe, name, weights, num_tokens)
     _freeze(recipe, name, wrapper, names)
@@ -237,7 +237,7 @@ def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     for key in differences(recipe, architecture, folder):
         if key.module in names and not key.is_of_images:
             yield recipe.problem(
-                (*key_of(key.module), "model", key.key),
+                (*recipe.key_of(key.module), "model", key.key),
                 f"got {key.value}, but engine: fsdp computes what {folder} says, {key.expected}; "
                 f"remove the key, or set engine: megatron",
             )
@@ -257,7 +257,7 @@ def _half_problems(recipe: Recipe, layout: Layout, config: Any) -> Iterator[str]
             "lane needs all of them; set it to replicated",
         )
     for name, grid in layout.grids.items():
-        key = key_of(name)
+        key = recipe.key_of(name)
         if grid.engine != "fsdp":
             yield recipe.problem(
                 (*key, "engine"),
@@ -294,7 +294,7 @@ def _half_problems(recipe: Recipe, layout: Layout, config: Any) -> Iterator[str]
     for name, encoder in recipe.encoders.items():
         if name != tower:
             yield recipe.problem(
-                key_of(name),
+                recipe.key_of(name),
                 f"family transformers has one encoder, encoders.{tower}; name further media in "
                 f"encoders.{tower}.other_media",
             )
@@ -302,7 +302,7 @@ def _half_problems(recipe: Recipe, layout: Layout, config: Any) -> Iterator[str]
             if modality not in verdict.outputs:
                 is_main = modality == encoder.media
                 yield recipe.problem(
-                    (*key_of(name), *(("media",) if is_main else ("other_media", modality))),
+                    (*recipe.key_of(name), *(("media",) if is_main else ("other_media", modality))),
                     f"got {modality}, but in two halves {type(config).__name__} takes only "
                     f"{', '.join(verdict.outputs)}; leave it out",
                 )
@@ -310,7 +310,7 @@ def _half_problems(recipe: Recipe, layout: Layout, config: Any) -> Iterator[str]
     for name, is_packed in packs.items():
         if recipe.module(name).recompute == "selective" and not is_packed:
             yield recipe.problem(
-                (*key_of(name), "recompute"),
+                (*recipe.key_of(name), "recompute"),
                 "got selective, but its attention is transformers' own; set it to full or none",
             )
 
@@ -330,7 +330,7 @@ def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> 
         if not adapted or others:
             fault = f"{others[0]} is no linear's" if others else "no linear has such a name"
             yield recipe.problem(
-                (*key_of(name), "lora"),
+                (*recipe.key_of(name), "lora"),
                 f"got {target} among its targets, but in a {architecture.model_type} {fault}; "
                 + ("give patterns such as '*.q_proj'" if is_half else "remove lora"),
             )
@@ -339,7 +339,7 @@ def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> 
 def _tower_problems(
     recipe: Recipe, name: str, architecture: Architecture, tp: int
 ) -> Iterator[str]:
-    key, encoder = key_of(name), recipe.encoders[name]
+    key, encoder = recipe.key_of(name), recipe.encoders[name]
     if (tower := architecture.tower_of(recipe)) != name:
         held = "which is none" if tower is None else f"which is encoders.{tower}"
         yield recipe.problem(

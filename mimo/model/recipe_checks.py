@@ -13,7 +13,7 @@ from data.index.shards import find_shards
 from data.index.store import Build
 from mimo.config.modules import TARGETS
 from mimo.config.phases import PhasedRecipe
-from mimo.config.schema import Recipe, key_of
+from mimo.config.schema import Recipe
 from mimo.config.training import Source
 from mimo.device import Memory, has_gpu, machine_memory
 from mimo.errors import RecipeError
@@ -96,12 +96,12 @@ def _encoder_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     settings = encoder_settings(recipe, grid.module)
     if grid.engine == "megatron":
         for message in settings.grid_problems(grid.tp, grid.pp):
-            yield recipe.problem((*key_of(grid.module), "grid"), message)
+            yield recipe.problem((*recipe.key_of(grid.module), "grid"), message)
 
 
 def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     """Yield patterns that match no name, and lists of patterns that freeze everything."""
-    part, key = recipe.module(grid.module), key_of(grid.module)
+    part, key = recipe.module(grid.module), recipe.key_of(grid.module)
     for target in part.lora.targets if part.lora and grid.engine == "megatron" else ():
         if target not in TARGETS:
             yield recipe.problem(
@@ -291,7 +291,7 @@ def check_memory(recipe: Recipe, layout: Layout, ranks: range, memory: Memory) -
         shares = "dp / dp_replicate or tp, have fewer microbatches in a step"
     raise RecipeError(
         recipe.problem(
-            (*key_of(largest.module), "model"),
+            (*recipe.key_of(largest.module), "model"),
             f"weights, gradients and optimizer state need {format_bytes(needed)} at least "
             f"({sizes}) on {len(ranks)} rank{'s' * (len(ranks) > 1)} that share a memory, but "
             f"{memory.name} has {format_bytes(memory.available)} left; make the model smaller, "

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mimo.config.bounds import MAX_RANKS
-from mimo.config.schema import Recipe, key_of
+from mimo.config.schema import Recipe
 from mimo.config.source import Location
 from mimo.errors import RecipeError
 from mimo.families.registry import encoder_settings, language_settings
@@ -41,7 +41,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
         culprit = max(grids, key=lambda name: grids[name].size)
         message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
-        raise RecipeError(recipe.problem((*key_of(culprit), "grid"), message))
+        raise RecipeError(recipe.problem((*recipe.key_of(culprit), "grid"), message))
     grids = _place(recipe, _derive_lanes(recipe, grids, world_size))
     blocks = _blocks(grids, recipe.bridge.block_ranks) if len(grids) > 1 else 1
     needed = sum(grid.size for grid in grids.values())
@@ -118,7 +118,7 @@ def _derive_lanes(
         return grids
     if len(missing) > 1:
         message = f"only one module may leave dp out; {' and '.join(missing)} do; give all but one"
-        raise RecipeError(recipe.problem((*key_of(missing[-1]), "grid", "dp"), message))
+        raise RecipeError(recipe.problem((*recipe.key_of(missing[-1]), "grid", "dp"), message))
     grid = grids[missing[0]]
     taken = {name: other.size for name, other in grids.items() if name != grid.module}
     remaining = world_size - sum(taken.values())
@@ -131,7 +131,7 @@ def _derive_lanes(
             f"(tp {grid.tp} · cp {grid.cp} · pp {grid.pp}); start {fitting} ranks, or change the "
             f"grids"
         )
-        raise RecipeError(recipe.problem((*key_of(grid.module), "grid", "dp"), message))
+        raise RecipeError(recipe.problem((*recipe.key_of(grid.module), "grid", "dp"), message))
     return {**grids, grid.module: replace(grid, dp=remaining // grid.lane_size)}
 
 
@@ -170,7 +170,7 @@ Problems = Iterator[tuple[Location, str]]
 
 def _engine_problems(recipe: Recipe, grid: GridSpec) -> Problems:
     """Yield errors of keys that the module's engine does not have."""
-    key, part = key_of(grid.module), recipe.module(grid.module)
+    key, part = recipe.key_of(grid.module), recipe.module(grid.module)
     replicas = (*key, "grid", "dp_replicate")
     if grid.engine == "megatron":
         for axis, feature in _NOT_IN_ENCODERS.items() if grid.module != LANGUAGE else ():
@@ -204,7 +204,7 @@ def _colocation_problems(recipe: Recipe, layout: Layout) -> Problems:
     """Yield errors of colocated grids, which have exactly the language model's ranks."""
     stages = layout.language.pp if layout.language.vpp > 1 else 1
     for name in sorted(layout.colocated):
-        grid, size, key = layout.encoders[name], layout.language.size, key_of(name)
+        grid, size, key = layout.encoders[name], layout.language.size, recipe.key_of(name)
         if grid.size != size:
             message = (
                 f"got {grid}, but a colocated encoder has all {size} ranks of the language model; "
@@ -236,7 +236,7 @@ def _tiling_problems(recipe: Recipe, layout: Layout) -> Problems:
     grids = {name: grid for name, grid in layout.grids.items() if name not in layout.colocated}
     places = ", ".join(f"{name} {_format_ranks(grid.ranks)}" for name, grid in grids.items())
     moved = [name for name in grids if recipe.module(name).grid.rank_offset]
-    offset = (*key_of(moved[-1] if moved else LANGUAGE), "grid", "rank_offset")
+    offset = (*recipe.key_of(moved[-1] if moved else LANGUAGE), "grid", "rank_offset")
     needed = sum(grid.size for grid in grids.values())
     if layout.world_size != needed:
         sizes = ", ".join(f"{name}: {grid}" for name, grid in grids.items())

@@ -29,7 +29,7 @@ from mimo.checkpoint.reading import read, shards_of
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.checkpoint.tensors import StoredTensor, averages
 from mimo.config.modules import LoRA
-from mimo.config.schema import LANGUAGE, Recipe, key_of
+from mimo.config.schema import LANGUAGE, Recipe
 from mimo.config.source import dotted
 from mimo.errors import InputError, RecipeError
 from mimo.families.contracts import FamilySettings
@@ -273,7 +273,7 @@ def _changed_settings(recipe: Recipe, architecture: Architecture, folder: Path) 
     """Return image settings that differ from the folder's. Raises RecipeError for others."""
     changed = [*differences(recipe, architecture, folder)]
     problems = [
-        f"  {dotted((*key_of(item.module), 'model'))}.{item.key} is {item.value}, "
+        f"  {dotted((*recipe.key_of(item.module), 'model'))}.{item.key} is {item.value}, "
         f"{folder} says {item.expected}"
         for item in changed
         if not item.is_of_images
