@@ -5,6 +5,7 @@ from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
 from bridge.flat import FlatEmbeddings, ItemRows, SampleKeys, check_plans, split_sizes_of
 from bridge.levels import LevelReceiver, split_levels, take_chunk
+from bridge.outputs import ColocatedOutput, OutputReceiver, OutputSender
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import ItemRuns
 from bridge.shard_map import (

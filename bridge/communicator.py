@@ -29,7 +29,7 @@ _LEAST_BYTES = 1 << 20  # smaller buffers come from the heap, whose pages stay m
 _MOST_FREE = 4  # unused blocks that are kept
 
 
-def _check_gradient_path(
+def check_gradient_path(
     end: BridgeEnd, microbatch: int, tensor: Tensor, expects_gradients: bool
 ) -> None:
     """Raise BridgeError for a backward that schedules would skip silently, or could not run."""
@@ -83,7 +83,7 @@ class BridgeSender:
         end, microbatches = self.end, range(microbatch, microbatch + 1)
         check_rows(end, microbatches, [self._plans[microbatch]], self.lane, rows)
         token = _Crossing.apply(rows.values, self, microbatch)
-        _check_gradient_path(end, microbatch, token, self._expects_gradients)
+        check_gradient_path(end, microbatch, token, self._expects_gradients)
         return token
 
     def _forward(self, microbatch: int, values: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class BridgeReceiver:
             rows = _Crossing.apply(self._anchor, self, microbatch)
         else:
             rows = self._forward(microbatch, self._anchor)
-        _check_gradient_path(self.end, microbatch, rows, self._expects_gradients)
+        check_gradient_path(self.end, microbatch, rows, self._expects_gradients)
         return rows, self.end.positions(self._plans[microbatch])
 
     def _forward(self, microbatch: int, anchor: Tensor) -> Tensor:

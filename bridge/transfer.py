@@ -48,7 +48,8 @@ class WaitClock:
 class BridgeEnd:
     """One rank's settings of a bridge.
 
-    name: the encoder's, with its levels if they are several.
+    name: the module's, with its levels if they are several. to_language: whether rows go to the
+        language model, as those of encoders; rows for a generator come from there.
     forward, backward: groups for rows and for gradients, over both ends.
     wire_dtype: dtype of all messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group, if each rank gets a share of the lane's rows but
@@ -70,6 +71,7 @@ class BridgeEnd:
     timeout_seconds: float | None = None
     watch: TransferWatch | None = None
     clock: WaitClock = field(default_factory=WaitClock)
+    to_language: bool = True
 
     def begin_step(self) -> None:
         self.clock.sent_bytes.clear()
@@ -286,10 +288,11 @@ def _recv_buffers(
 
 
 def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGroup, str]:
-    group, ends = end.forward, f"{end.name} -> language"
-    if kind == "gradients":
-        group, ends = end.backward, f"language -> {end.name}"
-    return group, f"bridge {ends}: {kind} of microbatch {microbatch}"
+    group = end.forward if kind == "rows" else end.backward
+    ends = [end.name, "language"]
+    if end.to_language != (kind == "rows"):
+        ends.reverse()
+    return group, f"bridge {' -> '.join(ends)}: {kind} of microbatch {microbatch}"
 
 
 def _start(

@@ -238,6 +238,8 @@ class PackedLane:
     packed: bool = True  # whether all segments are one sequence; else each is one, equally long
     items: tuple[tuple[int, int], ...] = ()  # first token and number of tokens of each item
     parts: tuple[tuple[str, tuple[int, int, int]], ...] = ()  # modality and grid of each item
+    # Modality, first position and number of the queries of each output item that has some.
+    queries: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def num_sequences(self) -> int:

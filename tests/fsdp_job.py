@@ -126,14 +126,15 @@ class Wrapper(nn.Module):
         *,
         labels: Tensor,
         loss_at: Tensor,
-        place: Callable[[Tensor], Tensor] | None = None,
+        place: Callable[[Tensor, dict[str, Tensor]], Tensor] | None = None,
         levels: None = None,
+        emit: None = None,
         packed_seq_params: None = None,
     ) -> Tensor:
         model = self.model.model
         hidden = model.embed_tokens(input_ids)
         if place is not None:
-            hidden = place(hidden)
+            hidden = place(hidden, {})
         logits = self.model(inputs_embeds=hidden, position_ids=position_ids[0]).logits
         return losses(logits, labels, loss_at)
 

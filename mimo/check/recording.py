@@ -162,7 +162,7 @@ class _Parts:
         starts = self._row_start if rows else self._patch_start
         indices = [np.zeros(0, np.int64)]
         for planned in (self._plan.microbatches[m] for m in microbatches):
-            items = planned.samples.item[planned.encoders[encoder].of_lane(lane)].tolist()
+            items = planned.samples.item[planned.items[encoder].of_lane(lane)].tolist()
             indices += [np.arange(int(starts[item]), int(starts[item + 1])) for item in items]
         return np.concatenate(indices)
 

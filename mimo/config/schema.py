@@ -115,9 +115,20 @@ class Recipe(Section):
         return ("generators" if module in self.generators else "encoders", module)
 
     @property
-    def trains_language(self) -> bool:
-        """Whether the language model has weights to update, the queries of generators included."""
-        return self.language.trains or any(g.num_queries for g in self.generators.values())
+    def trains_before_language(self) -> bool:
+        """Whether gradients pass through the language model: encoders train, or queries do."""
+        guests = self.generators.values()
+        return any(e.trains for e in self.encoders.values()) or any(g.num_queries for g in guests)
+
+    @property
+    def trains_before_generators(self) -> bool:
+        """Whether gradients leave the generators."""
+        return self.language.trains or self.trains_before_language
+
+    def trains(self, module: str) -> bool:
+        """Whether a module has weights to update, the queries of generators included."""
+        has_queries = any(g.num_queries for g in self.generators.values())
+        return self.module(module).trains or (module == LANGUAGE and has_queries)
 
     @property
     def run_dir(self) -> Path:

@@ -76,17 +76,41 @@ class Chunk:
         input_ids (B, S) int64, position_ids (3, B, S) int64 of whole sequences,
         packed_seq_params: `PackedSegments`, or None for a batch,
         place: on the first chunk, maps the text's embeddings (S', B, H), this rank's part under
-            sequence parallelism, to those that the layers get, the encoders' among them,
+            sequence parallelism, and the query parameters (K, H) by generator, to the embeddings
+            that the layers get, the encoders' among them,
         levels: embeddings (k, n, H) that are added after the first k layers at places (n,), or
             None,
         labels (n,) int64 of the tokens at loss_at (n,) int64, where s·B + b is token s of
-            sequence b -> on the last chunk losses (n,), at least fp32.
+            sequence b -> on the last chunk losses (n,), at least fp32,
+        emit: on the last chunk, maps its hidden states (S', B, H) after the final norm to a scalar
+            that stands behind the losses (n + 1,), or None.
     number: index of the chunk on its pipeline stage. is_first: whether it embeds tokens.
     """
 
     run: Callable[..., Tensor]
     number: int = 0
     is_first: bool = True
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One forward of a generator: B items of one size, of S tokens each with C numbers.
+
+    grid: height and width in tokens. patches: of the targets, `mimo.families.wire.WirePatches`.
+    noise: (B, S, C) fp32. times: (B,) fp32 in 0..1. rows: (B, T) int64, the rows of each condition
+    among the lane's; their number stands for a blank one. lengths: (B,) int64, the rows of each.
+    weights: (B,) fp32, the factor of each loss in the backward. counted: (B,) fp32, 0 for a blank
+    item, else 1.
+    """
+
+    grid: tuple[int, int]
+    patches: Any
+    noise: Tensor
+    times: Tensor
+    rows: Tensor
+    lengths: Tensor
+    weights: Tensor
+    counted: Tensor
 
 
 class Module(Protocol):
@@ -97,7 +121,7 @@ class Module(Protocol):
     has_trainable_params: whether this rank has some. sequence_parts: how many ranks the output is
     cut over; 1 without sequence parallelism. replicas: the ranks whose weights are equal to this
     rank's; None where it is alone.
-    run_ahead: for a disjoint encoder, forward passes before its first backward.
+    run_ahead: forward passes before the first backward, besides those of a pipeline's stages.
     """
 
     name: str
@@ -163,6 +187,10 @@ class Module(Protocol):
 
     def encode(self, patches: Any, items: Any) -> Any:
         """Run one forward of a colocated encoder; the caller runs its backward."""
+        ...
+
+    def learn(self, loss: Tensor, *, is_last: bool) -> None:
+        """Run the backward of a generator's loss (). is_last: of the step, to sum gradients."""
         ...
 
     def accumulate_only(self) -> AbstractContextManager[None]:

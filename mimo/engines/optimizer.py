@@ -6,8 +6,8 @@ shares of them, or master copies of 16-bit ones. No function here is a collectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ class OptimizerSettings:
     distributed: with Adam in fp32 or bf16, every data-parallel rank keeps and updates only its
         share of the optimizer's state (ZeRO stage 1, Rajbhandari et al. 2020).
     ema_decay: share of the moving average of the weights that stays at each update; None for none.
+    rate_factors: by ending of a parameter's name, the factor of its learning rate.
     """
 
     name: str
@@ -35,21 +36,31 @@ class OptimizerSettings:
     eps: float
     distributed: bool = False
     ema_decay: float | None = None
+    rate_factors: Mapping[str, float] = field(default_factory=dict)
+
+    def factor_of(self, name: str) -> float:
+        factors = self.rate_factors.items()
+        return next((factor for ending, factor in factors if name.endswith(ending)), 1.0)
 
 
 def torch_optimizer(
-    params: Iterable[nn.Parameter], settings: OptimizerSettings, learning_rate: float
+    params: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, learning_rate: float
 ) -> torch.optim.Optimizer:
     """Return torch's optimizer. Weight decay acts on matrices, not on vectors (norms, biases).
 
-    params: with as many dimensions as the whole parameters.
+    params: with their names, and as many dimensions as the whole parameters.
     """
-    params = list(params)
+    by_group: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, param in params:
+        by_group.setdefault((param.dim() <= 1, settings.factor_of(name)), []).append(param)
     groups = [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": by_group[is_vector, factor],
+            "weight_decay": 0.0 if is_vector else settings.weight_decay,
+            "rate_factor": factor,
+        }
+        for is_vector, factor in sorted(by_group)
     ]
-    groups = [group for group in groups if group["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate)
     return torch.optim.AdamW(
@@ -118,7 +129,7 @@ def update_weights(
     compared, so rounding counts; tensors are updated slice by slice, with the same result.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["rate_factor"]
     groups, plain_step, squares = optimizer.param_groups, optimizer.step, list[Tensor]()
 
     def measured_step() -> None:

@@ -1,6 +1,6 @@
 """Find a model family by its name in the recipe, and check the family's settings.
 
-`mimo` imports neither `encoders` nor `generators`: they are reached by name, so one more is one file.
+`mimo` never imports `encoders` or `generators`: they are reached by name, so one more is one file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mimo.families.contracts import (
     LanguageFamily,
     LanguageSettings,
 )
-from mimo.families.keymap import is_adapter
+from mimo.families.keymap import Weight, is_adapter, plain
 
 GENERAL = "transformers"
 """The family of both halves of any vision-language model of transformers."""
@@ -96,6 +96,16 @@ def generator_settings(recipe: Recipe, generator: str) -> GeneratorSettings:
 
 QUERIES = "queries."
 """Beginning of the names of the language model's query parameters: ``queries.<generator>``."""
+
+
+def query_weights(recipe: Recipe) -> list[Weight]:
+    """Return the language model's query parameters, which no checkpoint in their format has."""
+    size = language_settings(recipe).hidden_size
+    return [
+        plain(f"{QUERIES}{name}", f"{QUERIES}{name}", generator.num_queries, size)
+        for name, generator in recipe.generators.items()
+        if generator.num_queries
+    ]
 
 
 def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:

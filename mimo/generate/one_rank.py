@@ -146,7 +146,7 @@ class LocalModel:
             packed_seq_params=PackedSegments.from_lengths(
                 lane.lengths, self.device, items=rules.bidirectional_spans(lane)
             ),
-            place=partial(place_embeddings, received=received),
+            place=partial(place_embeddings, received=received, places={}),
             levels=join_levels(received),
             labels=to_device(lane.labels)[None] if with_labels else None,
             logits_at=None if at is None else to_device(at),

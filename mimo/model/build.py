@@ -15,24 +15,30 @@ from bridge import (
     BridgeReceiver,
     BridgeSender,
     ColocatedBridge,
+    ColocatedOutput,
     Kind,
     LevelReceiver,
+    OutputReceiver,
+    OutputSender,
     TransferWatch,
     WaitClock,
 )
 from mimo.checkpoint.hf.initial import HFCheckpoint, InitialWeights
-from mimo.config.schema import Recipe, Train
+from mimo.config.schema import Recipe
 from mimo.device import has_gpu, local_device
+from mimo.engines.draw import draw, normal
+from mimo.engines.megatron import LanguageModel
 from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.engines.megatron.parallel import build_optimizer, prepare_engine, wrap_data_parallel
 from mimo.engines.megatron.weights import Cut, global_name, stored_name
 from mimo.engines.optimizer import OptimizerSettings
 from mimo.errors import RecipeError
-from mimo.families.contracts import MegatronLanguageFamily
+from mimo.families.contracts import LanguageSettings, MegatronLanguageFamily
 from mimo.families.keymap import Weight, is_adapter
 from mimo.families.registry import (
     GENERAL,
+    QUERIES,
     encoder_family,
     encoder_settings,
     language_family,
@@ -80,17 +86,22 @@ def build_model(
         encode_group=encode_group(recipe),
         # On a GPU waiting does not block the host.
         watch=TransferWatch() if has_gpu() else None,
-        trains_encoders=any(encoder.trains for encoder in recipe.encoders.values()),
+        passes_gradients=recipe.trains_before_language,
+        query_media={n: g.output for n, g in recipe.generators.items() if g.num_queries},
         whole_rows=recipe.bridge.delivery == "replicated",
         takes_rows=recipe.language.family == GENERAL,
         item_rules=settings.item_rules,
         num_tokens=num_tokens,
     )
-    optimizer = _optimizer_settings(recipe.train)
+    optimizer = _optimizer_settings(recipe)
     for name in topology.modules:
         filled = {key.removeprefix(f"{name}.") for key in provided if key.startswith(f"{name}.")}
         build_module = _megatron_module
-        if recipe.module(name).engine == "fsdp":
+        if name in recipe.generators:
+            from mimo.model.generators import generator_module  # late: diffusers takes seconds
+
+            build_module = generator_module
+        elif recipe.module(name).engine == "fsdp":
             from mimo.model.fsdp import fsdp_module  # late: transformers takes seconds to import
 
             build_module = fsdp_module
@@ -103,7 +114,9 @@ def build_model(
             initial=initial,
             filled=filled,
         )
-        if name != LANGUAGE and name not in topology.layout.colocated:
+        if name == LANGUAGE:
+            module.run_ahead = topology.layout.ahead
+        elif name in recipe.encoders and name not in topology.layout.colocated:
             module.run_ahead = run_ahead(recipe, topology.layout, name)
         model.modules[name] = module
     _add_bridges(model, recipe, topology)
@@ -145,6 +158,8 @@ def _megatron_module(
         if name == LANGUAGE:
             family = cast("MegatronLanguageFamily", language_family(recipe))
             chunk = family.build(settings, ctx, num_tokens, recipe.longest_microbatch, train.seed)
+            if ctx.is_first_stage:
+                _add_queries(recipe, chunk, settings)
         else:
             chunk = encoder_family(recipe, name).build(
                 encoder_settings(recipe, name), ctx, settings.hidden_size, train.seed
@@ -160,7 +175,7 @@ def _megatron_module(
         for parameter_name, param in chunk.named_parameters():
             whole_name = stored_name(global_name(parameter_name, chunk.config, *at), chunk)
             param.requires_grad_(is_trainable(whole_name))
-    module = MegatronModule(name, groups, chunks, chunks, None, part.trains)
+    module = MegatronModule(name, groups, chunks, chunks, None, recipe.trains(name))
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         return module
     reduce, gather = overlap_of(train, has_gpu())
@@ -173,6 +188,22 @@ def _megatron_module(
     module.optimizer = build_optimizer(wrapped, optimizer, rate, dtype, groups)
     module.chunks, module.ema_decay = list(wrapped), train.ema_decay
     return module
+
+
+def _add_queries(recipe: Recipe, chunk: LanguageModel, settings: LanguageSettings) -> None:
+    """Give the first chunk the query parameters of generators, drawn alike in every layout."""
+    grid = recipe.language.grid
+    for name, generator in recipe.generators.items():
+        if generator.num_queries:
+            size = generator.num_queries, settings.hidden_size
+            matrix = torch.empty(size, dtype=DTYPES[recipe.train.precision])
+            key = f"{recipe.train.seed}:{QUERIES}{name}"
+            draw(matrix, 0, 0, size, key, normal(settings.init_std))
+            query = nn.Parameter(matrix)
+            # Each tensor-parallel rank then has the gradients of its tokens; Megatron adds them up.
+            is_cut = grid.sp and recipe.bridge.delivery == "sharded"
+            query.sequence_parallel = is_cut  # type: ignore[attr-defined]
+            chunk.queries[name] = query
 
 
 @torch.no_grad()
@@ -191,7 +222,7 @@ def load_weights(
     pairs: list[tuple[Weight, nn.Parameter]] = []
     for name, param in chunk.named_parameters():
         whole = stored_name(global_name(name, chunk.config, groups.pp.rank(), number), chunk)
-        if is_adapter(whole):
+        if is_adapter(whole) or whole.startswith(QUERIES):
             continue
         assert whole in by_name, f"the key map has no {whole}"
         pairs.append((by_name[whole], param))
@@ -207,7 +238,9 @@ def load_weights(
             values[position:].zero_()  # padding
 
 
-def _optimizer_settings(train: Train) -> OptimizerSettings:
+def _optimizer_settings(recipe: Recipe) -> OptimizerSettings:
+    train = recipe.train
+    rate = recipe.language.learning_rate or train.learning_rate
     return OptimizerSettings(
         name=train.optimizer,
         weight_decay=train.weight_decay,
@@ -216,6 +249,11 @@ def _optimizer_settings(train: Train) -> OptimizerSettings:
         eps=train.adam_eps,
         distributed=train.distributed_optimizer,
         ema_decay=train.ema_decay,
+        rate_factors={
+            f"{QUERIES}{name}": generator.query_learning_rate / rate
+            for name, generator in recipe.generators.items()
+            if generator.query_learning_rate is not None
+        },
     )
 
 
@@ -227,18 +265,20 @@ def _waiting(encoder: str, kind: Kind, microbatch: int) -> AbstractContextManage
 def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
     layout, dtype = topology.layout, DTYPES[recipe.train.precision]
     wire = dtype if recipe.bridge.wire_dtype == "auto" else DTYPES[recipe.bridge.wire_dtype]
-    # Nothing to gather where each rank needs only its slice, or gets all rows anyway.
-    needs_no_gather = recipe.language.grid.sp or recipe.bridge.delivery == "replicated"
     tp = topology.modules[LANGUAGE].tp if topology.owns(LANGUAGE) else None
-    whole_lane = tp if tp and tp.size() > 1 and not needs_no_gather else None
     for link, groups in topology.bridges.items():
-        name = link.encoder
+        name, is_output = link.module, link.module in layout.generators
+        # Nothing to gather where each rank needs only its slice, or gets all rows anyway.
+        is_replicated = recipe.bridge.delivery == "replicated" and not is_output
+        needs_gather = tp and tp.size() > 1 and not (recipe.language.grid.sp or is_replicated)
+        whole_lane = tp if needs_gather else None
         shares, lane = None, 0
         if topology.owns(name):
-            grid = layout.encoders[name]
+            grid = layout.item_grids[name]
             shares = topology.modules[name].tp if grid.tp > 1 and not grid.sp else None
             lane = grid.coords(topology.rank).dp
-        sends_only = topology.owns(name) and name not in layout.colocated
+        is_alone = topology.owns(name) and name not in layout.colocated
+        trains = recipe.trains_before_generators if is_output else recipe.module(name).trains
         end = BridgeEnd(
             name=link.name,
             rank=topology.rank,
@@ -248,13 +288,20 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
             dtype=dtype,
             wire_dtype=wire,
             device=model.device,
-            trainable=recipe.encoders[name].trains,
-            gather=shares if sends_only else whole_lane,
+            trainable=trains,
+            gather=shares if is_alone else whole_lane,
             timeout_seconds=recipe.bridge.timeout_seconds,
             watch=model.watch,
             clock=WaitClock(around=partial(_waiting, name)),
+            to_language=not is_output,
         )
-        if sends_only:
+        if is_output and is_alone:
+            model.output_receivers[link] = OutputReceiver(end, lane)
+        elif is_output and name in layout.colocated:
+            model.colocated_outputs[link] = ColocatedOutput(end, lane)
+        elif is_output:
+            model.output_senders[link] = OutputSender(end, layout.ahead)
+        elif is_alone:
             model.senders[link] = BridgeSender(end, lane, model.modules[name].run_ahead)
         elif topology.owns(name):
             receives = topology.modules[LANGUAGE].pp.rank() == link.stage

@@ -140,7 +140,7 @@ def tasks_of_step(
                 sample, address, cost = number, samples.sample[number], samples.length[number]
                 sizes = (cost * _TOKEN_BYTES).tolist()
             else:
-                kind, number = ITEM, planned.encoders[module].of_lane(lane)
+                kind, number = ITEM, planned.items[module].of_lane(lane)
                 sample, address = samples.item_sample[number], samples.item[number]
                 cost = samples.item_cost[number]
                 wires = [readers[0].processors[modality].wire for modality in samples.media]
@@ -238,7 +238,7 @@ def gather_items(
     """Gather a lane's items per microbatch, in plan order. form: for a lane without items."""
     gathered = []
     for m, planned in enumerate(plan.microbatches):
-        samples, number = planned.samples, planned.encoders[encoder].of_lane(coords.dp)
+        samples, number = planned.samples, planned.items[encoder].of_lane(coords.dp)
         source, item = samples.source[samples.item_sample[number]], samples.item[number]
         patches = None
         if coords.pp == 0:

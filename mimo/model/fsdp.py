@@ -22,7 +22,7 @@ from mimo.checkpoint.hf.recipes import architecture_of_folder, config_of_folder
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.device import local_device
-from mimo.engines.draw import adapter_numbers, draw
+from mimo.engines.draw import adapter_numbers, draw, normal
 from mimo.engines.fsdp.context import Adapters, FsdpContext, Wrapper
 from mimo.engines.fsdp.halves import FRAMES, EncoderHalf, Grid, ItemForm, build_whole
 from mimo.engines.fsdp.language import LanguageModel
@@ -35,7 +35,14 @@ from mimo.engines.fsdp.towers import TOWERS
 from mimo.engines.fsdp.tp_plans import plan_problems
 from mimo.errors import InputError, RecipeError
 from mimo.families.keymap import Weight, adapter_names, adapter_shapes, is_adapter, num_elements
-from mimo.families.registry import GENERAL, encoder_settings, language_settings, trainable_names
+from mimo.families.registry import (
+    GENERAL,
+    QUERIES,
+    encoder_settings,
+    language_settings,
+    query_weights,
+    trainable_names,
+)
 from mimo.families.wire import DTYPES
 from mimo.model.dataset import item_processors
 from mimo.model.gate import Verdict, placeholders_of, verdict_of
@@ -67,7 +74,9 @@ def fsdp_module(
     part, train = recipe.module(name), recipe.train
     folder = Path(recipe.init_from)
     architecture = architecture_of_folder(folder, recipe.language.family)
-    weights = architecture.weights_of(recipe)[name]
+    weights = [*architecture.weights_of(recipe)[name]]
+    if name == LANGUAGE:
+        weights += query_weights(recipe)
     groups = tuple(
         tuple(source.key.removesuffix(".weight") for source in weight.sources)
         for weight in weights
@@ -89,14 +98,15 @@ def fsdp_module(
         if recipe.language.family == GENERAL:
             wrapper = half_of(recipe, name, config, ctx)
         elif name == LANGUAGE:
-            wrapper = LanguageModel(config, ctx)
+            queries = {n: g.num_queries for n, g in recipe.generators.items() if g.num_queries}
+            wrapper = LanguageModel(config, ctx, queries.items())
         else:
             wrapper = TOWERS[config.model_type](config, ctx, ItemRows)
     except ValueError as error:
         raise RecipeError(recipe.problem((*recipe.key_of(name), "engine"), str(error))) from error
     adapt(wrapper, ctx)
-    names = _names(recipe, name, weights, num_tokens)
-    _freeze(recipe, name, wrapper, names)
+    names = names_of(recipe, name, weights, num_tokens)
+    freeze_names(recipe, name, wrapper, names)
     shard(wrapper, ctx)
     load(wrapper, ctx, local_device(), _reader(recipe, names, initial, filled))
     rate = part.learning_rate or train.learning_rate
@@ -146,7 +156,7 @@ def differs(config: Any, verdict: Verdict) -> str:
     return f"{type(config).__name__} cannot train in two halves: {verdict.problem}"
 
 
-def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int) -> Names:
+def names_of(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int) -> Names:
     """Map our names to tensors of transformers, with rows that pad the vocabulary, and adapters."""
     tensors, lora = [], recipe.module(name).lora
     for weight in weights:
@@ -171,26 +181,29 @@ def _names(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: int
 def _reader(
     recipe: Recipe, names: Names, initial: InitialWeights | None, filled: set[str]
 ) -> Reader:
-    """Read weights from the folder and draw adapters; return None for what is filled later."""
+    """Read weights from the folder; draw adapters and queries; None for what is filled later."""
 
     def read(key: str, rows: slice, columns: slice) -> Tensor | None:
         users = names.users(key)
         if users <= filled:
             return None
-        if not is_adapter(key):
+        is_query = key.startswith(QUERIES)
+        if not is_adapter(key) and not is_query:
             return None if initial is None else initial.checkpoint.part(key, rows, columns)
         (name,) = users
         part = torch.zeros(rows.stop - rows.start, columns.stop - columns.start)
-        if name.endswith(".lora_a"):
+        if is_query or name.endswith(".lora_a"):
             shape = names.shapes[name]
-            numbers = adapter_numbers(shape[1])
+            std = language_settings(recipe).init_std
+            numbers = normal(std) if is_query else adapter_numbers(shape[1])
             draw(part, rows.start, columns.start, shape, f"{recipe.train.seed}:{name}", numbers)  # type: ignore[arg-type]
         return part
 
     return read
 
 
-def _freeze(recipe: Recipe, name: str, wrapper: Wrapper, names: Names) -> None:
+def freeze_names(recipe: Recipe, name: str, wrapper: Wrapper, names: Names) -> None:
+    """Set which parameters of a module require gradients."""
     is_trainable = trainable_names(recipe, name)
     for key, param in wrapper.named_parameters():
         trains = {is_trainable(name) for name in names.users(wrapper.hf_names[key])}
@@ -203,7 +216,11 @@ def _freeze(recipe: Recipe, name: str, wrapper: Wrapper, names: Names) -> None:
 
 def fsdp_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Yield what modules with `engine: fsdp` cannot compute; the folder of `init_from` decides."""
-    names = [name for name, grid in layout.grids.items() if grid.engine == "fsdp"]
+    names = [
+        name
+        for name, grid in layout.grids.items()
+        if grid.engine == "fsdp" and name not in layout.generators
+    ]
     assert recipe.init_from is not None, "checked with the layout"
     folder = Path(recipe.init_from)
     if not folder.is_dir():

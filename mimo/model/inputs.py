@@ -6,8 +6,8 @@ H hidden, k levels of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,8 @@ class LanguageBatch:
     input_ids: (B, S/cp) int64, or (B, S) when whole rows arrive. position_ids: (3, B, S/cp) int64.
     labels: (n,) int64 of the tokens with a loss. loss_at: (n,) int64 positions of these tokens:
     s·B + b for token s of sequence b of this rank's (B, S/cp). segments: of the whole packed
-    sequence; None for unpacked batches.
+    sequence; None for unpacked batches. queries: by generator, the number of each query of this
+    rank, (n,) int64, and its local position, (n,) int64 like `ReceivedRows.places`.
     """
 
     input_ids: Tensor
@@ -39,6 +40,7 @@ class LanguageBatch:
     labels: Tensor
     loss_at: Tensor
     segments: PackedSegments | None
+    queries: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -76,11 +78,13 @@ def stage_lane(
     whole_rows: bool,
     forms: Collection[LayerForm],
     staging: Staging,
+    outputs: Mapping[str, str],
 ) -> LanguageBatch:
     """Copy to the device what every language stage and TP rank needs of a microbatch.
 
     It is cut on the host, so that only this rank's part is copied. whole_rows: leave the token ids
-    whole. forms: of the attention of this rank's layers; their plans are made here too.
+    whole. forms: of the attention of this rank's layers; their plans are made here too. outputs: by
+    generator with queries, the modality of its items.
     """
     batch = lane.num_sequences
     segments = None
@@ -106,7 +110,34 @@ def stage_lane(
         labels=staging.copy(torch.from_numpy(labels.numpy().T.ravel()[loss_at])),
         loss_at=staging.copy(torch.from_numpy(loss_at)),
         segments=to_device(segments, staging.copy),
+        queries={
+            name: _queries(lane, modality, partition, segments, whole_rows, staging)
+            for name, modality in outputs.items()
+        },
     )
+
+
+def _queries(
+    lane: PackedLane,
+    modality: str,
+    partition: PartitionAdapter,
+    segments: PackedSegments | None,
+    whole_rows: bool,
+    staging: Staging,
+) -> tuple[Tensor, Tensor]:
+    """Return numbers and local positions (n,) of this rank's queries of one generator."""
+    number = torch.zeros(len(lane.input_ids), dtype=torch.int64)
+    for kind, first, count in lane.queries:
+        if kind == modality:  # 0 is no query
+            number[first : first + count] = torch.arange(1, count + 1)
+    number = number.view(lane.num_sequences, -1)
+    if not whole_rows:
+        number = partition.slice_tokens(number, segments)
+        if partition.sequence_parallel:
+            number = number.chunk(partition.tp.size(), dim=1)[partition.tp.rank()]
+    number = number.flatten()
+    places = number.nonzero().flatten()
+    return staging.copy(number[places] - 1), staging.copy(places)
 
 
 def stage_whole(lane: PackedLane, model: Any, staging: Staging) -> WholeBatch:
@@ -159,11 +190,21 @@ class ReceivedRows:
         return cls(None, levels, places)
 
 
-def place_embeddings(text: Tensor, received: Sequence[ReceivedRows]) -> Tensor:
-    """Write the embeddings of all encoders into text embeddings (S, B, H), at their places."""
+def place_embeddings(
+    text: Tensor,
+    queries: Mapping[str, Tensor],
+    received: Sequence[ReceivedRows],
+    places: Mapping[str, tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Write the embeddings of all encoders, and queries, into text embeddings (S, B, H).
+
+    queries: parameters (K, H) by generator. places: `LanguageBatch.queries`.
+    """
     for rows in received:
         if rows.embeddings is not None:
             text = insert_embeddings(text, rows.embeddings, rows.places)
+    for name, (number, at) in places.items():
+        text = insert_embeddings(text, queries[name].index_select(0, number), at)
     return text
 
 

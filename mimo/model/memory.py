@@ -31,8 +31,11 @@ from mimo.families.registry import (
     GENERAL,
     encoder_family,
     encoder_settings,
+    generator_family,
+    generator_settings,
     language_family,
     language_settings,
+    query_weights,
     trainable_names,
 )
 from mimo.families.wire import DTYPES
@@ -123,7 +126,10 @@ def weights_of(
     language = language_settings(recipe)
     if module == LANGUAGE:
         small = language.model_copy(update={"vocab_size": vocab_size, **sizes})
-        return language_family(recipe).weights_in_hf(small)
+        return [*language_family(recipe).weights_in_hf(small), *query_weights(recipe)]
+    if module in recipe.generators:
+        settings = generator_settings(recipe, module).model_copy(update=sizes)
+        return generator_family(recipe, module).weights(settings)
     settings = encoder_settings(recipe, module).model_copy(update=sizes)
     return encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
 

@@ -3,7 +3,7 @@
 Disjoint: an encoder's forward ends in `BridgeSender.send`, and that of a language model's chunk
 begins with `LevelReceiver.receive`; both are autograd operations. Colocated: the items of a group
 of microbatches are encoded in one go, and rows and gradients are exchanged before and after the
-language model's run.
+language model's run. The last chunk's forward sends hidden states to generators, before its loss.
 
 Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden, k levels.
 """
@@ -20,11 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from bridge import (
+    BridgeEnd,
     BridgeSender,
     ColocatedBridge,
+    ColocatedOutput,
     FlatEmbeddings,
     ItemRows,
     LevelReceiver,
+    OutputReceiver,
+    OutputSender,
     SampleKeys,
     TransferWatch,
     UnexpectedRows,
@@ -35,7 +39,7 @@ from bridge import (
 )
 from data.batch import PackedLane
 from mimo.device import Staging, memory_in_use
-from mimo.engines.contract import Chunk, Module
+from mimo.engines.contract import Chunk, Draw, Module
 from mimo.families.contracts import ItemRules
 from mimo.model.decoding import EncoderItems
 from mimo.model.inputs import (
@@ -50,12 +54,29 @@ from mimo.model.inputs import (
     stage_lane,
     stage_whole,
 )
+from mimo.model.outputs import HostDraw
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Link
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
 
 Batch = LanguageBatch | WholeBatch
+Bridge = (
+    BridgeSender | LevelReceiver | ColocatedBridge | OutputSender | OutputReceiver | ColocatedOutput
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of this rank's modules in one step, on the device.
+
+    language: its microbatches. items: by encoder, its microbatches, or groups of them. draws: by
+    generator, the forwards of each microbatch.
+    """
+
+    language: list[Batch]
+    items: dict[str, list[EncoderBatch]]
+    draws: dict[str, list[list[Draw]]]
 
 
 @dataclass
@@ -66,12 +87,16 @@ class MimoModel:
     cuts sequences, on language ranks. senders: of disjoint encoders, on their last stage.
     receivers: of disjoint encoders, on stages of the language model that need their rows.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
-    trains_encoders: whether any encoder of the recipe trains, on any rank: gradients then pass
-    through all stages of the language model, frozen or not.
+    output_senders: of disjoint generators, on the language model's last stage. output_receivers: on
+    their own ranks. colocated_outputs: of colocated generators. query_media: by generator with
+    queries, the modality of its items.
+    passes_gradients: whether anything trains before the language model, on any rank: gradients then
+    pass through all of its stages, frozen or not.
     watch: watches transfers on a device where waiting does not block the host.
     takes_rows: whether the language model takes rows itself, as models of transformers do.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are placed in whole
     sequences, which are cut afterwards.
+    losses: of this rank's modules in the present or last `run`.
     doing: the current activity of this rank's modules, and its microbatch; None outside of `run`.
     squared_changes: by module, this rank's share of the last update's squared change of weights,
     until it is reported.
@@ -86,13 +111,18 @@ class MimoModel:
     receivers: dict[Link, LevelReceiver] = field(default_factory=dict)
     colocated: dict[Link, ColocatedBridge] = field(default_factory=dict)
     encode_group: int | None = None
-    trains_encoders: bool = False
+    output_senders: dict[Link, OutputSender] = field(default_factory=dict)
+    output_receivers: dict[Link, OutputReceiver] = field(default_factory=dict)
+    colocated_outputs: dict[Link, ColocatedOutput] = field(default_factory=dict)
+    query_media: dict[str, str] = field(default_factory=dict)
+    passes_gradients: bool = False
     watch: TransferWatch | None = None
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
     takes_rows: bool = False
     squared_changes: dict[str, float | Tensor] = field(default_factory=dict)
     doing: tuple[str, int] | None = None
+    losses: dict[str, float | Tensor] = field(default_factory=dict)
     describe_batch: Callable[[int | None], str] = lambda microbatch: ""
 
     def stage(
@@ -100,12 +130,13 @@ class MimoModel:
         plan: StepPlan,
         lanes: Sequence[PackedLane],
         items: Mapping[str, Sequence[EncoderItems]],
+        draws: Mapping[str, Sequence[Sequence[HostDraw]]],
         staging: Staging,
-    ) -> tuple[list[Batch], dict[str, list[EncoderBatch]]]:
+    ) -> Inputs:
         """Copy the inputs of one `run` to the device; for a thread in the background.
 
         lanes: the microbatches of this lane, on language ranks. items: by encoder of this rank, the
-        items of its lane, microbatch by microbatch.
+        items of its lane, microbatch by microbatch. draws: likewise the forwards of generators.
         """
         for link, bridge in self._bridges().items():
             gather = bridge.encoder_gather if isinstance(bridge, ColocatedBridge) else None
@@ -118,7 +149,11 @@ class MimoModel:
             size = self._group_size(count) if self._colocated_bridges(name) else 1
             groups = (microbatches[start : start + size] for start in range(0, count, size))
             encoders[name] = [stage_items(group, tower, staging) for group in groups]
-        return language, encoders
+        generators = {
+            name: [[draw.staged(staging) for draw in of_microbatch] for of_microbatch in host]
+            for name, host in draws.items()
+        }
+        return Inputs(language, encoders, generators)
 
     def _stage_lanes(self, lanes: Sequence[PackedLane], staging: Staging) -> list[Batch]:
         module = self.modules[LANGUAGE]
@@ -126,24 +161,27 @@ class MimoModel:
             return [stage_whole(lane, module.whole, staging) for lane in lanes]
         assert self.partition is not None, "language ranks have a partition adapter"
         rules, partition, whole_rows = self.item_rules, self.partition, self.whole_rows
-        forms = module.attention_forms()
-        return [stage_lane(lane, rules, partition, whole_rows, forms, staging) for lane in lanes]
+        forms, queries = module.attention_forms(), self.query_media
+        return [
+            stage_lane(lane, rules, partition, whole_rows, forms, staging, queries)
+            for lane in lanes
+        ]
 
     def run(
         self,
         plan: StepPlan,
-        language: Sequence[Batch],
-        items: Mapping[str, Sequence[EncoderBatch]],
+        inputs: Inputs,
         forward_only: bool = False,
         check: bool = False,
         sample_keys: SampleKeys | None = None,
-    ) -> float | Tensor:
+    ) -> dict[str, float | Tensor]:
         """Run all microbatches of one step, forward and backward; every rank of the world calls it.
 
-        language, items: from `stage`. check: compare plan digests over the bridge first, and with
+        inputs: from `stage`. check: compare plan digests over the bridge first, and with
         ``sample_keys`` also the samples of each microbatch.
-        Returns the summed loss of this lane on tensor-parallel rank 0 of the last language stage,
-        else 0: a number () in fp64 on the device, for which the host has not waited. Gradients are
+        Returns the summed losses by module: of the language model those of this lane's tokens, on
+        tensor-parallel rank 0 of the last stage; of a generator those of this lane's items; else
+        nothing. Numbers () in fp64 on the device, for which the host has not waited. Gradients are
         complete after `finish_gradients`.
         """
         for module in self.modules.values():
@@ -155,16 +193,18 @@ class MimoModel:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.end.begin_step()
             bridge.begin(plans, forward_only)
-        loss: float | Tensor = 0.0
+        self.losses = dict.fromkeys(self.modules, 0.0)
         for name, module in self.modules.items():
             if name == LANGUAGE:
-                loss = self._run_groups(module, language, items, forward_only)
-            elif not self._colocated_bridges(name):
-                self._run_encoder(module, items[name], forward_only)
+                self.losses[name] = self._run_groups(module, inputs, forward_only)
+            elif name in inputs.items and not self._colocated_bridges(name):
+                self._run_encoder(module, inputs.items[name], forward_only)
+            elif receiver := self._of_module(self.output_receivers, name):
+                self._run_generator(module, receiver, inputs.draws[name], forward_only)
         for bridge in bridges.values():
             bridge.finish()
         self.doing = None
-        return loss
+        return self.losses
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Complete every module's gradients and divide them once by the global token count."""
@@ -192,16 +232,22 @@ class MimoModel:
         """Return bytes sent, and their lower bound, by column and edge like `vision_forward`."""
         sizes = Counter[tuple[str, str]]()
         for link, bridge in self._bridges().items():
-            end, name = bridge.end, link.encoder
-            least = 0 if link in self.receivers else end.least_bytes(plan.bridges[link])
+            end, name = bridge.end, link.module
+            at_other_end = link in self.receivers or link in self.output_senders
+            least = 0 if at_other_end else end.least_bytes(plan.bridges[link])
             sizes["sent", f"{name}_forward"] += end.clock.sent_bytes["rows"]
             sizes["sent", f"{name}_backward"] += end.clock.sent_bytes["gradients"]
             sizes["least", f"{name}_forward"] += least
             sizes["least", f"{name}_backward"] += least * end.trainable
         return sizes
 
-    def _bridges(self) -> dict[Link, BridgeSender | LevelReceiver | ColocatedBridge]:
-        return {**self.senders, **self.receivers, **self.colocated}
+    def _bridges(self) -> dict[Link, Bridge]:
+        outputs = {**self.output_senders, **self.output_receivers, **self.colocated_outputs}
+        return {**self.senders, **self.receivers, **self.colocated, **outputs}
+
+    def _of_module[B](self, bridges: Mapping[Link, B], name: str) -> B | None:
+        """Return the only bridge of a generator, if it is among these."""
+        return next((bridge for link, bridge in bridges.items() if link.module == name), None)
 
     def _note_backward(self, output: Tensor, part: str, microbatch: int) -> Tensor:
         """Return ``output``, whose backward first notes in `doing` that it began."""
@@ -219,7 +265,7 @@ class MimoModel:
         self, module: Module, batches: Sequence[EncoderBatch], forward_only: bool
     ) -> None:
         # Only the last stage has any.
-        senders = {link: s for link, s in self.senders.items() if link.encoder == module.name}
+        senders = {link: s for link, s in self.senders.items() if link.module == module.name}
         part = f"{module.name}, stage {module.groups.pp.rank()}"
 
         def forward(numbered: tuple[int, EncoderBatch], tower: nn.Module):
@@ -245,25 +291,25 @@ class MimoModel:
     def _run_groups(
         self,
         module: Module,
-        batches: Sequence[Batch],
-        items: Mapping[str, Sequence[EncoderBatch]],
+        inputs: Inputs,
         forward_only: bool,
     ) -> float | Tensor:
+        batches, items = inputs.language, inputs.items
         size = self._group_size(len(batches))
-        encoders = list(dict.fromkeys(link.encoder for link in self.colocated))
+        encoders = list(dict.fromkeys(link.module for link in self.colocated))
         loss: float | Tensor = 0.0
         for start in range(0, len(batches), size):
             group = range(start, min(start + size, len(batches)))
             with ExitStack() as stack:
                 # Only the last group of microbatches reduces gradients.
                 if group.stop < len(batches) and not forward_only:
-                    for other in self.modules.values():
-                        stack.enter_context(other.accumulate_only())
+                    for name in {*encoders, LANGUAGE}:  # generators know their last forward
+                        stack.enter_context(self.modules[name].accumulate_only())
                 rows = {
                     name: self._encode(name, items[name][start // size], group, forward_only)
                     for name in encoders
                 }
-                loss += self._run_language(module, batches, group, forward_only)
+                loss += self._run_language(module, inputs, group, forward_only)
                 for name, parts in rows.items():
                     if self.modules[name].trains and not forward_only:
                         self.doing = f"backward of {name}", start
@@ -280,7 +326,7 @@ class MimoModel:
         return num_microbatches
 
     def _colocated_bridges(self, encoder: str) -> dict[Link, ColocatedBridge]:
-        return {link: b for link, b in self.colocated.items() if link.encoder == encoder}
+        return {link: b for link, b in self.colocated.items() if link.module == encoder}
 
     def _encode(
         self, name: str, batch: EncoderBatch, group: range, forward_only: bool
@@ -297,9 +343,9 @@ class MimoModel:
             return [part_of_rows.values for part_of_rows in rows]
 
     def _run_language(
-        self, module: Module, batches: Sequence[Batch], group: range, forward_only: bool
+        self, module: Module, inputs: Inputs, group: range, forward_only: bool
     ) -> float | Tensor:
-        stage = module.groups.pp.rank()
+        batches, stage = inputs.language, module.groups.pp.rank()
 
         def forward(number: int, chunk: Chunk) -> Tensor:
             batch = batches[number]
@@ -318,11 +364,12 @@ class MimoModel:
                     packed_seq_params=batch.segments,
                     place=partial(self._place, batch, received) if chunk.is_first else None,
                     levels=self._levels(batch, received),
+                    emit=self._emit(inputs, number, chunk, forward_only),
                 )
             return self._note_backward(output, part, number)
 
         sizes = [batches[number].size for number in group]
-        has_backward = (module.trains or self.trains_encoders) and not forward_only
+        has_backward = (module.trains or self.passes_gradients) and not forward_only
         with torch.set_grad_enabled(has_backward), SPANS.span(module.name, "backward"):
             losses = module.run_language(forward, list(group), sizes, not has_backward)
         if not losses or module.groups.tp.rank() != 0:
@@ -344,7 +391,7 @@ class MimoModel:
 
     def _rows_of(self, received: Sequence[ReceivedRows]) -> dict[str, Tensor]:
         """Return the rows (N, (1 + k)·H) of each encoder, for a model that takes them itself."""
-        encoders = [link.encoder for link in (*self.receivers, *self.colocated)]
+        encoders = [link.module for link in (*self.receivers, *self.colocated)]
         return dict(zip(encoders, (rows.side_by_side for rows in received), strict=True))
 
     def _cut(self, batch: LanguageBatch, hidden: Tensor) -> Tensor:
@@ -352,10 +399,14 @@ class MimoModel:
         return self.partition.shard_embeddings(hidden, batch.segments)
 
     def _place(
-        self, batch: LanguageBatch, received: Sequence[ReceivedRows], text: Tensor
+        self,
+        batch: LanguageBatch,
+        received: Sequence[ReceivedRows],
+        text: Tensor,
+        queries: Mapping[str, Tensor],
     ) -> Tensor:
-        """Place the rows of all encoders in text embeddings; returns this rank's (S', B, H)."""
-        hidden = place_embeddings(text, received)
+        """Place the rows of all encoders, and queries, in text embeddings; returns (S', B, H)."""
+        hidden = place_embeddings(text, queries, received, batch.queries)
         return self._cut(batch, hidden) if self.whole_rows else hidden
 
     def _levels(
@@ -368,6 +419,68 @@ class MimoModel:
         size, length = batch.input_ids.shape
         return cut_levels(levels, size, length, partial(self._cut, batch))
 
+    # ------------------------------------------------------------ generators
+
+    def _run_generator(
+        self,
+        module: Module,
+        receiver: OutputReceiver,
+        draws: Sequence[Sequence[Draw]],
+        forward_only: bool,
+    ) -> None:
+        for number in range(len(draws)):
+            rows = receiver.receive(number)
+            gradient = self._draw(module, draws, number, rows, receiver.end, forward_only)
+            receiver.answer(number, gradient)
+
+    def _draw(
+        self,
+        module: Module,
+        draws: Sequence[Sequence[Draw]],
+        number: int,
+        rows: Tensor,
+        end: BridgeEnd,
+        forward_only: bool,
+    ) -> Tensor:
+        """Run a generator's forwards of a microbatch, and backwards; returns the rows' gradient.
+
+        rows: (N, H) of this lane, without a graph.
+        """
+        rows = rows.detach().requires_grad_(end.trainable and not forward_only)
+        has_backward = (module.trains or end.trainable) and not forward_only
+        num_left = sum(map(len, draws[number + 1 :]))
+        self.doing = f"forward of {module.name}", number
+        for done, draw in enumerate(draws[number], 1):
+            with torch.set_grad_enabled(has_backward):
+                with SPANS.span(module.name, "forward", number=number):
+                    losses = module.whole(draw, rows)
+                self.losses[module.name] += (losses.detach() * draw.counted).sum().double()
+                if has_backward:
+                    is_last = done == len(draws[number]) and num_left == 0
+                    with SPANS.span(module.name, "backward", number=number):
+                        module.learn((losses * draw.weights).sum(), is_last=is_last)
+        return torch.zeros_like(rows) if rows.grad is None else rows.grad
+
+    def _emit(
+        self, inputs: Inputs, number: int, chunk: Chunk, forward_only: bool
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return what hands hidden states to the generators, on the language model's last chunk."""
+        bridges = {**self.output_senders, **self.colocated_outputs}
+        if not any(chunk.number in link.chunks for link in bridges):
+            return None
+
+        def emit(hidden: Tensor) -> Tensor:
+            flat = hidden.transpose(0, 1).flatten(0, 1)
+            tokens = [sender.send(number, flat) for sender in self.output_senders.values()]
+            for link, bridge in self.colocated_outputs.items():
+                module, draws = self.modules[link.module], inputs.draws[link.module]
+                rows = bridge.exchange(number, flat)
+                gradient = self._draw(module, draws, number, rows, bridge.end, forward_only)
+                tokens.append(bridge.answer(number, gradient, flat))
+            return torch.stack(tokens).sum()
+
+        return emit
+
 
 def _flat_embeddings(
     output: ItemRows,
@@ -377,10 +490,10 @@ def _flat_embeddings(
     """Split a tower's output into rows of each bridge; raises UnexpectedRows unless planned."""
     link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows
     runs, first = bridge.runs(microbatches), microbatches.start
-    sizes = split_sizes_of(output.rows_per_item, runs, bridge.lane, link.encoder, first)
+    sizes = split_sizes_of(output.rows_per_item, runs, bridge.lane, link.module, first)
     try:
         parts = split_levels(output.values, [link.levels for link in bridges])
         return [FlatEmbeddings(part, sizes, output.parts) for part in parts]
     except ValueError as error:
-        what = f"encoder {link.encoder}, microbatch {first}: {error}"
+        what = f"encoder {link.module}, microbatch {first}: {error}"
         raise UnexpectedRows(what, first) from error

@@ -54,7 +54,8 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
             problems += error.problems
     for grid in () if problems else layout.grids.values():
         problems += _pattern_problems(recipe, grid)
-    if not problems and any(grid.engine == "fsdp" for grid in layout.grids.values()):
+    modules = {**layout.encoders, LANGUAGE: layout.language}
+    if not problems and any(grid.engine == "fsdp" for grid in modules.values()):
         from mimo.model.fsdp import fsdp_problems  # late: transformers takes seconds
 
         problems += fsdp_problems(recipe, layout)
@@ -71,7 +72,7 @@ def largest_layout(phased: PhasedRecipe, num_ranks: int | None) -> Layout:
 
 def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     """Yield what the language model's family cannot do; raises RecipeError for bad settings."""
-    if not any(module.trains for module in recipe.modules.values()):
+    if not any(map(recipe.trains, recipe.modules)):
         yield recipe.problem(("language", "freeze"), "every module is frozen; train at least one")
     settings, family = language_settings(recipe), recipe.language.family
     if grid.engine not in settings.engines:

@@ -36,10 +36,14 @@ from mimo.parallel.grids import GridSpec, Layout, Link
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """An encoder's rows in all microbatches of a step, and the sequences that they go to."""
+    """The rows of a module's items in all microbatches of a step, and their places in sequences.
+
+    An encoder makes the rows, and they go to these places. A generator's rows come from there: its
+    plan is that of an encoder, whose communication runs backwards (`bridge/outputs.py`).
+    """
 
     layout: Layout
-    encoder: str
+    module: str
     delivery: str
     encode_group: int
     samples: Sequence[GlobalMicrobatch]
@@ -77,7 +81,7 @@ class StepRows:
     @functools.cached_property
     def _side_by_side(self) -> ItemRuns:
         """All runs, with the lanes and samples of the microbatches numbered one after another."""
-        senders, receivers = self.layout.encoders[self.encoder].dp, self.layout.language.dp
+        senders, receivers = self.layout.item_grids[self.module].dp, self.layout.language.dp
         before = np.cumsum([0, *(runs.num_samples for runs in self.runs)]).tolist()
         columns = [
             (
@@ -94,11 +98,11 @@ class StepRows:
     def _lanes_reached_by(self, rank: int) -> np.ndarray:
         """Return (M·L,) bool: the language lanes with items on which a rank's transfers depend."""
         every, language = self._side_by_side, self.layout.language
-        encoder = self.layout.encoders[self.encoder]
-        gives = np.zeros((len(self.runs), encoder.dp), np.bool_)
+        grid = self.layout.item_grids[self.module]
+        gives = np.zeros((len(self.runs), grid.dp), np.bool_)
         gets = np.zeros((len(self.runs), language.dp), np.bool_)
-        if rank in encoder.ranks:
-            gives[:, encoder.coords(rank).dp] = True
+        if rank in grid.ranks:
+            gives[:, grid.coords(rank).dp] = True
         if rank in language.ranks:
             gets[:, language.coords(rank).dp] = True
         gives, gets = gives.reshape(-1), gets.reshape(-1)
@@ -109,7 +113,7 @@ class StepRows:
     @functools.cached_property
     def _rows(self) -> tuple[Ints, Ints, Ints]:
         """(M, E) rows of each lane, those encoded before them in the same go, and of all of it."""
-        every, lanes = self._side_by_side, self.layout.encoders[self.encoder].dp
+        every, lanes = self._side_by_side, self.layout.item_grids[self.module].dp
         rows = totals(every.source_lane, every.rows, len(self.runs) * lanes).reshape(-1, lanes)
         together = np.arange(len(rows)) // self.encode_group
         before = np.cumsum(rows, axis=0) - rows
@@ -120,12 +124,12 @@ class StepRows:
     def _held(self) -> Ints:
         """(M, E) rows on each rank of a lane, with padding."""
         rows, _, total = self._rows
-        grid = self.layout.encoders[self.encoder]
+        grid = self.layout.item_grids[self.module]
         return -(-total // grid.tp) if grid.sp else rows
 
     def _source(self, lane: Ints) -> Source:
         """Map rows to ranks of the encoder, for some lanes of all microbatches."""
-        grid = self.layout.encoders[self.encoder]
+        grid = self.layout.item_grids[self.module]
         rows, before, total = (values.reshape(-1)[lane] for values in self._rows)
         ranks = _ranks(grid, grid.pp - 1)[lane % grid.dp, 0]
         if grid.sp:

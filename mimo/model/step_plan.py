@@ -6,7 +6,7 @@ Every rank computes it from the data index alone, with the same result.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,13 @@ from data.packing import (
 from mimo.checkpoint.hf.recipes import config_of_folder
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.flops import flops_per_unit, step_flops
-from mimo.families.registry import GENERAL, encoder_settings, language_settings, trainable_names
+from mimo.families.registry import (
+    GENERAL,
+    encoder_settings,
+    generator_settings,
+    language_settings,
+    trainable_names,
+)
 from mimo.model.dataset import Dataset, linear_tokens, token_budget
 from mimo.model.step_bridges import StepRows
 from mimo.ops.acceleration import fp8_multiple
@@ -44,28 +50,28 @@ from mimo.parallel.grids import (
 
 @dataclass(frozen=True)
 class PlannedItems:
-    """The items of one encoder in a global microbatch.
+    """The items of one module in a global microbatch.
 
-    item: (k,) numbers in the microbatch, ascending. lane: (k,) the encoder lane of each.
+    item: (k,) numbers in the microbatch, ascending. lane: (k,) the module's lane of each.
     """
 
     item: np.ndarray
     lane: np.ndarray
 
     def of_lane(self, lane: int) -> np.ndarray:
-        """Return the items of an encoder lane, as numbers in the microbatch, in order."""
+        """Return the items of a lane, as numbers in the microbatch, in order."""
         return self.item[self.lane == lane]
 
 
 @dataclass(frozen=True)
 class PlannedMicrobatch:
-    """One global microbatch and who encodes its items, by encoder."""
+    """One global microbatch and who works on its items, by encoder and generator."""
 
     samples: GlobalMicrobatch
-    encoders: dict[str, PlannedItems]
+    items: dict[str, PlannedItems]
 
-    def runs_of(self, encoder: str) -> ItemRuns:
-        samples, items = self.samples, self.encoders[encoder]
+    def runs_of(self, module: str) -> ItemRuns:
+        samples, items = self.samples, self.items[module]
         sample = samples.item_sample[items.item]
         return ItemRuns(
             sample=sample,
@@ -82,11 +88,11 @@ class PlannedMicrobatch:
             return self
         kept = ~np.isin(self.samples.item_sample, list(unusable))
         number = np.cumsum(kept) - 1
-        encoders = {
+        items = {
             name: PlannedItems(number[i.item[kept[i.item]]], i.lane[kept[i.item]])
-            for name, i in self.encoders.items()
+            for name, i in self.items.items()
         }
-        return PlannedMicrobatch(self.samples.without(unusable), encoders)
+        return PlannedMicrobatch(self.samples.without(unusable), items)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class StepPlan:
     num_loss_tokens: N, of the whole global batch. num_tokens: without padding.
     encoder_imbalance: largest lane load over the mean, averaged over the microbatches (or
     groups of them) that are encoded in one go, of the encoder where it is worst.
+    num_outputs: M, the items of each generator in the whole global batch.
     bridges: by link of the planner, for each microbatch the plan of the bridge.
     """
 
@@ -104,13 +111,14 @@ class StepPlan:
     num_tokens: int
     encoder_imbalance: float
     bridges: dict[Link, list[BridgePlan]]
+    num_outputs: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class StepPlanner:
     """Plans steps of a fixed shape over a fixed order of samples; see the recipe's keys.
 
-    media: by encoder, the modalities of the items that it encodes.
+    media: by encoder and generator, the modalities of its items.
     done: the steps before this run, and the samples used in them. The order continues from
         there, whatever the batch size or the budget was.
     links: the bridges to plan; None for all. A rank needs only those that it is at one end of.
@@ -187,7 +195,7 @@ class StepPlanner:
         self._latest = step + 1, used.with_packs(packs)
         samples = plan_microbatch(self.indexes, self.order, packs, self._padding)
         planned = [PlannedMicrobatch(part, {}) for part in samples.split(self.num_microbatches)]
-        for name, grid in self.layout.encoders.items():
+        for name, grid in self.layout.item_grids.items():
             step_loads = np.zeros(grid.dp, np.int64)
             for m, microbatch in enumerate(planned):
                 if m % self._group_size(name) == 0:
@@ -197,19 +205,19 @@ class StepPlanner:
                 lane = self._lanes(name, part, item, group_loads, step_loads)
                 for loads in (group_loads, step_loads):
                     np.add.at(loads, lane, part.item_cost[item])
-                microbatch.encoders[name] = PlannedItems(item, lane)
+                microbatch.items[name] = PlannedItems(item, lane)
         return planned
 
     def _lanes(
         self,
-        encoder: str,
+        module: str,
         samples: GlobalMicrobatch,
         item: np.ndarray,
         group_loads: np.ndarray,
         step_loads: np.ndarray,
     ) -> np.ndarray:
-        """Return (k,) the encoder lane of each item, in the block of its sample's lane."""
-        blocks, lanes = self.layout.blocks_of(encoder), self.layout.encoders[encoder].dp
+        """Return (k,) the module's lane of each item, in the block of its sample's lane."""
+        blocks, lanes = self.layout.blocks_of(module), self.layout.item_grids[module].dp
         size, cost, lane = lanes // blocks, samples.item_cost[item], np.zeros(item.size, np.int64)
         block = samples.lane[samples.item_sample[item]] // (self.layout.language.dp // blocks)
         for number, first in enumerate(range(0, lanes, size)):
@@ -218,9 +226,9 @@ class StepPlanner:
             lane[in_block] = first + assign_items(cost[in_block], size, *loads)
         return lane
 
-    def _group_size(self, encoder: str) -> int:
-        """Return the microbatches that the encoder encodes in one go; its lanes share that load."""
-        if encoder not in self.layout.colocated:
+    def _group_size(self, module: str) -> int:
+        """Return the microbatches that an encoder encodes in one go; its lanes share that load."""
+        if module not in self.layout.colocated & self.layout.encoders.keys():
             return 1
         return self.encode_group or self.num_microbatches
 
@@ -237,10 +245,12 @@ class StepPlanner:
             blanked = [sample - first for sample in unusable if sample in numbers]
             finished.append(planned.without(blanked))
         bridges = {}
-        for name in self.layout.encoders:
+        for name in self.layout.item_grids:
             samples, runs = [m.samples for m in finished], [m.runs_of(name) for m in finished]
+            # The hidden states for a generator are cut as they are, whatever encoders deliver.
+            delivery = "sharded" if name in self.layout.generators else self.delivery
             group = self._group_size(name)
-            rows = StepRows(self.layout, name, self.delivery, group, samples, runs)
+            rows = StepRows(self.layout, name, delivery, group, samples, runs)
             bridges |= {
                 link: rows.plans(link, self.rank)
                 for link in self.layout.links_of(name)
@@ -255,6 +265,10 @@ class StepPlanner:
                 default=1.0,
             ),
             bridges=bridges,
+            num_outputs={
+                name: sum(m.items[name].item.size for m in finished)
+                for name in self.layout.generators
+            },
         )
 
     def encoder_loads(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> np.ndarray:
@@ -262,7 +276,7 @@ class StepPlanner:
         lanes = self.layout.encoders[encoder].dp
         loads = np.zeros((-(-len(microbatches) // self._group_size(encoder)), lanes))
         for m, planned in enumerate(microbatches):
-            items = planned.encoders[encoder]
+            items = planned.items[encoder]
             cost = planned.samples.item_cost[items.item]
             loads[m // self._group_size(encoder)] += np.bincount(items.lane, cost, lanes)
         return loads
@@ -278,7 +292,8 @@ def step_planner(recipe: Recipe, layout: Layout, dataset: Dataset, **options: An
     """Return the planner of a recipe's steps. options: further arguments of `StepPlanner`."""
     return StepPlanner(
         layout,
-        {name: tuple(encoder.media_tokens) for name, encoder in recipe.encoders.items()},
+        {name: tuple(encoder.media_tokens) for name, encoder in recipe.encoders.items()}
+        | {name: (generator.output,) for name, generator in recipe.generators.items()},
         dataset.indexes,
         dataset.order,
         recipe.train.micro_batch_size,
@@ -317,13 +332,16 @@ class StepFlops:
         products = {LANGUAGE: self._language.products(vocab_size)}
         for name, settings in self._encoders.items():
             products[name] = settings.products(self._language.hidden_size)
-        encoders_train = any(encoder.trains for encoder in recipe.encoders.values())
+        self._generators = {name: generator_settings(recipe, name) for name in recipe.generators}
+        products |= {name: s.products() for name, s in self._generators.items()}
+        inner = {LANGUAGE: recipe.trains_before_language}
+        inner |= dict.fromkeys(recipe.generators, recipe.trains_before_generators)
         self._per_unit = {
             name: flops_per_unit(
                 products_of_module,
                 trainable_names(recipe, name),
-                # Gradients pass through the language model to the embeddings of encoders.
-                input_needs_gradient=name == LANGUAGE and encoders_train,
+                # Gradients pass through a module to what trains before it.
+                input_needs_gradient=inner.get(name, False),
                 adapters=recipe.module(name).lora,
             )
             for name, products_of_module in products.items()
@@ -340,11 +358,18 @@ class StepFlops:
                 )
             }
             for name, settings in self._encoders.items():
-                items = planned.encoders[name].item
+                items = planned.items[name].item
                 source = samples.source[samples.item_sample[items]]
                 plans = plans_of_items(self._dataset.readers, source, samples.item[items])
                 if plans:
                     counts[name] = settings.counts(np.array([plan.grid for plan in plans]))
+            for name, settings in self._generators.items():
+                items = planned.items[name].item
+                source = samples.source[samples.item_sample[items]]
+                plans = plans_of_items(self._dataset.readers, source, samples.item[items])
+                if plans:
+                    grids, rows = np.array([p.grid for p in plans]), samples.item_rows[items]
+                    counts[name] = settings.counts(grids, rows)
             for name, units in counts.items():
                 flops[name] += step_flops(self._per_unit[name], units)
         return flops

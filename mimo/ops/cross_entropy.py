@@ -131,3 +131,8 @@ def linear_cross_entropy(
     share, which the caller sums over ``group``.
     """
     return cast("Tensor", _LinearCrossEntropy.apply(hidden, weight, labels, num_tokens, group))
+
+
+def append_scalar(losses: Tensor, scalar: Tensor) -> Tensor:
+    """losses (n,), scalar () -> (n + 1,), so that a backward of their sum reaches both."""
+    return torch.cat((losses, scalar.to(losses.dtype)[None]))

@@ -1,6 +1,7 @@
 """Place the modules of a recipe on ranks, and check the layout.
 
-Disjoint encoders come first, then the language model, unless a recipe gives `rank_offset`.
+Disjoint encoders come first, then the language model, then disjoint generators, unless a recipe
+gives `rank_offset`.
 """
 
 import math
@@ -35,8 +36,10 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     """
     if world_size is not None and not 1 <= world_size <= MAX_RANKS:
         raise RecipeError(f"world size: got {world_size}, needs 1 to {MAX_RANKS}")
-    colocated = {n for n, encoder in recipe.encoders.items() if encoder.placement == "colocated"}
-    names = [name for name in (*recipe.encoders, LANGUAGE) if name not in colocated]
+    guests = {**recipe.encoders, **recipe.generators}
+    colocated = {name for name, module in guests.items() if module.placement == "colocated"}
+    every = (*recipe.encoders, LANGUAGE, *recipe.generators)
+    names = [name for name in every if name not in colocated]
     grids = {name: _grid(recipe, name) for name in names}
     if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
         culprit = max(grids, key=lambda name: grids[name].size)
@@ -46,9 +49,9 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     blocks = _blocks(grids, recipe.bridge.block_ranks) if len(grids) > 1 else 1
     needed = sum(grid.size for grid in grids.values())
     language = grids[LANGUAGE]
-    for name in colocated:  # the language model's ranks, but the encoder's axes
+    for name in colocated:  # the language model's ranks, but the module's own axes
         grid = _grid(recipe, name)
-        lanes = recipe.encoders[name].grid.dp or max(1, language.size // grid.lane_size)
+        lanes = guests[name].grid.dp or max(1, language.size // grid.lane_size)
         grids[name] = replace(grid, dp=lanes, rank_offset=language.rank_offset)
     problems = list[tuple[Location, str]]()
     layout = Layout(
@@ -58,6 +61,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         colocated=frozenset(colocated),
         links=_links(recipe, language, problems),
         blocks=blocks,
+        generators={name: grids[name] for name in recipe.generators},
     )
     problems += _tiling_problems(recipe, layout)
     problems += _colocation_problems(recipe, layout)
@@ -72,7 +76,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 def _blocks(grids: dict[str, GridSpec], most_ranks: int) -> int:
     """Return the fewest blocks of lanes with at most `most_ranks` at an end of a bridge.
 
-    grids: of the language model and of disjoint encoders.
+    grids: of the language model and of disjoint modules.
     """
     lanes = math.gcd(*(grid.dp for grid in grids.values()))
     ranks = max(grid.size // grid.pp for grid in grids.values())
@@ -172,6 +176,9 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Problems:
     """Yield errors of keys that the module's engine does not have."""
     key, part = recipe.key_of(grid.module), recipe.module(grid.module)
     replicas = (*key, "grid", "dp_replicate")
+    if grid.module in recipe.generators and grid.tp > 1:
+        message = f"got {grid.tp}, but generators cannot be split; raise dp, which shards weights"
+        yield (*key, "grid", "tp"), message
     if grid.engine == "megatron":
         for axis, feature in _NOT_IN_ENCODERS.items() if grid.module != LANGUAGE else ():
             if (size := getattr(grid, axis)) > 1:
@@ -192,7 +199,7 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Problems:
             yield (*key, "grid", axis), message
     if grid.dp % grid.dp_replicate:
         yield replicas, f"got {grid.dp_replicate}, but it must divide the lanes, dp {grid.dp}"
-    if recipe.init_from is None:
+    if recipe.init_from is None and grid.module not in recipe.generators:
         message = "got fsdp, which runs the model in init_from; set init_from, or engine: megatron"
         yield (*key, "engine"), message
     if grid.module == LANGUAGE and (fp8 := recipe.train.fp8) != "none":
@@ -204,20 +211,28 @@ def _colocation_problems(recipe: Recipe, layout: Layout) -> Problems:
     """Yield errors of colocated grids, which have exactly the language model's ranks."""
     stages = layout.language.pp if layout.language.vpp > 1 else 1
     for name in sorted(layout.colocated):
-        grid, size, key = layout.encoders[name], layout.language.size, recipe.key_of(name)
+        grid, size, key = layout.grids[name], layout.language.size, recipe.key_of(name)
         if grid.size != size:
             message = (
-                f"got {grid}, but a colocated encoder has all {size} ranks of the language model; "
+                f"got {grid}, but a colocated module has all {size} ranks of the language model; "
                 f"choose tp · dp = {size}, or leave dp out"
             )
             yield (*key, "grid"), message
+        if recipe.module(name).grid.rank_offset is not None:
+            message = "a colocated module has the ranks of the language model; remove rank_offset"
+            yield (*key, "grid", "rank_offset"), message
+        if name in layout.generators:
+            if layout.language.pp > 1:
+                message = (
+                    f"got colocated, but language.grid.pp is {layout.language.pp}; a colocated "
+                    f"generator needs pp 1; set placement: disjoint"
+                )
+                yield (*key, "placement"), message
+            continue
         if grid.pp > 1:
             message = f"got {grid.pp}, but a colocated encoder runs on one stage; set it to 1"
             yield (*key, "grid", "pp"), message
-        if recipe.encoders[name].grid.rank_offset is not None:
-            message = "a colocated encoder has the ranks of the language model; remove rank_offset"
-            yield (*key, "grid", "rank_offset"), message
-        other = min(layout.colocated)
+        other = min(layout.colocated & layout.encoders.keys())
         group, first = (recipe.encoders[n].encode_group for n in (name, other))
         if group != first:
             message = f"got {group}, but encoders.{other} has {first}; give both the same"
@@ -282,13 +297,14 @@ def _size_problems(recipe: Recipe, layout: Layout) -> Problems:
             f"must be a multiple of language.grid.pp {language.pp}"
         )
         yield ("train", "global_batch_size"), message
-    needed = minimum_run_ahead(language.pp, language.vpp, microbatches)
+    needed = minimum_run_ahead(language.pp, language.vpp, microbatches, layout.ahead)
     for name, encoder in recipe.encoders.items():
         if name in layout.colocated or encoder.run_ahead == "auto":
             continue
         if encoder.run_ahead < needed:
             message = (
                 f"got {encoder.run_ahead}, which would deadlock: language.grid.pp {language.pp} "
-                f"with vpp {language.vpp} needs at least {needed}; use auto"
+                f"with vpp {language.vpp}{', which runs ahead for a generator,' * layout.ahead} "
+                f"needs at least {needed}; use auto"
             )
             yield ("encoders", name, "run_ahead"), message

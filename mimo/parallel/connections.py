@@ -26,9 +26,9 @@ from mimo.parallel.grids import GridSpec, Layout, Link
 
 
 def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]:
-    """Return, for each block of lanes, the ranks at a link's sending and at its receiving end."""
-    encoder, language = layout.encoders[link.encoder], layout.language
-    blocks = layout.blocks_of(link.encoder)
+    """Return, for each block of lanes, the ranks of a link's module and of the language model."""
+    module, language = layout.item_grids[link.module], layout.language
+    blocks = layout.blocks_of(link.module)
 
     def ranks(grid: GridSpec, block: int, stage: int) -> list[int]:
         size = grid.dp // blocks
@@ -40,7 +40,7 @@ def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]
         ]
 
     return [
-        (ranks(encoder, block, encoder.pp - 1), ranks(language, block, link.stage))
+        (ranks(module, block, module.pp - 1), ranks(language, block, link.stage))
         for block in range(blocks)
     ]
 
@@ -52,7 +52,7 @@ def sender_receiver_pairs(layout: Layout) -> dict[str, list[tuple[int, int]]]:
         for first in grid.ranks[:: grid.tp] if grid.tp > 1 else ():
             ring = [(first + n, first + (n + 1) % grid.tp) for n in range(grid.tp)]
             pairs[f"tp of {name}"] += ring
-    for link in (link for name in layout.encoders for link in layout.links_of(name)):
+    for link in (link for name in layout.item_grids for link in layout.links_of(name)):
         for senders, receivers in bridge_ends(layout, link):
             for n in range(max(len(senders), len(receivers))):
                 ends = senders[n % len(senders)], receivers[n % len(receivers)]

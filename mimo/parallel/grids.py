@@ -18,14 +18,15 @@ _REPEATS = 4  # of the schedule's pattern, with its beginning and end
 
 @dataclass(frozen=True)
 class Link:
-    """The bridge between an encoder and one stage of the language model that needs its rows.
+    """The bridge between a module and one stage of the language model: the one that needs the rows
+    of an encoder, or the last one, which has those for a generator.
 
     levels: ascending; one message holds the rows of all. chunks: for each level the stage's chunk
     that needs it, ascending. Level 0 is the embeddings, for the first layer's input; level k is
     added after the k-th layer (DeepStack), by the chunk that owns that layer.
     """
 
-    encoder: str
+    module: str
     stage: int = 0
     levels: tuple[int, ...] = (0,)
     chunks: tuple[int, ...] = (0,)
@@ -34,8 +35,8 @@ class Link:
     def name(self) -> str:
         """Name in messages to users."""
         if self.levels == (0,) and self.stage == 0:
-            return self.encoder
-        return f"{self.encoder} (levels {', '.join(map(str, self.levels))})"
+            return self.module
+        return f"{self.module} (levels {', '.join(map(str, self.levels))})"
 
 
 class Coords(NamedTuple):
@@ -100,11 +101,11 @@ class GridSpec:
 class Layout:
     """Every module's grid; disjoint ones together use each of the `world_size` ranks once.
 
-    colocated: encoders that run on the language model's ranks.
+    colocated: encoders and generators that run on the language model's ranks.
     links: for encoders that emit feature levels, one per stage that needs any. They follow from
         the models, so comparisons of layouts ignore them.
-    blocks: number of blocks into which the lanes of each module are cut. Rows go only from a block
-        of a disjoint encoder's lanes to the same block of the language model's.
+    blocks: number of blocks into which the lanes of each module are cut. Rows go only between a
+        block of a disjoint module's lanes and the same block of the language model's.
     """
 
     language: GridSpec
@@ -113,19 +114,37 @@ class Layout:
     colocated: frozenset[str] = frozenset()
     links: dict[str, tuple[Link, ...]] = field(default_factory=dict, compare=False)
     blocks: int = 1
+    generators: dict[str, GridSpec] = field(default_factory=dict)
 
-    def links_of(self, encoder: str) -> tuple[Link, ...]:
-        """Bridges of an encoder; without levels, one to the language model's first stage."""
-        return self.links.get(encoder, (Link(encoder),))
+    def links_of(self, module: str) -> tuple[Link, ...]:
+        """Bridges of a module: of a generator, one to the language model's last stage; of an
+        encoder without levels, one to the first.
+        """
+        if module in self.generators:
+            return (Link(module, self.language.pp - 1, chunks=(self.language.vpp - 1,)),)
+        return self.links.get(module, (Link(module),))
 
-    def blocks_of(self, encoder: str) -> int:
-        """Number of blocks of lanes between which an encoder's rows do not travel."""
-        return 1 if encoder in self.colocated else self.blocks
+    def blocks_of(self, module: str) -> int:
+        """Number of blocks of lanes between which a module's rows do not travel."""
+        return 1 if module in self.colocated else self.blocks
+
+    @property
+    def item_grids(self) -> dict[str, GridSpec]:
+        """The modules that work on items, by name: encoders, then generators."""
+        return {**self.encoders, **self.generators}
 
     @property
     def grids(self) -> dict[str, GridSpec]:
-        """All modules by name: the encoders in the recipe's order, then the language model."""
-        return {**self.encoders, LANGUAGE: self.language}
+        """All modules by name: encoders, the language model, generators; as in the recipe."""
+        return {**self.encoders, LANGUAGE: self.language, **self.generators}
+
+    @property
+    def ahead(self) -> int:
+        """Microbatches that the language model runs ahead, as if a generator were one more stage.
+
+        Interleaved schedules keep Megatron's warm-up; a colocated generator runs in the forward.
+        """
+        return int(self.language.vpp == 1 and not self.colocated >= self.generators.keys())
 
     def modules_of(self, rank: int) -> tuple[str, ...]:
         return tuple(name for name, grid in self.grids.items() if rank in grid.ranks)
@@ -158,7 +177,7 @@ def posted_ahead(recipe: Recipe, layout: Layout, encoder: str) -> int:
 
 def _least_run_ahead(recipe: Recipe, layout: Layout) -> int:
     language, microbatches = layout.language, num_microbatches(recipe, layout)
-    return minimum_run_ahead(language.pp, language.vpp, microbatches)
+    return minimum_run_ahead(language.pp, language.vpp, microbatches, layout.ahead)
 
 
 def segment_multiple(cp: int) -> int:
@@ -193,16 +212,16 @@ def links_of(encoder: str, pp: int, vpp: int, num_layers: int, num_levels: int) 
     return tuple(links)
 
 
-def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
+def minimum_run_ahead(pp: int, vpp: int, microbatches: int, ahead: int = 0) -> int:
     """Return the fewest microbatches that a disjoint encoder sends before it waits for gradients.
 
     With fewer, the encoder waits for the gradients of a microbatch, and the language model for the
     rows of a later one. The number follows from the order in which Megatron's schedule (1F1B, or
     interleaved) runs the first chunk of the first stage, which takes rows first and returns
-    gradients last.
+    gradients last. ahead: microbatches that the language model itself runs ahead (`Layout.ahead`).
     """
     # The order repeats every pp microbatches.
-    microbatches = min(microbatches, _REPEATS * pp)
+    microbatches = min(microbatches, _REPEATS * (pp + ahead))
     table = [
         chunk
         for first in range(0, microbatches, pp)
@@ -210,7 +229,7 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int) -> int:
         for _ in range(first, min(first + pp, microbatches))
     ]
     behind = pp - 1
-    warmup = min(behind if vpp == 1 else behind * 2 + (vpp - 1) * pp, len(table))
+    warmup = min(behind + ahead if vpp == 1 else behind * 2 + (vpp - 1) * pp, len(table))
     received = table[:warmup].count(0)
     returned = needed = 0
     for step, chunk in enumerate(table):
@@ -239,7 +258,7 @@ def overlap_of(train: Train, on_gpu: bool) -> tuple[bool, bool]:
 def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
     """Return environment variables of this rank that depend on its place in the layout.
 
-    At an end of a disjoint encoder's bridge kernels load at the start: loading one at its first use
+    At an end of a disjoint module's bridge kernels load at the start: loading one at its first use
     may wait for a transfer that is posted ahead, whose sender may wait for the kernel.
 
     With one hardware queue the exchange inside a tensor-parallel layer starts before the matrix
@@ -256,8 +275,8 @@ def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
 
 
 def _at_end_of_bridge(layout: Layout, rank: int) -> bool:
-    """Whether rows of a disjoint encoder come from this rank or arrive at it."""
-    for name, grid in layout.encoders.items():
+    """Whether rows travel between this rank and those of a disjoint module."""
+    for name, grid in layout.item_grids.items():
         if name in layout.colocated:
             continue
         if rank in grid.ranks and grid.coords(rank).pp == grid.pp - 1:

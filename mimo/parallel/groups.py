@@ -58,7 +58,7 @@ _GROUPS_OF_STEPS = ("tp", "cp", "dp_cp", "embd")
 
 @dataclass(frozen=True)
 class BridgeGroups:
-    """Groups of one bridge: the encoder's last stage and one stage of the language model.
+    """Groups of one bridge: the module's last stage and one stage of the language model.
 
     Two groups, because in-order transfers of gradients must not wait behind those of rows.
     """
@@ -216,7 +216,7 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
             topology.modules[name] = groups
             if spec.pp > 1:
                 connect_stages(groups.pp, interleaved=spec.vpp > 1)
-            if spec.tp > 1 and not spec.sp and layout.encoders:  # they exchange rows
+            if spec.tp > 1 and not spec.sp and layout.item_grids:  # they exchange rows
                 connect_all(groups.tp)
             if spec.cp > 1 and TRANSFORMER_ENGINE in this_machine().installed:
                 connect_context(groups.cp)
@@ -225,7 +225,7 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
             mesh = _mesh(dist.group.WORLD, spec.rank_offset, sizes, timeout)
             if mesh is not None:
                 topology.meshes[name] = mesh
-    for name in layout.encoders:
+    for name in layout.item_grids:
         for link in layout.links_of(name):
             for senders, receivers in bridge_ends(layout, link):
                 _add_bridge(topology, factory, link, senders, receivers)
@@ -241,12 +241,11 @@ def _add_bridge(
 ) -> None:
     """Create and connect the groups of a bridge's block; every rank of the world calls it.
 
-    Each encoder lane may have rows for any lane of the language model, so a rank connects to the
-    whole other end.
+    Each lane may have rows for any lane at the other end, so a rank connects to the whole of it.
     """
     ends = sorted({*senders, *receivers})
     forward, backward = (
-        factory.fresh(ends, f"bridge.{link.encoder}.{link.stage}.{way}", bridge_group_options())
+        factory.fresh(ends, f"bridge.{link.module}.{link.stage}.{way}", bridge_group_options())
         for way in ("forward", "backward")
     )
     if topology.rank not in ends:

@@ -38,8 +38,8 @@ from mimo.device import Staging, copy_stream, local_device, send
 from mimo.families.registry import GENERAL
 from mimo.model.dataset import Dataset
 from mimo.model.decoding import gather_items, pack_language
-from mimo.model.inputs import EncoderBatch, LanguageBatch, WholeBatch
-from mimo.model.modules import MimoModel
+from mimo.model.modules import Inputs, MimoModel
+from mimo.model.outputs import output_planner
 from mimo.model.step_plan import StepFlops, StepPlan, pads_samples, step_planner
 from mimo.parallel.grids import LANGUAGE
 from mimo.parallel.groups import Topology
@@ -55,14 +55,13 @@ STEP = "step"  # what messages call a batch that is trained on
 class RankBatch:
     """The input of this rank's modules in one step, on its device.
 
-    language, items: from `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
+    inputs: from `MimoModel.stage`. name, sample_keys: for messages; the keys are those of
     one microbatch, or the first of them. flops: by module, over all ranks, where they are counted.
     """
 
     name: str
     plan: StepPlan
-    language: list[LanguageBatch | WholeBatch]
-    items: dict[str, list[EncoderBatch]]
+    inputs: Inputs
     sample_keys: Callable[..., list[str]]
     flops: dict[str, float]
 
@@ -111,6 +110,7 @@ class Batches:
         self._flops, self._num_prepared = flops, num_prepared
         self._layout, self._rank = topology.layout, topology.rank
         self._media = {name: encoder.media for name, encoder in recipe.encoders.items()}
+        self._outputs = {n: output_planner(recipe, n, name) for n in recipe.generators}
         self._planner = step_planner(
             recipe,
             topology.layout,
@@ -189,25 +189,27 @@ class Batches:
         """Pack this rank's part of a batch, in the order of its plan; in the background."""
         loaded.release()
         plan = self._planner.finish(loaded.microbatches, unusable)
-        dataset, lanes, items = self._dataset, [], {}
+        dataset, lanes, items, draws = self._dataset, [], {}, {}
         readers = dataset.readers
         for name in self._layout.modules_of(self._rank):
             coords = self._layout.grids[name].coords(self._rank)
             if name == LANGUAGE:
                 padding = readers[0].chat.pad_token_id
                 lanes = pack_language(loaded, plan, readers, coords.dp, padding)
+            elif name in self._outputs:
+                draws[name] = self._outputs[name].plan(loaded, plan, readers, coords.dp)
             else:
                 form = readers[0].processors[self._media[name]].wire
                 items[name] = gather_items(loaded, plan, readers, name, coords, form)
         staging = Staging(self._stream)
-        language, encoders = self._model.stage(plan, lanes, items, staging)
+        inputs = self._model.stage(plan, lanes, items, draws, staging)
 
         def sample_keys(microbatch: int, most: int | None = None) -> list[str]:
             return dataset.sample_keys(plan.microbatches[microbatch].samples, most)
 
         name = f"{self.name} {loaded.step}"
         flops = {} if self._flops is None else self._flops.of(plan)
-        return RankBatch(name, plan, language, encoders, sample_keys, flops), staging
+        return RankBatch(name, plan, inputs, sample_keys, flops), staging
 
     def _report_unusable(self, loaded: LoadedStep) -> np.ndarray:
         """Return (n,) fp64: for each sample of a step, 1 if this rank could not read it."""

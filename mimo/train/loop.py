@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.checkpoint.manifest import naming
 from mimo.checkpoint.save import Saver
-from mimo.config.schema import Recipe, Train
+from mimo.config.schema import LANGUAGE, Recipe, Train
 from mimo.device import has_gpu, traced_activities
 from mimo.model.build import build_model
 from mimo.model.dataset import Dataset, item_processors, open_tokenizer, split_by_source
@@ -27,7 +28,7 @@ from mimo.spans import SPANS
 from mimo.train.anomalies import AnomalyDetector, BadSamples, check_skipped
 from mimo.train.batches import STEP, Batches, PreparedBatch
 from mimo.train.metrics import StepTimes
-from mimo.train.step import StepObserver, run_modules, train_step
+from mimo.train.step import StepObserver, run_modules, total_loss, train_step
 
 
 class Trainer:
@@ -159,29 +160,45 @@ class Trainer:
         Each source is validated on `train.validation_batches` global batches of its own.
         """
         sources = split_by_source(self.recipe, "validation", dataset)
-        sums = {n: self._loss_and_tokens(source, decoding) for n, source in sources.items()}
+        sums = {n: self._sums(source, decoding) for n, source in sources.items()}
         self.model.take_waited_seconds()
-        total, tokens = map(sum, zip(*sums.values(), strict=True))
-        losses = {"validation_loss": total / max(tokens, 1.0)}
+        means = {n: self._mean(of_source) for n, of_source in sums.items()}
+        names = (LANGUAGE, *self.recipe.generators)
+        keys = [(what, name) for what in ("sum", "count") for name in names]
+        whole = self._mean(
+            {key: sum(of_source[key] for of_source in sums.values()) for key in keys}
+        )
+        losses = {"validation_loss": total_loss(self.recipe, whole)}
+        if self.recipe.generators:
+            losses |= {f"validation_loss_{name}": loss for name, loss in whole.items()}
         if len(sums) > 1:
-            losses |= {f"validation_loss_{n}": a / max(b, 1.0) for n, (a, b) in sums.items()}
+            totals = {n: total_loss(self.recipe, of_source) for n, of_source in means.items()}
+            losses |= {f"validation_loss_{n}": loss for n, loss in totals.items()}
         return losses
 
-    def _loss_and_tokens(self, dataset: Dataset, decoding: Decoding) -> tuple[float, float]:
+    def _mean(self, sums: Mapping[tuple[str, str], float]) -> dict[str, float]:
+        """Return mean losses by module, of sums and counts from `_sums`."""
+        names = (LANGUAGE, *self.recipe.generators)
+        return {name: sums["sum", name] / max(sums["count", name], 1.0) for name in names}
+
+    def _sums(self, dataset: Dataset, decoding: Decoding) -> dict[tuple[str, str], float]:
+        """Return the sum of losses and the number of tokens, or items, by module."""
         steps = range(self.recipe.train.validation_batches)
-        total = tokens = 0.0
+        sums = defaultdict[tuple[str, str], float](float)
         # No batch is prepared ahead: a batch of training is waiting on the device too.
         with self.batches(
             name="validation batch", dataset=dataset, steps=steps, decoding=decoding
         ) as batches:
             for _ in steps:
                 batch = batches.next()
-                rank_loss = run_modules(self.model, batch, forward_only=True)
-                tokens += batch.plan.num_loss_tokens
+                rank_losses = run_modules(self.model, batch, forward_only=True)
+                counts = {LANGUAGE: batch.plan.num_loss_tokens, **batch.plan.num_outputs}
                 del batch  # its memory, before another batch is copied to the device
                 batches.read_ahead()
-                total += float(batches.sum_over_world(rank_loss))
-        return total, tokens
+                for name, loss in batches.sum_over_world(rank_losses).items():
+                    sums["sum", name] += float(loss)
+                    sums["count", name] += counts[name]
+        return sums
 
 
 def _is_due(every: int | None, done: int) -> bool:

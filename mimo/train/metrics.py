@@ -10,7 +10,7 @@ import numpy as np
 from mimo.config.schema import Train
 from mimo.device import peak_flops, peak_memory
 from mimo.model.step_plan import StepPlan
-from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.parallel.grids import Layout
 from mimo.spans import RANK, SPANS
 
 WAITS = ("data", "bridge_wait", "pipeline_wait", "sync")
@@ -55,9 +55,9 @@ class StepTimes:
         self._layout, self._rank = layout, rank
         spans: list[Column] = [(RANK, phase) for phase in _OF_RANKS]
         for module in layout.grids:
-            phases = ("forward" if module == LANGUAGE else "encode", *_OF_MODULES)
+            phases = ("encode" if module in layout.encoders else "forward", *_OF_MODULES)
             spans += [(module, phase) for phase in phases]
-        ways = [f"{name}_{way}" for name in layout.encoders for way in ("forward", "backward")]
+        ways = [f"{name}_{way}" for name in layout.item_grids for way in ("forward", "backward")]
         of_edges = ("edge", "sent", "least")
         edges: list[Column] = [(column, way) for column in of_edges for way in ways]
         self._columns = [*spans, *edges, ("memory", "")]

@@ -33,5 +33,5 @@ def learning_rates(recipe: Recipe, step: int) -> dict[str, float]:
             train, part.learning_rate or train.learning_rate, recipe.warmup_steps(name), step
         )
         for name, part in recipe.modules.items()
-        if part.trains
+        if recipe.trains(name)
     }

@@ -17,6 +17,7 @@ from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
 from mimo.model.modules import MimoModel
 from mimo.model.step_plan import StepPlan
+from mimo.parallel.grids import LANGUAGE
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import Column, StepResult, StepTimes, is_logged
@@ -51,12 +52,13 @@ class StepObserver:
 class StepSums:
     """The content of a step's one collective: the terms of this rank, then their sums.
 
-    loss: summed over tokens. squared_norms: of the gradients; squared_changes: of the weights in
-    the update before; both by module that trains. data_wait_seconds: terms of the mean over each
-    module's ranks. times: the table of `StepTimes`; empty in steps that are not logged.
+    losses: by module, summed over tokens or items. squared_norms: of the gradients;
+    squared_changes: of the weights in the update before; both by module that trains.
+    data_wait_seconds: terms of the mean over each module's ranks. times: the table of `StepTimes`;
+    empty in steps that are not logged.
     """
 
-    loss: float | Tensor
+    losses: Mapping[str, float | Tensor]
     squared_norms: Mapping[str, float | Tensor]
     squared_changes: Mapping[str, float | Tensor]
     data_wait_seconds: Mapping[str, float]
@@ -102,7 +104,7 @@ def train_step(
     observer.at(step, "forward and backward")
     num_checked = {"always": math.inf, "first_steps": _CHECKED_STEPS, "never": 0}
     checks = step - batches.steps.start < num_checked[recipe.bridge.check]
-    rank_loss = run_modules(model, batch, check=checks)
+    rank_losses = run_modules(model, batch, check=checks)
     del batch  # its memory, before another batch is copied to the device
 
     # ---- complete the gradients: sum over lanes, divide once by the tokens of the whole batch
@@ -128,7 +130,7 @@ def train_step(
     changes, model.squared_changes = model.squared_changes, {}
     waited, logged = batches.take_waited_seconds(), is_logged(train, step)
     terms = StepSums(
-        loss=rank_loss,
+        losses=rank_losses,
         squared_norms={name: norms.get(name, 0.0) for name in rates},
         squared_changes={name: changes.get(name, 0.0) for name in rates},
         data_wait_seconds=times.mean_terms(waited),
@@ -138,7 +140,8 @@ def train_step(
     with SPANS.span(RANK, "sync"):
         sums = batches.sum_over_world(terms)
     waited += time.perf_counter() - sum_started + model.take_waited_seconds()
-    loss, grad_norms = float(sums.loss), _roots(sums.squared_norms)
+    losses, grad_norms = mean_losses(plan, sums.losses), _roots(sums.squared_norms)
+    loss = total_loss(recipe, losses)
     norm = math.sqrt(sum(sums.squared_norms.values()))
 
     # ---- update: clip all modules by one factor; each has its own learning rate
@@ -158,9 +161,9 @@ def train_step(
     seconds = time.perf_counter() - started
     has_changes = logged and step > batches.steps.start
     update_norms = _roots(sums.squared_changes) if has_changes else dict.fromkeys(rates)
-    mean_loss = loss / max(plan.num_loss_tokens, 1)
     metrics = {
-        "loss": mean_loss,
+        "loss": loss,
+        **(_by_module("loss", losses) if recipe.generators else {}),
         "grad_norm": norm,
         **_by_module("grad_norm", grad_norms),
         **_by_module("update_norm", update_norms),
@@ -177,13 +180,13 @@ def train_step(
         "host_seconds": seconds - waited,
         **times.figures(sums.times),
     }
-    return StepResult(plan, mean_loss, norm, grad_norms, is_skipped, metrics)
+    return StepResult(plan, loss, norm, grad_norms, is_skipped, metrics)
 
 
 def run_modules(
     model: MimoModel, batch: RankBatch, forward_only: bool = False, check: bool = False
-) -> float | Tensor:
-    """Run forward, and backward, of this rank's modules; returns its part of the summed loss.
+) -> dict[str, float | Tensor]:
+    """Run forward, and backward, of this rank's modules; returns its parts of the summed losses.
 
     Every rank of the world calls it. check: compare plans over the bridge first. An error gets a
     note with the batch's name and the samples of its microbatch, or the one at fault.
@@ -214,12 +217,23 @@ def run_modules(
     if model.watch is not None:
         model.watch.tell_where = add_note
     try:
-        return model.run(
-            batch.plan, batch.language, batch.items, forward_only, check, batch.sample_keys
-        )
+        losses = model.run(batch.plan, batch.inputs, forward_only, check, batch.sample_keys)
     except Exception as error:
         add_note(error)
         raise
+    return {name: losses.get(name, 0.0) for name in (LANGUAGE, *batch.plan.num_outputs)}
+
+
+def mean_losses(plan: StepPlan, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return the language model's mean loss per token, and each generator's per item."""
+    counts = {LANGUAGE: plan.num_loss_tokens, **plan.num_outputs}
+    return {name: float(sums[name]) / max(count, 1) for name, count in counts.items()}
+
+
+def total_loss(recipe: Recipe, losses: Mapping[str, float]) -> float:
+    """Return the loss that is trained on: the generators' with their weights beside the text's."""
+    weights = {name: generator.loss_weight for name, generator in recipe.generators.items()}
+    return sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
 
 
 def _by_module[T](name: str, values: Mapping[str, T]) -> dict[str, T]:

@@ -6,14 +6,14 @@ n chosen tokens or rows, k feature levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig
 
 from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
@@ -24,9 +24,9 @@ from mimo.engines.fsdp.models import (
     language_forms,
     on_meta,
 )
-from mimo.engines.fsdp.plans import Border, Head, local_share, parallelize
+from mimo.engines.fsdp.plans import Border, Head, distribute, local_share, parallelize
 from mimo.ops.attention_plan import LayerForm
-from mimo.ops.cross_entropy import linear_cross_entropy
+from mimo.ops.cross_entropy import append_scalar, linear_cross_entropy
 from mimo.ops.segments import PackedSegments
 
 
@@ -35,9 +35,13 @@ class LanguageModel(Wrapper):
 
     If the head is not tied, head and embedding are ends. `plans` says which models can be
     tensor-parallel. Without a mesh it is transformers' module with its attention.
+
+    queries: by generator, the number of its query parameters.
     """
 
-    def __init__(self, config: PretrainedConfig, ctx: FsdpContext) -> None:
+    def __init__(
+        self, config: PretrainedConfig, ctx: FsdpContext, queries: Iterable[tuple[str, int]] = ()
+    ) -> None:
         super().__init__(ctx)
         whole = on_meta(config, "sdpa" if ctx.mesh is None else NAME, ctx.stored_dtype)
         self.text: Any = getattr(whole.model, "language_model", whole.model)
@@ -51,6 +55,14 @@ class LanguageModel(Wrapper):
         if ctx.tp is not None:
             self.border = Border(ctx.tp, ctx.sequence_parallel)
             parallelize(self.text, self.head, self.border)
+        self.queries = nn.ParameterDict()
+        for name, number in queries:
+            size = number, self.text.config.hidden_size
+            matrix = torch.empty(size, dtype=ctx.stored_dtype, device="meta")
+            self.queries[name] = nn.Parameter(matrix)
+            self.hf_names[f"queries.{name}"] = f"queries.{name}"
+        if ctx.tp is not None:
+            distribute(self.queries, ctx.tp, Replicate())
         if ctx.recompute == "full":
             self.text.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -65,8 +77,9 @@ class LanguageModel(Wrapper):
         input_ids: Tensor,
         position_ids: Tensor,
         *,
-        place: Callable[[Tensor], Tensor] | None = None,
+        place: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None,
         levels: tuple[Tensor, Tensor] | None = None,
+        emit: Callable[[Tensor], Tensor] | None = None,
         labels: Tensor | None = None,
         loss_at: Tensor | None = None,
         logits_at: Tensor | None = None,
@@ -100,7 +113,8 @@ class LanguageModel(Wrapper):
         if loss_at is None:
             losses = self._losses(hidden, labels.t().flatten(), None)
             return losses.view(labels.shape[::-1]).t()
-        return self._losses(hidden, labels, loss_at)
+        losses = self._losses(hidden, labels, loss_at)
+        return losses if emit is None else append_scalar(losses, emit(hidden.transpose(0, 1)))
 
     def _attention(self, packed: PackedSegments | None, device: torch.device) -> dict[str, Any]:
         if self.ctx.mesh is not None:
@@ -109,7 +123,9 @@ class LanguageModel(Wrapper):
             return {}
         return {"attention_mask": dense_masks(packed, self.text.config, device)}
 
-    def _embed(self, ids: Tensor, place: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def _embed(
+        self, ids: Tensor, place: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None
+    ) -> Tensor:
         """ids (B, S) -> the first layer's input (B, S', H)."""
         border, text = self.border, self.text.embed_tokens(ids)
         if border is not None and place is not None and not self.ctx.scatter_embedding:
@@ -118,7 +134,13 @@ class LanguageModel(Wrapper):
             text = border.leave(text)
         if place is None:
             return text
-        return place(text.transpose(0, 1)).transpose(0, 1).contiguous()
+        # Under sequence parallelism each rank of tp places the queries of its own tokens.
+        is_cut = self.ctx.sequence_parallel and self.ctx.scatter_embedding
+        queries = {
+            name: local_share(q) if is_cut or not isinstance(q, DTensor) else q.to_local()
+            for name, q in self.queries.items()
+        }
+        return place(text.transpose(0, 1), queries).transpose(0, 1).contiguous()
 
     def _through_head(self, chosen: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return ``compute(chosen, weight)`` with this rank's rows of the weight (V/tp, H)."""

@@ -9,7 +9,7 @@ Letters: B sequences (1 for packed) of S tokens (T packed), N heads, G key/value
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -173,12 +173,22 @@ def build_on_meta(kind: Any, config: PretrainedConfig, dtype: torch.dtype, **opt
     """
     wide = dtype if dtype == torch.float64 else torch.float32
     options = {"dtype": wide, "trust_remote_code": False, **options}
-    with no_init_weights(), _parameters_on_meta(), torch.random.fork_rng(devices=()):
+
+    def build() -> Any:
         whole = kind.from_config(copy.deepcopy(config), **options)
-    whole.tie_weights()
-    for parameter in whole.parameters():
+        whole.tie_weights()
+        return whole
+
+    return module_on_meta(build, dtype)
+
+
+def module_on_meta(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Build a module with parameters on meta, in ``dtype``, and buffers with their values."""
+    with no_init_weights(), _parameters_on_meta(), torch.random.fork_rng(devices=()):
+        module = build()
+    for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    return whole
+    return module
 
 
 def on_meta(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> Any:

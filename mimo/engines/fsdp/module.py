@@ -84,7 +84,7 @@ class FsdpModule:
         self._optimizer, self._ema_decay = None, settings.ema_decay
         if self._trained:
             assert ctx.stored_dtype.itemsize >= 4, "a module that trains in bf16 needs a mesh"
-            weights = [cast("nn.Parameter", param.local) for param in self._trained]
+            weights = [(param.key, cast("nn.Parameter", param.local)) for param in self._trained]
             self._optimizer = torch_optimizer(weights, settings, learning_rate)
             if settings.ema_decay is not None:
                 start_average(self._optimizer)
@@ -124,12 +124,14 @@ class FsdpModule:
         sizes: Sequence[tuple[int, int]],
         forward_only: bool,
     ) -> list[Tensor]:
-        chunk, logged = Chunk(self.whole), []
-        for done, number in enumerate(numbers, 1):
+        chunk, logged = Chunk(self.whole), list[Tensor]()
+
+        def forward_sum(number: int) -> Tensor:
             loss = forward(number, chunk).sum()
             logged.append(loss.detach())
-            if not forward_only:
-                self._backward(loss, is_last=done == len(numbers))
+            return loss
+
+        self._run(forward_sum, numbers, forward_only)
         return logged
 
     def run_encoder[T](
@@ -139,18 +141,24 @@ class FsdpModule:
         items: Sequence[Any],
         forward_only: bool,
     ) -> None:
+        self._run(lambda batch: forward(batch, self.whole), batches, forward_only)
+
+    def _run[T](
+        self, forward: Callable[[T], Tensor], batches: Sequence[T], forward_only: bool
+    ) -> None:
+        """Run forward, `run_ahead` batches ahead, and backward."""
         waiting: deque[Tensor] = deque()
         for done, batch in enumerate(batches, 1):
-            token = forward(batch, self.whole)
+            loss = forward(batch)
             if not forward_only:
-                waiting.append(token)
+                waiting.append(loss)
             while len(waiting) > (self.run_ahead if done < len(batches) else 0):
-                self._backward(waiting.popleft(), is_last=done == len(batches) and not waiting)
+                self.learn(waiting.popleft(), is_last=done == len(batches) and not waiting)
 
     def encode(self, patches: Any, items: Any) -> Any:
         return self.whole(patches, items)
 
-    def _backward(self, loss: Tensor, is_last: bool) -> None:
+    def learn(self, loss: Tensor, *, is_last: bool) -> None:
         self._reduce(now=is_last and not self._accumulates)
         loss.backward()
 

@@ -6,7 +6,7 @@ packed), H hidden, D head size, V vocabulary, n chosen tokens, t ranks of the te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -25,14 +25,17 @@ from mimo.engines.megatron.attention import CoreAttention, window_of
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.lora import let_backward_into_layers
 from mimo.engines.megatron.stack import DeepStackLayer, layer_spec, layers_here, norm_of, stack_spec
-from mimo.ops.cross_entropy import linear_cross_entropy
+from mimo.ops.cross_entropy import append_scalar, linear_cross_entropy
 
 
 class LanguageModel(GPTModel):
     """`GPTModel` with our loss.
 
     Under context parallelism token ids, positions, labels and embeddings are this rank's share.
+    queries: on the first stage, the query parameters (K, H) by generator.
     """
+
+    queries: nn.ParameterDict
 
     def forward(
         self,
@@ -41,8 +44,9 @@ class LanguageModel(GPTModel):
         labels: Tensor | None = None,
         loss_at: Tensor | None = None,
         logits_at: Tensor | None = None,
-        place: Callable[[Tensor], Tensor] | None = None,
+        place: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None,
         levels: tuple[Tensor, Tensor] | None = None,
+        emit: Callable[[Tensor], Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
         """Run the chunk: arguments and losses are those of `mimo.engines.contract.Chunk`.
@@ -53,12 +57,12 @@ class LanguageModel(GPTModel):
         """
         if place is not None and self.pre_process:
             text = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            options["decoder_input"] = place(text)
+            options["decoder_input"] = place(text, dict(self.queries.items()))
         if levels is not None:
             options["extra_block_kwargs"] = {"context": levels[0], "context_mask": levels[1]}
         if labels is not None or logits_at is not None:
             at = logits_at if labels is None else loss_at
-            options["output_processor"] = partial(_output, labels, at)
+            options["output_processor"] = partial(_output, labels, at, emit)
         return super().forward(input_ids, position_ids, None, **options)  # type: ignore[arg-type]
 
 
@@ -92,6 +96,7 @@ def build_gpt(
         **options,
     )
     cast("Any", model).rotary_pos_emb = rotary
+    model.queries = nn.ParameterDict()
     if ctx.is_last_stage:
         Head.convert(model.output_layer, num_tokens)
     if ctx.lora is not None:
@@ -157,6 +162,7 @@ class Head(ColumnParallelLinear):
 def _output(
     labels: Tensor | None,
     at: Tensor | None,
+    emit: Callable[[Tensor], Tensor] | None,
     /,
     *,
     hidden_states: Tensor,
@@ -169,7 +175,8 @@ def _output(
         assert at is not None, "logits of all positions are Megatron's"
         return output_layer(hidden_states.index_select(0, at), output_weight)[0].transpose(0, 1)
     if at is not None:
-        return output_layer(hidden_states, output_weight, labels=labels, at=at)[0]
+        losses = output_layer(hidden_states, output_weight, labels=labels, at=at)[0]
+        return losses if emit is None else append_scalar(losses, emit(hidden_states))
     losses = output_layer(hidden_states, output_weight, labels=labels.t().flatten())[0]
     return losses.view(labels.shape[::-1]).t()
 

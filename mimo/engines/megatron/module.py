@@ -108,7 +108,13 @@ class MegatronModule:
         config = cast("Any", self.raw[0]).config
         shapes = [hidden_shapes(config, self.groups, *size) for size in sizes]
         return run_schedule(
-            forward_step, list(numbers), self.chunks, self.groups, shapes, forward_only
+            forward_step,
+            list(numbers),
+            self.chunks,
+            self.groups,
+            shapes,
+            forward_only,
+            self.run_ahead or None,
         )
 
     def run_encoder[T](
@@ -136,6 +142,9 @@ class MegatronModule:
 
     def encode(self, patches: Any, items: Any) -> Any:
         return self.chunks[0](patches, items)
+
+    def learn(self, loss: Tensor, *, is_last: bool) -> None:
+        raise NotImplementedError("generators run on the engine fsdp")
 
     @contextmanager
     def accumulate_only(self) -> Iterator[None]:

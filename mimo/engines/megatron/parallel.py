@@ -98,7 +98,8 @@ def build_optimizer(
         # Clipping uses one norm over all modules and is done by the caller.
         clip_grad=0.0,
     )
-    params = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    params = (named for chunk in chunks for named in chunk.named_parameters())
+    params = ((name, param) for name, param in params if param.requires_grad)
     base = torch_optimizer(params, settings, learning_rate)
     optimizer: MegatronOptimizer
     # bf16 has the range of fp32 and needs no loss scaling.

@@ -56,8 +56,8 @@ class PlannedCommunicator(P2PCommunicator):
 
     shapes: of the tensors from the stage before, and of the gradients from the stage after, each in
         the order of arrival.
-    run_ahead: forward passes of an encoder before its first backward. It adds to the number of
-        stages, because the warm-up of 1F1B is ``total_stages - current_stage - 1``.
+    run_ahead: further forward passes before the first backward. It adds to the number of stages,
+        because the warm-up of 1F1B is ``total_stages - current_stage - 1``.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ def run_schedule(
 
     forward_step: as in Megatron: (iterator, chunk) -> (output, loss function).
     shapes: shapes of each microbatch, equal for all chunks; needed with several stages.
-    run_ahead: for an encoder, forward passes before its first backward; None for a language
-        model.
+    run_ahead: further forward passes before the first backward, of 1F1B even with one stage; None
+        for a language model that waits for nobody.
     Returns what the loss function logged on the last stage, else an empty list.
     """
     config = cast("TransformerConfig", chunks[0].config)

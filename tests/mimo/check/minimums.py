@@ -83,7 +83,7 @@ def _check_lanes(layout: Layout, plan: StepPlan) -> None:
     for name, grid in layout.encoders.items():
         encoded = []
         for planned in plan.microbatches:
-            encoder = planned.encoders[name]
+            encoder = planned.items[name]
             weights = planned.samples.item_rows[encoder.item]
             encoded.append(np.bincount(encoder.lane, weights=weights, minlength=grid.dp))
         # Items are balanced over the lanes, so lanes differ only where items are few.

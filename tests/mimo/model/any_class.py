@@ -39,7 +39,7 @@ from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_recipe
 from mimo.model.step_bridges import StepRows
 from mimo.model.step_plan import PlannedItems, PlannedMicrobatch, StepPlan
-from mimo.parallel.grids import Layout
+from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.parallel.groups import build_topology
 from tests.mimo.model.tiny_classes import RATE
 
@@ -373,7 +373,8 @@ def run(
             parts = [[item for part in parts for item in part]]
         items["vision"] = [as_inputs(part) for part in parts]
     staging = Staging(None)
-    return model.run(plan, *model.stage(plan, lanes, items, staging), check=True)
+    inputs = model.stage(plan, lanes, items, {}, staging)
+    return model.run(plan, inputs, check=True).get(LANGUAGE, 0.0)
 
 
 def encoder_items(examples: Examples, lanes: Sequence[Sequence[int]]) -> list[Item]:

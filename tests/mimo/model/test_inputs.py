@@ -61,7 +61,7 @@ def staged(cp: int, whole_rows: bool = False, real: tuple[int, ...] = LANE.real_
     copies = Copies()
     rules = ItemRules(positions="mrope", bidirectional=False)
     partition = PartitionAdapter(group, one, sequence_parallel=False)
-    return stage_lane(lane, rules, partition, whole_rows, (), copies), copies.copied
+    return stage_lane(lane, rules, partition, whole_rows, (), copies, {}), copies.copied
 
 
 @pytest.mark.parametrize("whole_rows", [False, True])
@@ -134,9 +134,8 @@ def test_rows_of_encoders_with_equal_counts_stand_at_the_places_of_each() -> Non
     expected = torch.zeros(S, B)
     expected[2, 1], expected[0, 0] = 10.0, 11.0
     expected[3, 0], expected[3, 1] = 20.0, 21.0
-    assert torch.equal(
-        place_embeddings(text, [IMAGES, VIDEOS]), expected[..., None].expand(text.shape)
-    )
+    placed = place_embeddings(text, {}, [IMAGES, VIDEOS], {})
+    assert torch.equal(placed, expected[..., None].expand(text.shape))
 
 
 def test_levels_of_encoders_keep_the_places_of_each() -> None:

@@ -31,7 +31,7 @@ def test_every_link_plans_all_rows_to_the_ranks_of_its_stage(path: Path, deliver
     for link in links:
         ranks = {layout.language.rank(pp=link.stage, tp=tp) for tp in range(2)}
         for planned, bridge in zip(plan.microbatches, plan.bridges[link], strict=True):
-            samples, own = planned.samples, planned.encoders["vision"]
+            samples, own = planned.samples, planned.items["vision"]
             rows = int(samples.item_rows[own.item].sum())
             assert set(bridge.destination_rank.tolist()) == (ranks if rows else set())
             assert bridge.length.sum() == copies * rows

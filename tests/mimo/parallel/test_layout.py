@@ -162,11 +162,11 @@ def test_automatic_run_ahead_is_one_more_than_needed(path: Path, pp: int) -> Non
     [
         (
             ["encoders.vision.grid={dp: 3}", "language.grid.dp=2"],
-            "a colocated encoder has all 4 ranks",
+            "a colocated module has all 4 ranks",
         ),
         (
             ["encoders.vision.grid={tp: 1, rank_offset: 1}"],
-            "encoders.vision.grid.rank_offset: a colocated encoder has the ranks",
+            "encoders.vision.grid.rank_offset: a colocated module has the ranks",
         ),
         (
             [

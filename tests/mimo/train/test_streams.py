@@ -71,8 +71,8 @@ def keys_of(dataset: Dataset, recipe: Recipe, source: np.ndarray, sample: np.nda
 def without_a_model(rank: int) -> Iterator[None]:
     """Train steps that use up a batch, and yield its plan, on a host of this rank alone."""
 
-    def stage(plan: Any, lanes: Any, items: Any, staging: Any) -> tuple[Any, Any]:
-        return lanes, items
+    def stage(plan: Any, lanes: Any, items: Any, draws: Any, staging: Any) -> Any:
+        return SimpleNamespace(language=lanes, items=items)
 
     model = SimpleNamespace(encode_group=None, modules={}, stage=stage)
 
@@ -126,14 +126,14 @@ def check_contents(batch: RankBatch, dataset: Dataset, recipe: Recipe, rank: int
     for m, planned in enumerate(batch.plan.microbatches):
         samples = planned.samples
         if rank in layout.language.ranks:
-            lane: Any = batch.language[m]
+            lane: Any = batch.inputs.language[m]
             for n in samples.samples_of_lane(layout.language.coords(rank).dp).tolist():
                 start, reader = samples.start[n], readers[samples.source[n]]
                 text = reader.sample(int(samples.sample[n])).input_ids
                 np.testing.assert_array_equal(lane.input_ids[start : start + len(text)], text)
         if rank in layout.encoders["vision"].ranks:
-            items: Any = batch.items["vision"][m]
-            of_lane = planned.encoders["vision"].of_lane(layout.encoders["vision"].coords(rank).dp)
+            items: Any = batch.inputs.items["vision"][m]
+            of_lane = planned.items["vision"].of_lane(layout.encoders["vision"].coords(rank).dp)
             owners = samples.source[samples.item_sample[of_lane]].tolist()
             numbers = samples.item[of_lane].tolist()
             assert len(items.patches) == 1 + len(of_lane)

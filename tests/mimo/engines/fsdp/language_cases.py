@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -293,7 +292,10 @@ def inputs_of(model: Any, lane: Lane) -> tuple[Tensor, Tensor, dict[str, Any]]:
         mine = (token >= 0) & (token < part)
         places = (sequence * part + token)[mine]
     rows = lane.rows[:, mine].requires_grad_()
-    place = partial(insert_embeddings, embeddings=rows[0], positions=places)
+
+    def place(text: Tensor, queries: object) -> Tensor:
+        return insert_embeddings(text, rows[0], places)
+
     return (
         rows,
         mine,

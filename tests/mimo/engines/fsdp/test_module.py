@@ -114,7 +114,7 @@ def passes_through(rank: int, plain: bool) -> dict[str, Any]:
         with Counted() as counted:
             losses = module.run_language(
                 lambda _, chunk, rows=rows: chunk.run(
-                    **batch.inputs, place=lambda text: text + rows
+                    **batch.inputs, place=lambda text, _: text + rows
                 ),
                 [0],
                 [(1, 1)],

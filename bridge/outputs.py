@@ -1,0 +1,229 @@
+"""A bridge to a generator: an encoder's bridge whose communication runs backwards.
+
+Rows leave the language model where an encoder's gradients would leave it, and their gradients
+arrive where an encoder's rows would arrive. So the plan is that of an encoder which makes a row for
+each position, read from its other end:
+
+| on a language rank | on a generator rank | index |
+|---|---|---|
+| `returns` rows | `collects` rows | positions on the rank; rows of the rank |
+| `receives` gradients | `sends` gradients | positions on the rank; rows of the rank |
+
+Without sequence parallelism every tensor-parallel rank has all hidden states and sends its share of
+the rows. The shares of the gradient are gathered, never summed.
+
+Letters: n rows of a tensor-parallel group's lane (of this rank under sequence parallelism), N rows
+of a generator lane, H hidden, T positions on this rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bridge.communicator import check_gradient_path
+from bridge.plan import BridgePlan, Exchange
+from bridge.transfer import (
+    BridgeEnd,
+    Kind,
+    Transfer,
+    share_out,
+    start_exchanging,
+    start_receiving,
+    start_sending,
+)
+
+
+class OutputSender:
+    """The language model's end, on every rank of its last pipeline stage.
+
+    run_ahead: microbatches that the language model runs forward before a backward.
+    """
+
+    def __init__(self, end: BridgeEnd, run_ahead: int) -> None:
+        self.end, self.run_ahead = end, run_ahead
+        self._plans: Sequence[BridgePlan] = ()
+        self._sent: deque[Transfer] = deque()
+        self._expects_gradients = False
+
+    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
+        assert not self._sent, "the last step has not been finished"
+        self._plans = plans
+        self._expects_gradients = self.end.trainable and not forward_only
+
+    def send(self, microbatch: int, hidden: Tensor) -> Tensor:
+        """Send this rank's rows of hidden states (T, H) and return a scalar token, zero.
+
+        Every rank of the tensor-parallel group calls it, also without rows. The backward of the
+        token waits for the rows' gradients, and gathers them over ``end.gather``.
+        """
+        places = self.end.positions(self._plans[microbatch])
+        rows = hidden.index_select(0, places)  # those of all sharers
+        token = _Sending.apply(rows, self, microbatch)
+        check_gradient_path(self.end, microbatch, token, self._expects_gradients)
+        return token
+
+    def _forward(self, microbatch: int, rows: Tensor) -> Tensor:
+        plan, end = self._plans[microbatch], self.end
+        # Without a backward that waits for the receiver, nothing else retires finished sends.
+        while not self._expects_gradients and len(self._sent) > self.run_ahead:
+            self._sent.popleft().wait()
+        own = rows.detach()[end.own_rows(plan)]
+        self._sent.append(start_sending(end, microbatch, "rows", plan.returns(end.rank), own))
+        return rows.new_zeros(())
+
+    def _backward(self, microbatch: int, shape: tuple[int, ...]) -> Tensor:
+        plan, end = self._plans[microbatch], self.end
+        gradient = torch.empty(shape, dtype=end.wire_dtype, device=end.device)
+        start_receiving(end, microbatch, "gradients", end.incoming(plan), gradient).wait()
+        # A gradient came back, so its rows have arrived.
+        self._sent.popleft().wait()
+        if end.gather is not None:
+            shares = end.row_shares(plan)
+            share_out(end, end.gather, microbatch, "gradients", gradient, shares)
+        return gradient.to(end.dtype)
+
+    def finish(self) -> None:
+        """Wait until all rows have left; call after the module's schedule."""
+        while self._sent:
+            self._sent.popleft().wait()
+
+
+class _Sending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, sender: OutputSender, microbatch: int) -> Tensor:
+        ctx.sender, ctx.microbatch, ctx.shape = sender, microbatch, rows.shape
+        return sender._forward(microbatch, rows)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
+        return ctx.sender._backward(ctx.microbatch, ctx.shape), None, None
+
+
+class OutputReceiver:
+    """A generator's end, on every rank of a disjoint one. lane: this rank's."""
+
+    def __init__(self, end: BridgeEnd, lane: int) -> None:
+        self.end, self.lane = end, lane
+        self._plans: Sequence[BridgePlan] = ()
+        self._rows: dict[int, Transfer] = {}
+        self._answers: deque[Transfer] = deque()
+        self._expects_gradients = False
+
+    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
+        """Start a step of ``len(plans)`` microbatches; posts the first receive."""
+        assert not self._rows and not self._answers, "the last step has not been finished"
+        self._plans = plans
+        self._expects_gradients = self.end.trainable and not forward_only
+        self._post(0)
+
+    def _post(self, microbatch: int) -> None:
+        if microbatch < len(self._plans):
+            end, plan = self.end, self._plans[microbatch]
+            held = int(plan.held_rows[self.lane])
+            rows = torch.empty(held, end.hidden_size, dtype=end.wire_dtype, device=end.device)
+            collects = plan.collects(end.rank)
+            self._rows[microbatch] = start_receiving(end, microbatch, "rows", collects, rows)
+
+    def receive(self, microbatch: int) -> Tensor:
+        """Return this lane's rows (N, H) in the model's dtype, in the order of its items.
+
+        Microbatches are received in order, each once; the next one's receive is posted meanwhile.
+        """
+        transfer = self._rows.pop(microbatch)
+        transfer.wait()
+        self._post(microbatch + 1)
+        assert transfer.into is not None
+        return transfer.into.to(self.end.dtype)
+
+    def answer(self, microbatch: int, gradient: Tensor) -> None:
+        """Send the gradient (N, H) of the rows back, if the language model expects any."""
+        if not self._expects_gradients:
+            return
+        end = self.end
+        sends = self._plans[microbatch].sends(end.rank)
+        if self._answers:  # the language model has waited for it
+            self._answers.popleft().wait()
+        self._answers.append(start_sending(end, microbatch, "gradients", sends, gradient.detach()))
+
+    def finish(self) -> None:
+        """Wait until all gradients have left; call after the module's last microbatch."""
+        while self._answers:
+            self._answers.popleft().wait()
+        assert not self._rows, "a microbatch's rows were never received"
+
+
+class ColocatedOutput:
+    """Both ends on one rank; every rank of the language model has one. lane: the generator's."""
+
+    def __init__(self, end: BridgeEnd, lane: int) -> None:
+        self.end, self.lane = end, lane
+        self._plans: Sequence[BridgePlan] = ()
+        self._expects_gradients = False
+
+    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
+        self._plans = plans
+        self._expects_gradients = self.end.trainable and not forward_only
+
+    def exchange(self, microbatch: int, hidden: Tensor) -> Tensor:
+        """Send rows of hidden states (T, H); return the rows (N, H) of this lane's items.
+
+        Every rank of the language model calls it, also without rows. No gradient flows: `answer`
+        takes it.
+        """
+        plan, end = self._plans[microbatch], self.end
+        own = hidden.detach().index_select(0, end.positions(plan))[end.own_rows(plan)]
+        rows = self._empty(int(plan.held_rows[self.lane]))
+        self._start(microbatch, "rows", plan.returns(end.rank), own, plan.collects(end.rank), rows)
+        return rows.to(end.dtype)
+
+    def answer(self, microbatch: int, gradient: Tensor, hidden: Tensor) -> Tensor:
+        """Send the gradient (N, H) of this lane's rows back; returns a scalar token, zero.
+
+        Every rank calls it. The backward of the token, which depends on ``hidden`` (T, H), gives
+        the gradients of the rows that `exchange` took from it.
+        """
+        plan, end = self._plans[microbatch], self.end
+        if not self._expects_gradients:
+            return hidden.new_zeros(())
+        arrived, sends = self._empty(end.bounds(plan)[-1]), plan.sends(end.rank)
+        self._start(microbatch, "gradients", sends, gradient, end.incoming(plan), arrived)
+        if end.gather is not None:
+            share_out(end, end.gather, microbatch, "gradients", arrived, end.row_shares(plan))
+        rows = hidden.index_select(0, end.positions(plan))
+        token = _Answer.apply(rows, arrived.to(end.dtype))
+        check_gradient_path(end, microbatch, token, True)
+        return token
+
+    def _start(
+        self,
+        microbatch: int,
+        kind: Kind,
+        sends: Exchange,
+        values: Tensor,
+        receives: Exchange,
+        into: Tensor,
+    ) -> None:
+        span, values = range(microbatch, microbatch + 1), values.detach()
+        start_exchanging(self.end, span, kind, sends, values, receives, into).wait()
+
+    def _empty(self, num_rows: int) -> Tensor:
+        end = self.end
+        return torch.empty(num_rows, end.hidden_size, dtype=end.wire_dtype, device=end.device)
+
+    def finish(self) -> None:
+        """Nothing is under way between calls."""
+
+
+class _Answer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return rows.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
+        return ctx.saved_tensors[0], None

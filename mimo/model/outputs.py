@@ -1,0 +1,169 @@
+"""What a generator's ranks need of a step: targets, noise, and where their conditions are.
+
+Letters: B items of one forward, S tokens of each with C numbers, N rows of a lane, T of the longest
+condition.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.index.reader import SampleReader, plans_of_items
+from data.loader import LoadedStep
+from data.modalities.processor import PartPlan, WireForm
+from mimo.config.modules import Generator
+from mimo.config.schema import Recipe
+from mimo.device import Staging
+from mimo.engines.contract import Draw
+from mimo.families.registry import generator_settings
+from mimo.families.wire import WirePatches
+from mimo.model.step_plan import PlannedMicrobatch, StepPlan
+
+
+@dataclass(frozen=True)
+class HostDraw:
+    """A `Draw` on the host; patches: the form and the patches (P, W) of each item."""
+
+    patches: list[tuple[WireForm, Tensor]]
+    draw: Draw
+
+    def staged(self, staging: Staging) -> Draw:
+        """Copy it to the device."""
+        draw = self.draw
+        return Draw(
+            grid=draw.grid,
+            patches=WirePatches.of(self.patches, staging.join, staging.copy),
+            noise=staging.copy(draw.noise),
+            times=staging.copy(draw.times),
+            rows=staging.copy(draw.rows),
+            lengths=staging.copy(draw.lengths),
+            weights=staging.copy(draw.weights),
+            counted=staging.copy(draw.counted),
+        )
+
+
+@dataclass(frozen=True)
+class OutputPlanner:
+    """Plans the forwards of a generator's lane.
+
+    key: names the random numbers, which depend on it, the step, the sample and the item alone, as
+    in `mimo.engines.draw`. channels: C.
+
+    Lanes under FSDP2 gather weights together, so all of them run one forward for each size of item
+    in the global microbatch. A lane without such an item runs a blank one, which has no weight.
+    """
+
+    name: str
+    generator: Generator
+    key: str
+    channels: int
+
+    def plan(
+        self,
+        loaded: LoadedStep,
+        plan: StepPlan,
+        readers: Sequence[SampleReader],
+        lane: int,
+    ) -> list[list[HostDraw]]:
+        """Return the forwards of each microbatch, in order."""
+        total = max(plan.num_outputs[self.name], 1)
+        weight = self.generator.loss_weight * max(plan.num_loss_tokens, 1) / total
+        return [
+            [*self._of_microbatch(m, planned, loaded, readers, lane, weight)]
+            for m, planned in enumerate(plan.microbatches)
+        ]
+
+    def _of_microbatch(
+        self,
+        m: int,
+        planned: PlannedMicrobatch,
+        loaded: LoadedStep,
+        readers: Sequence[SampleReader],
+        lane: int,
+        weight: float,
+    ) -> Iterator[HostDraw]:
+        samples, items = planned.samples, planned.items[self.name]
+        sample = samples.item_sample[items.item]
+        source, item = samples.source[sample], samples.item[items.item]
+        plans = plans_of_items(readers, source, item)
+        sizes = [plan.grid[1:] for plan in plans]
+        here = np.flatnonzero(items.lane == lane).tolist()
+        rows = samples.item_rows[items.item][here]
+        first = dict(zip(here, (np.cumsum(rows) - rows).tolist(), strict=True))
+        # In a sample, items are numbered in order; the index numbers those of all samples.
+        start = np.searchsorted(samples.item_sample, samples.item_sample[items.item])
+        number = items.item - start
+        for size in sorted(set(sizes)):
+            mine = [i for i in here if sizes[i] == size]
+            made = []
+            for i in mine:
+                at = loaded.step, int(source[i]), int(samples.sample[sample[i]]), int(number[i])
+                patches = loaded.patches[m][int(source[i]), int(item[i])]
+                wire = readers[int(source[i])].media(int(item[i])).wire
+                count = int(samples.item_rows[items.item[i]])
+                made.append((wire, patches, self.numbers(at, plans[i]), first[i], count))
+            form = readers[0].processors[self.generator.output].wire
+            yield self._draw(size, made, form, int(rows.sum()), weight)
+
+    def numbers(self, at: tuple[int, int, int, int], plan: PartPlan) -> _Numbers:
+        """Draw what is random for an item. at: step, source, sample, item in the sample."""
+        step, source, sample, item = at
+        key = int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:16], "big")
+        # The generator counts in the first of four words.
+        philox = np.random.Philox(key=key, counter=[0, step, source << 48 | sample, item])
+        generator, config = np.random.Generator(philox), self.generator
+        time = 1 / (1 + np.exp(-(config.time_mean + config.time_std * generator.standard_normal())))
+        shift = config.time_shift
+        dropped = generator.random() < config.condition_dropout
+        size = plan.grid[1] * plan.grid[2], self.channels
+        noise = generator.standard_normal(size, dtype=np.float32)
+        return _Numbers(shift * time / (1 + (shift - 1) * time), dropped, torch.from_numpy(noise))
+
+    def _draw(
+        self,
+        size: tuple[int, int],
+        items: Sequence[tuple[WireForm, Tensor, _Numbers, int, int]],
+        form: WireForm,
+        num_rows: int,
+        weight: float,
+    ) -> HostDraw:
+        """Put items of one size together. items: form, patches, numbers, first row, rows.
+
+        form: of the patches of a blank item. num_rows: N.
+        """
+        count = max(len(items), 1)
+        longest = max((rows for *_, rows in items), default=1)
+        index = torch.full((count, longest), num_rows, dtype=torch.int64)
+        lengths = torch.ones(count, dtype=torch.int64)
+        noise = torch.zeros(count, size[0] * size[1], self.channels)
+        times, weights, counted = torch.full((count,), 0.5), torch.zeros(count), torch.zeros(count)
+        patches = [(form, torch.zeros(size[0] * size[1], form.width, dtype=torch.uint8))]
+        for b, (_, _, numbers, first, rows) in enumerate(items):
+            lengths[b], times[b], noise[b] = rows, numbers.time, numbers.noise
+            weights[b], counted[b] = weight, 1.0
+            if not numbers.dropped:
+                index[b, :rows] = torch.arange(first, first + rows)
+        if items:
+            patches = [(of_item, values) for of_item, values, *_ in items]
+        return HostDraw(patches, Draw(size, None, noise, times, index, lengths, weights, counted))
+
+
+def output_planner(recipe: Recipe, name: str, split: str) -> OutputPlanner:
+    """Return the planner of a generator's forwards. split: what batches are called."""
+    key, settings = f"{recipe.train.seed}:{split}:{name}", generator_settings(recipe, name)
+    return OutputPlanner(name, recipe.generators[name], key, settings.in_channels)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """time: in 0..1. dropped: whether the item has no condition. noise: (S, C) fp32."""
+
+    time: float
+    dropped: bool
+    noise: Tensor
