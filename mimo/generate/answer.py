@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ class Generator:
         lengths = np.array([len(sequence) for sequence in ids])
         masks = [np.zeros(length, np.float32) for length in lengths]
         samples = [
-            EncodedSample(sequence, sequence, mask, prompt.sample.item_offsets)
+            replace(prompt.sample, input_ids=sequence, labels=sequence, loss_mask=mask)
             for sequence, mask, prompt in zip(ids, masks, open_prompts, strict=True)
         ]
         lane = pack_lane(
