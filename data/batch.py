@@ -301,6 +301,19 @@ def pack_lane(
     )
 
 
+def queries_of(
+    samples: GlobalMicrobatch, items: slice, plans: Sequence[PartPlan]
+) -> list[tuple[str, int, int]]:
+    """Return `PackedLane.queries` of items of one lane; plans: of each of them."""
+    media = [samples.media[kind] for kind in samples.item_media[items].tolist()]
+    placed = zip(media, samples.item_position[items].tolist(), plans, strict=True)
+    return [
+        (name, first, plan.num_rows)
+        for name, first, plan in placed
+        if plan.is_output and plan.num_rows
+    ]
+
+
 def read_items(sample: EncodedSample, plans: Sequence[PartPlan]) -> EncodedSample:
     """Return a sample with only the items that the model reads; outputs have positions of text.
 

@@ -133,8 +133,8 @@ def index_shard(
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 
     An unusable sample is left out, with its reason. processors: of the same modalities as the
-    placeholders and outputs of `chat`. progress(position): bytes of the shard that are done. Returns the
-    problems; with any, no file is written. Raises OSError when it cannot be written.
+    placeholders and outputs of `chat`. progress(position): bytes of the shard that are done.
+    Returns the problems; with any, no file is written. Raises OSError when it cannot be written.
     """
     texts = sorted([*chat.placeholders, *chat.outputs])
     assert sorted(processors) == texts, "every modality has its tokens"

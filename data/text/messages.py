@@ -74,9 +74,7 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
     """The content parts that stand for items, in order. Raises MessagesError."""
     _check(messages, key)
     result = []
-    parts = [
-        (part, is_answer(message)) for message in messages for part in item_parts([message])
-    ]
+    parts = [(part, is_answer(message)) for message in messages for part in item_parts([message])]
     for part, in_answer in parts:
         frames, fps = part.get("frames", 1), part.get("fps", DEFAULT_FPS)
         if type(frames) is not int or frames < 1:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.batch import pack_lane
+from data.batch import pack_lane, read_items
 from data.index.samples import Processors
 from data.modalities.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
@@ -142,7 +142,9 @@ class Generator:
                 texts.append(items_of_part[0].plan.text)
                 rows += items_of_part[0].plan.rows_of_items
                 items += items_of_part
-            return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), items)
+            sample = self.chat.encode_prompt(request.messages, rows, texts)
+            sample = read_items(sample, [item.plan for item in items])
+            return _Prompt(sample, [item for item in items if not item.plan.is_output])
         except ValueError as error:
             raise InputError(f"{request.name} cannot be answered: {error}") from error
 

@@ -160,7 +160,7 @@ def _targets(recipe: Recipe, name: str) -> Media[Any]:
 def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
     """Open the tokenizer; tokens of generators that it lacks are its ``added_tokens``.
 
-    Raises RecipeError with the key ``data.tokenizer`` or that of a generator's token, or StartError.
+    Raises RecipeError with the key ``data.tokenizer`` or a generator's token, or StartError.
     """
     placeholders = {
         modality: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
@@ -185,8 +185,8 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
     problems = [
         recipe.problem(
             ("generators", name, f"{kind}_token"),
-            f"got {getattr(part, f'{kind}_token')!r}, which the tokenizer in {chat.directory} needs "
-            "for padding or the end of a turn; name another",
+            f"got {getattr(part, f'{kind}_token')!r}, which in {chat.directory} is padding or ends "
+            "a turn or text; name another",
         )
         for name, part in recipe.generators.items()
         for kind, token_id in zip(("start", "end"), chat.output_ids[part.output], strict=True)

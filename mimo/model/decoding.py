@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bridge import assign_items
-from data.batch import PackedLane, pack_lane, read_items
+from data.batch import PackedLane, pack_lane, queries_of, read_items
 from data.decoding import Decoding, Task
 from data.index.reader import SampleReader, plans_of_items
 from data.loader import LoadedStep
@@ -209,8 +209,6 @@ def pack_language(
             for i, parts in zip(bounds[:-1].tolist(), by_sample, strict=True)
         ]
         by_sample = [[part for part in parts if not part.is_output] for parts in by_sample]
-        media = [samples.media[kind] for kind in samples.item_media[items].tolist()]
-        placed = list(zip(media, samples.item_position[items].tolist(), plans, strict=True))
         packed.append(
             pack_lane(
                 encoded,
@@ -221,12 +219,12 @@ def pack_language(
                 samples.segment_length[of_lane],
                 samples.packed,
                 [[part.time_step for part in parts] for parts in by_sample],
-                [(name, part.grid) for name, _, part in placed if not part.is_output],
                 [
-                    (name, first, part.num_rows)
-                    for name, first, part in placed
-                    if part.is_output and part.num_rows
+                    (samples.media[kind], part.grid)
+                    for kind, part in zip(samples.item_media[items].tolist(), plans, strict=True)
+                    if not part.is_output
                 ],
+                queries_of(samples, items, plans),
             )
         )
     return packed
