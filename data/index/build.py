@@ -55,7 +55,7 @@ class Problems:
             return
         media, made = split_outputs(sorted(processors))
         suffixes = ", ".join(_suffixes(processors)) or "none"
-        makers = ""
+        makers, example = "", [*media, *made, "..."][0]
         if made:
             makers = f", and the generators make {', '.join(made)} in an assistant's message"
         remedies = {
@@ -67,9 +67,9 @@ class Problems:
             "mismatched": (
                 "samples have more or fewer placeholders than items (shard: key: placeholders / "
                 "items)",
-                f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or '
-                'one with "frames": 8 for 8 items, and files named <key>.0.<suffix>, '
-                f"<key>.1.<suffix>, ... in order of mention (suffixes: {suffixes}); correct these "
+                f'need one content part such as {{"type": "{example}"}} per item, or one with '
+                '"frames": 8 for 8 items, and files named <key>.0.<suffix>, <key>.1.<suffix>, ... '
+                f"in order of mention (suffixes: {suffixes}); correct these "
                 "samples or leave them out of the shards",
             ),
             "processor": (

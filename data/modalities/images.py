@@ -88,7 +88,7 @@ class StillImages(ABC):
     def plan(self, part: Part) -> PartPlan:
         """One item. Raises ValueError for several frames, and as `resized`."""
         if part.frames != 1:
-            raise ValueError(f"a part of {part.frames} frames, but its encoder takes still images")
+            raise ValueError(f"a part of {part.frames} frames, but need a still image")
         return self._plan(self.resized(*part.size))
 
     def _plan(
