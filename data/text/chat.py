@@ -26,13 +26,7 @@ from data.text.messages import (
     mentions,
     write_items,
 )
-from data.text.outputs import (
-    QUERY_ID,
-    OutputText,
-    add_tokens,
-    find_conditions,
-    output_of,
-)
+from data.text.outputs import QUERY_ID, OutputText, add_tokens, find_conditions, output_of
 from data.text.template import (
     SpecialTokens,
     Template,

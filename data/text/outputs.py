@@ -29,7 +29,7 @@ def output_of(modality: str) -> str:
 
 
 def split_outputs(modalities: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the modalities that encoders take, and those that generators make without prefix."""
+    """Return the names of inputs, and those of outputs without their prefix."""
     inputs = [name for name in modalities if not name.startswith(_PREFIX)]
     outputs = [name.removeprefix(_PREFIX) for name in modalities if name.startswith(_PREFIX)]
     return inputs, outputs
@@ -58,7 +58,10 @@ def _mark(modality: str) -> str:
 
 
 def with_marks(messages: Sequence[Message], outputs: Mapping[str, Any]) -> list[Message]:
-    """Put a text in place of each output item, so that the template writes nothing of its own."""
+    """Put a text in place of each output item, so that the template writes nothing of its own.
+
+    outputs: by ``output.<modality>``.
+    """
 
     def marked(part: Mapping[str, Any]) -> Mapping[str, Any]:
         name = output_of(part["type"])

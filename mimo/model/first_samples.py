@@ -76,20 +76,28 @@ def _is_output(reader: SampleReader, count: int) -> np.ndarray:
     return of_media[index.column("item_media", slice(0, min(count, index.num_items)))]
 
 
-def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
-    """Compare the first sample with images, and the first with several.
+def _compared_samples(reader: SampleReader) -> list[int]:
+    """Return the first sample with an item, and the first with two, that have no output.
 
-    Items of other modalities are prepared one by one, so there is nothing to compare. Samples with
-    output items are left out: the processor would write them as input.
+    The processor would write an output as an input.
     """
-    index, chat = reader.index, reader.chat
-    processor = load_processor(recipe.init_from or "")
-    ids = list(chat.placeholder_ids.values())
+    index = reader.index
     starts = index.column("item_start", slice(0, 1 + min(_SAMPLES, len(index))))
     outputs = np.concatenate(([0], np.cumsum(_is_output(reader, int(starts[-1])))))
     counts = np.where(np.diff(outputs[starts]), 0, np.diff(starts))
     firsts = [np.flatnonzero(counts >= least)[:1] for least in (1, 2)]
-    for sample in np.unique(np.concatenate(firsts)).tolist():
+    return np.unique(np.concatenate(firsts)).tolist()
+
+
+def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
+    """Compare the first sample with images, and the first with several.
+
+    Items of other modalities are prepared one by one, so there is nothing to compare.
+    """
+    index, chat = reader.index, reader.chat
+    processor = load_processor(recipe.init_from or "")
+    ids = list(chat.placeholder_ids.values())
+    for sample in _compared_samples(reader):
         try:
             messages, encoded = reader.messages(sample), reader.sample(sample)
             parts: Any = item_parts(messages)

@@ -24,7 +24,7 @@ from mimo.families.contracts import GeneratorSettings
 from mimo.families.flops import Product
 from mimo.model.dataset import item_processors, modality_problems, open_tokenizer
 from mimo.model.decoding import pack_language
-from mimo.model.first_samples import _is_output
+from mimo.model.first_samples import _compared_samples, _is_output
 from mimo.model.step_plan import PlannedMicrobatch, StepPlan
 from tests.mimo import tiny
 
@@ -164,10 +164,22 @@ class Drawing(Sample):
         return [asked, {**answered, "content": [*answered["content"], drawn]}]
 
 
-def write_drawings(folder: Path) -> None:
+def write_drawings(folder: Path, *readings: int) -> None:
+    """Write three drawings, and then samples with these numbers of images to read."""
     picture = Item("image", "png", tiny._noise(np.random.default_rng(0), 28, 28))
     samples = [Drawing((picture, picture), "repeat", str(number)) for number in range(3)]
-    write_shard(folder / "train-00000.tar", samples)
+    others = [Sample((picture,) * images, "repeat", "3") for images in readings]
+    write_shard(folder / "train-00000.tar", [*samples, *others])
+
+
+def test_towers_and_processors_are_compared_on_inputs_alone(path: Path) -> None:
+    write_drawings(path.parent, 0, 1, 3, 2)
+    (reader,) = tiny.open_sources(load_recipe(path, [DRAW])).readers
+    assert _is_output(reader, 8).tolist() == [False, True] * 3 + [False] * 2
+    assert _compared_samples(reader) == [4, 5]
+    write_drawings(path.parent)
+    (reader,) = tiny.open_sources(load_recipe(path, [DRAW])).readers
+    assert _compared_samples(reader) == []
 
 
 def test_packed_lanes_know_the_places_of_queries(path: Path) -> None:
@@ -179,7 +191,6 @@ def test_packed_lanes_know_the_places_of_queries(path: Path) -> None:
     samples = planner.microbatches(0)[0].samples
     encoded = {n: reader.sample(int(sample)) for n, sample in enumerate(samples.sample)}
     start, end = reader.chat.output_ids["output.image"]
-    assert _is_output(reader, 100).tolist() == [False, True] * 3
     for blanked in (set[int](), {1}):
         planned = PlannedMicrobatch(samples, {}).without(blanked)
         plan = StepPlan((planned,), 0, 0, 0.0, {})
