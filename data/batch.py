@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data.index.samples import Index, column, items_of_samples
+from data.modalities.processor import PartPlan
 from data.order import SampleOrder
 from data.packing import Sizes
 from data.text.chat import EncodedSample
@@ -89,9 +90,9 @@ class GlobalMicrobatch:
     item_media: np.ndarray  # (m,) index into `media`
     item: np.ndarray  # (m,) number in its source's index
     item_sample: np.ndarray  # (m,) ascending index into the samples
-    item_position: np.ndarray  # (m,) first placeholder among the tokens of the lane
-    item_rows: np.ndarray  # (m,) placeholders
-    item_cost: np.ndarray  # (m,) work of the encoder
+    item_position: np.ndarray  # (m,) token of its first row among those of the lane
+    item_rows: np.ndarray  # (m,) rows
+    item_cost: np.ndarray  # (m,) work of the encoder or generator
 
     @property
     def num_samples(self) -> int:
@@ -238,7 +239,7 @@ class PackedLane:
     packed: bool = True  # whether all segments are one sequence; else each is one, equally long
     items: tuple[tuple[int, int], ...] = ()  # first token and number of tokens of each item
     parts: tuple[tuple[str, tuple[int, int, int]], ...] = ()  # modality and grid of each item
-    # Modality, first position and number of the queries of each output item that has some.
+    # Modality, first query position and their number, of each output item that has any.
     queries: tuple[tuple[str, int, int], ...] = ()
 
     @property
@@ -257,11 +258,13 @@ def pack_lane(
     packed: bool = True,
     time_steps: Sequence[Sequence[float]] | None = None,
     parts: Sequence[tuple[str, tuple[int, int, int]]] = (),
+    queries: Sequence[tuple[str, int, int]] = (),
 ) -> PackedLane:
     """Lay a lane's samples one after the other into ``num_tokens`` tokens.
 
-    grids: per sample, the (t, h, w) of its items in rows. parts: see `PackedLane`.
-    time_steps: per sample, positions from one frame to the next. loss_tokens: per sample; one
+    samples: with input items alone (`read_items`). grids: per sample, the (t, h, w) of its items in
+    rows. parts, queries: see `PackedLane`. time_steps: per sample, positions from one frame to the
+    next. loss_tokens: per sample; one
     planned with none (blanked) has its whole loss mask cleared. segment_lengths: per sample, its
     tokens with padding; without them there is padding at the end only. Positions restart in every
     segment; padding never counts in the loss.
@@ -294,4 +297,28 @@ def pack_lane(
         packed=packed,
         items=tuple(zip(offsets.tolist(), map(math.prod, all_grids), strict=True)),
         parts=tuple(parts),
+        queries=tuple(queries),
     )
+
+
+def queries_of(
+    samples: GlobalMicrobatch, items: slice, plans: Sequence[PartPlan]
+) -> list[tuple[str, int, int]]:
+    """Return `PackedLane.queries` of items of one lane; plans: of each of them."""
+    media = [samples.media[kind] for kind in samples.item_media[items].tolist()]
+    placed = zip(media, samples.item_position[items].tolist(), plans, strict=True)
+    return [
+        (name, first, plan.num_rows)
+        for name, first, plan in placed
+        if plan.is_output and plan.num_rows
+    ]
+
+
+def read_items(sample: EncodedSample, plans: Sequence[PartPlan]) -> EncodedSample:
+    """Return a sample with only the items that the model reads; outputs have positions of text.
+
+    plans: of all its items, in order; none if it is blanked.
+    """
+    numbers = np.array([n for n, plan in enumerate(plans) if not plan.is_output], np.int64)
+    offsets, rows = sample.item_offsets[numbers], sample.item_rows[numbers]
+    return replace(sample, item_offsets=offsets, item_rows=rows)

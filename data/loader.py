@@ -261,7 +261,7 @@ class StepLoader:
         if task.kind == TEXT:
             if not arrays:  # its tokens are blanked before use
                 ids = np.zeros(int(loaded.microbatches[m].samples.length[task.number]), np.int64)
-                arrays = ids, ids, ids.astype(np.float32), ids[:0]
+                arrays = ids, ids, ids.astype(np.float32), ids[:0], ids[:0]
             loaded.encoded[m][task.number] = EncodedSample(*arrays)
         else:
             for array in arrays:

@@ -18,6 +18,7 @@ from data.modalities.processor import Media, Part, PartPlan, ProcessorError
 from data.text.chat import ChatTokenizer, ItemRows
 from data.text.forms import parse_messages
 from data.text.messages import Mention, PlaceholderError, UnknownMediaError
+from data.text.outputs import split_outputs
 
 Progress = Callable[[int, int], None]
 
@@ -52,20 +53,23 @@ class Problems:
         """Raise ValueError if there are any problems, from their OSError if all have the same."""
         if not self.lines:
             return
-        media = sorted(processors)
+        media, made = split_outputs(sorted(processors))
         suffixes = ", ".join(_suffixes(processors)) or "none"
+        makers, example = "", [*media, *made, "..."][0]
+        if made:
+            makers = f", and the generators make {', '.join(made)} in an assistant's message"
         remedies = {
             "unknown": (
                 "samples have items of a modality that no encoder takes (shard: key: modality)",
-                f"the encoders take {', '.join(media) or 'none'}; give one of them this modality, "
-                "or correct or leave out these samples",
+                f"the encoders take {', '.join(media) or 'none'}{makers}; give one of them this "
+                "modality, or correct or leave out these samples",
             ),
             "mismatched": (
                 "samples have more or fewer placeholders than items (shard: key: placeholders / "
                 "items)",
-                f'need one content part such as {{"type": "{(media or ["..."])[0]}"}} per item, or '
-                'one with "frames": 8 for 8 items, and files named <key>.0.<suffix>, '
-                f"<key>.1.<suffix>, ... in order of mention (suffixes: {suffixes}); correct these "
+                f'need one content part such as {{"type": "{example}"}} per item, or one with '
+                '"frames": 8 for 8 items, and files named <key>.0.<suffix>, <key>.1.<suffix>, ... '
+                f"in order of mention (suffixes: {suffixes}); correct these "
                 "samples or leave them out of the shards",
             ),
             "processor": (
@@ -129,11 +133,12 @@ def index_shard(
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 
     An unusable sample is left out, with its reason. processors: of the same modalities as the
-    placeholders of `chat`. progress(position): bytes of the shard that are done. Returns the
-    problems; with any, no file is written. Raises OSError when it cannot be written.
+    placeholders and outputs of `chat`. progress(position): bytes of the shard that are done.
+    Returns the problems; with any, no file is written. Raises OSError when it cannot be written.
     """
-    assert sorted(processors) == sorted(chat.placeholders), "every modality has a placeholder"
-    path, problems = task.shard.path, Problems()
+    texts = sorted([*chat.placeholders, *chat.outputs])
+    assert sorted(processors) == texts, "every modality has its tokens"
+    path, problems, text_tokens = task.shard.path, Problems(), 0
     columns: dict[str, array[Any]] = {
         name: array("d" if name == "item_fps" else "q")
         for name, of in COLUMNS.items()
@@ -160,6 +165,7 @@ def index_shard(
                 skipped.append((raw.key, _short(str(error))))
             else:
                 keys += raw.key.encode()
+                text_tokens += int(sample.pop("text_tokens"))
                 sample |= {"item_start": len(columns["item_rows"]), "key_end": len(keys)}
                 first_file = len(columns["file_size"])
                 for item in items:
@@ -173,7 +179,7 @@ def index_shard(
     if not problems.lines:
         arrays = {name: np.array(values) for name, values in columns.items()}
         arrays["keys"] = np.frombuffer(bytes(keys), np.uint8)
-        write_shard_index(task.file, task.settings, task.shard, arrays, skipped)
+        write_shard_index(task.file, task.settings, task.shard, arrays, skipped, text_tokens)
     return problems
 
 
@@ -188,6 +194,8 @@ def _read_sample(
     raw: RawSample, file: ShardStream, chat: ChatTokenizer, processors: Processors
 ) -> tuple[_Row, list[_Row], list[_Row]]:
     """Read a sample, its items and its files; `item_file` counts from the sample's first file.
+
+    The sample also has its `text_tokens`, of which there is no column.
 
     Raises ValueError or RecursionError for an unusable sample, PlaceholderError and
     UnknownMediaError for one that would be misread.
@@ -206,7 +214,7 @@ def _read_sample(
     items: list[_Row] = []
     texts: list[str] = []
     rows: list[ItemRows] = []
-    first = 0
+    first = num_padding = 0
     for mention in mentioned:
         part, plan = _read_part(mention, first, members, file, processors[mention.media])
         columns = {
@@ -216,12 +224,12 @@ def _read_sample(
             "item_fps": part.fps,
             "item_size_0": part.size[0],
             "item_size_1": part.size[1],
-            "item_rows": plan.num_rows,
             "item_cost": plan.cost,
         }
         items += [{**columns, "item_number": number} for number in range(plan.num_items)]
         texts.append(plan.text)
         rows += plan.rows_of_items
+        num_padding += plan.num_rows if plan.is_output else 0
         first += mention.frames
     encoded = chat.encode(messages, rows, raw.key, texts)
     loss_tokens = int(np.count_nonzero(encoded.loss_mask))
@@ -232,14 +240,19 @@ def _read_sample(
         )
     # Not by `strict`: its ValueError would make the sample a bad one.
     assert len(items) == len(encoded.item_offsets), f"{raw.key}: an item without a place"
-    for item, offset in zip(items, encoded.item_offsets, strict=True):
-        item["item_placeholder"] = int(offset)
+    for item, offset, count in zip(items, encoded.item_offsets, encoded.item_rows, strict=True):
+        item |= {"item_placeholder": int(offset), "item_rows": int(count)}
+    standing = sum(sum(count) if isinstance(count, tuple) else count for count in rows)
+    unknown = encoded.input_ids.tolist().count(chat.unknown_token_id)
+    if chat.unknown_token_id == chat.pad_token_id:
+        unknown -= num_padding
     sample: _Row = {
         "json_offset": raw.json.offset,
         "json_size": raw.json.size,
         "token_length": len(encoded.input_ids),
         "loss_tokens": loss_tokens,
-        "unknown_tokens": encoded.input_ids.tolist().count(chat.unknown_token_id),
+        "text_tokens": len(encoded.input_ids) - standing,
+        "unknown_tokens": unknown,
     }
     files: list[_Row] = [{"file_offset": m.offset, "file_size": m.size} for m in members]
     return sample, items, files

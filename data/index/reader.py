@@ -83,19 +83,25 @@ class SampleReader:
             encoded = self.chat.encode(messages, rows, key, texts)
         except (ValueError, RecursionError) as error:
             raise self._unreadable(sample, None, str(error)) from error
-        offsets = encoded.item_offsets.tolist()
-        actual = len(encoded.input_ids), np.count_nonzero(encoded.loss_mask), offsets
+        actual = (
+            len(encoded.input_ids),
+            np.count_nonzero(encoded.loss_mask),
+            encoded.item_offsets.tolist(),
+            encoded.item_rows.tolist(),
+        )
         expected = (
             int(index.column("token_length", sample)),
             int(index.column("loss_tokens", sample)),
             index.column("item_placeholder", items).tolist(),
+            index.column("item_rows", items).tolist(),
         )
         if actual != expected:
             raise self._unreadable(
                 sample,
                 None,
-                f"tokens, loss tokens and item offsets are {actual}, the index says {expected}: "
-                "the shard or the tokenizer changed since it was built; run `mimo data index`",
+                f"tokens, loss tokens, item offsets and rows are {actual}, the index says "
+                f"{expected}: the shard or the tokenizer changed since it was built; run `mimo "
+                "data index`",
             )
         return encoded
 

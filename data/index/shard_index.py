@@ -202,8 +202,8 @@ COLUMNS = {  # what it has an entry for
     "item_fps": "items",  # frames per second
     "item_size_0": "items",  # of each file of its part: the first number of its Size
     "item_size_1": "items",  # the second
-    "item_rows": "items",  # placeholder tokens
-    "item_placeholder": "items",  # first placeholder inside its sample's tokens
+    "item_rows": "items",  # see EncodedSample
+    "item_placeholder": "items",  # token of the first row inside its sample's tokens
     "item_cost": "items",  # see PartPlan.cost
     "file_offset": "files",  # byte in the shard
     "file_size": "files",  # bytes
@@ -231,8 +231,13 @@ def write_shard_index(
     shard: Shard,
     columns: Mapping[str, np.ndarray],
     skipped: Sequence[tuple[str, str]],
+    text_tokens: int,
 ) -> None:
-    """Write the index of a shard. skipped: keys and reasons; columns: all others of COLUMNS."""
+    """Write the index of a shard.
+
+    skipped: keys and reasons. columns: all others of COLUMNS. text_tokens: tokens that do not stand
+    for items.
+    """
     starts, rows = columns["item_start"], columns["item_rows"]
     before = np.concatenate(([0], np.cumsum(rows, dtype=np.int64)))
     rows = np.diff(before[np.append(starts, len(rows))])
@@ -246,7 +251,7 @@ def write_shard_index(
         "skipped": len(skipped),
         "most_tokens": int(columns["token_length"].max(initial=0)),
         "most_rows": int(rows.max(initial=0)),
-        "text_tokens": int(columns["token_length"].sum() - before[-1]),
+        "text_tokens": text_tokens,
         "unknown_tokens": int(columns["unknown_tokens"].sum()),
     }
     text = json.dumps(skipped).encode() if skipped else b""

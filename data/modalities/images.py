@@ -88,7 +88,7 @@ class StillImages(ABC):
     def plan(self, part: Part) -> PartPlan:
         """One item. Raises ValueError for several frames, and as `resized`."""
         if part.frames != 1:
-            raise ValueError(f"a part of {part.frames} frames, but its encoder takes still images")
+            raise ValueError(f"a part of {part.frames} frames, but need a still image")
         return self._plan(self.resized(*part.size))
 
     def _plan(
@@ -170,12 +170,7 @@ class ImageProcessor(StillImages):
 
     def _bounded(self, width: int, height: int, frames: int, whole: int) -> Size:
         """The size of ``frames`` frames, if ``whole`` of them together are to meet the bounds."""
-        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            raise ValueError(
-                f"image of {width} x {height} pixels has an aspect ratio of "
-                f"{max(width, height) / min(width, height):.0f}, at most {MAX_ASPECT_RATIO} is "
-                "allowed; crop or split it"
-            )
+        check_aspect_ratio(width, height)
         block, pixels = self.row_pixels, frames * height * width
         new_width, new_height = round(width / block) * block, round(height / block) * block
         if whole * new_width * new_height > self.max_pixels:
@@ -187,6 +182,16 @@ class ImageProcessor(StillImages):
             new_width = math.ceil(width * grow / block) * block
             new_height = math.ceil(height * grow / block) * block
         return new_width, new_height
+
+
+def check_aspect_ratio(width: int, height: int) -> None:
+    """Raise ValueError for an aspect ratio above 200."""
+    long, short = max(width, height), min(width, height)
+    if long > MAX_ASPECT_RATIO * short:
+        raise ValueError(
+            f"image of {width} x {height} pixels has an aspect ratio of {long / short:.0f}, at "
+            f"most {MAX_ASPECT_RATIO} is allowed; crop or split it"
+        )
 
 
 def cut_patches(frames: np.ndarray, size: int, merge: int, frames_per_patch: int = 1) -> np.ndarray:

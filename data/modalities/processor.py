@@ -46,6 +46,7 @@ class PartPlan:
     time_step: positions from one frame of an item to the next, where positions have a time.
     slot_rows: rows of each `{item}` of the text where all of them are one item; else None.
     patches: P where it does not follow from the grid.
+    is_output: whether the model answers with the items; rows are then query positions.
     """
 
     grid: Grid
@@ -55,6 +56,7 @@ class PartPlan:
     time_step: float = 1.0
     slot_rows: tuple[int, ...] | None = None
     patches: int | None = None
+    is_output: bool = False
 
     @property
     def num_items(self) -> int:

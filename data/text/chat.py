@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from data.text.messages import (
     mentions,
     write_items,
 )
+from data.text.outputs import QUERY_ID, OutputText, add_tokens, find_conditions, output_of
 from data.text.template import (
     SpecialTokens,
     Template,
@@ -64,23 +66,36 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One tokenized sample; every item is already `num_tokens(item)` placeholder ids long."""
+    """One tokenized sample; every item is as many placeholder or query positions long as it needs.
+
+    An item has rows at ``item_offsets`` and the tokens after it: its placeholders, or of an output
+    item the query positions, which have the padding's id, or the tokens that condition it.
+    """
 
     input_ids: np.ndarray  # (L,) int64
     labels: np.ndarray  # (L,) int64: labels[i] = input_ids[i + 1], the last one is padding
     loss_mask: np.ndarray  # (L,) float32: 1 where the model learns to write labels[i]
-    item_offsets: np.ndarray  # (I,) int64: first placeholder of each item
+    item_offsets: np.ndarray  # (I,) int64: token of the first row of each item
+    item_rows: np.ndarray  # (I,) int64: rows of each item
 
 
 class ChatTokenizer:
     """A tokenizer folder in Hugging Face format, with the chat template it contains.
 
     Safe to use from several threads. directory: has tokenizer.json and a chat template, such as a
-    checkpoint's. media_text: by modality, how its items appear in the text. Raises ValueError when
-    the folder, its template, or a needed token is missing.
+    checkpoint's. media_text: by modality, how its items appear in the text. outputs: by
+    ``output.<modality>``, how its items in answers appear. Raises ValueError when the folder, its
+    template, or a needed token is missing.
+
+    added_tokens: start and end tokens of outputs that the files lack, with the ids after the last.
     """
 
-    def __init__(self, directory: str | Path, media_text: Mapping[str, MediaText] = IMAGES) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        media_text: Mapping[str, MediaText] = IMAGES,
+        outputs: Mapping[str, OutputText] | None = None,
+    ) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             problem = "does not exist"
@@ -108,12 +123,16 @@ class ChatTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer, self._backend = tokenizer, backend
-        self.media_text = media_text
+        self.media_text, self.outputs = media_text, dict(outputs or {})
+        of_outputs = {name: text.media_text(name) for name, text in self.outputs.items()}
+        self._all_text = {**media_text, **of_outputs}
         self.placeholders = {media: text.placeholder for media, text in media_text.items()}
         unknown = getattr(backend.model, "unk_token", tokenizer.unk_token) or ""
         self.unknown_token_id: int | None = backend.token_to_id(unknown)
         # Not the number of entries: some tokenizers leave ids out.
-        self.vocab_size: int = 1 + max(tokenizer.get_vocab().values())
+        vocab_size = 1 + max(tokenizer.get_vocab().values())
+        self.added_tokens = add_tokens(backend, self.outputs, vocab_size)
+        self.vocab_size: int = vocab_size + len(self.added_tokens)
         self.placeholder_ids: dict[str, int] = {
             media: self._required_id(token, f"the {media} placeholder")
             for media, token in self.placeholders.items()
@@ -126,19 +145,29 @@ class ChatTokenizer:
         added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self._around_items = sorted(special - self.stop_token_ids)
-        written = {text.written for text in media_text.values()}
-        needed = {eos, *self.placeholders.values()} | written
+        needed = {eos, *self.placeholders.values()}
+        needed |= {text.written for text in media_text.values()}
+        needed |= {token for text in self.outputs.values() for token in (text.start, text.end)}
+        self.output_ids: dict[str, tuple[int, int]] = {  # of start and end
+            name: (backend.token_to_id(text.start), backend.token_to_id(text.end))
+            for name, text in self.outputs.items()
+        }
         self._special_tokens = SpecialTokens(backend, needed)
-        self._template = Template(self.template, tokenizer, self._special_tokens)
+        self._template = Template(self.template, tokenizer, self._special_tokens, self.outputs)
         pad = tokenizer.pad_token
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
     def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
-        """Return parts that stand for items, in order. Raises MessagesError, UnknownMediaError."""
+        """Return parts that stand for items, in order, outputs under the name of their modality.
+
+        Raises MessagesError, UnknownMediaError.
+        """
         mentioned = mentions(messages, key)
-        for mention in mentioned:
-            if mention.media not in self.placeholders:
-                raise UnknownMediaError(key, mention.media, self.placeholders)
+        for number, mention in enumerate(mentioned):
+            if mention.in_answer and (name := output_of(mention.media)) in self.outputs:
+                mentioned[number] = replace(mention, media=name)
+            elif mention.media not in self.placeholders:
+                raise UnknownMediaError(key, mention, self.placeholders)
         return mentioned
 
     def encode(
@@ -150,21 +179,23 @@ class ChatTokenizer:
     ) -> EncodedSample:
         """Tokenize a finished conversation; the loss is on every assistant answer.
 
-        An answer begins after the template's generation prompt and includes its end of turn, but
-        not what stands for an item in it. A text that looks like a special token is text.
-        rows_per_item: placeholders of each item, in order of mention; a tuple for an item that is
-        written as several `{item}`. key: names the sample in errors. part_texts: what stands for
-        each content part that is not text, with `{item}` once per item; None: each is one item.
+        An answer begins after the template's generation prompt and includes its end of turn and the
+        start and end tokens of output items, but neither query positions nor what stands for other
+        items in it. A text that looks like a special token is text. rows_per_item: placeholders or
+        query positions of each item, in order of mention; a tuple for an item that is written as
+        several `{item}`. key: names the sample in errors. part_texts: what stands for each content
+        part that is not text, with `{item}` once per item; None: each is one item.
 
         Raises as `mentions`, PlaceholderError when placeholders and items differ in number,
-        MessagesError when the template or the tokenizer refuses the messages.
+        MessagesError when the template or the tokenizer refuses the messages, or no token
+        conditions an output item.
         """
         chat = self._chat(messages, rows_per_item, key, part_texts)
         whole = self._rendered(chat)
         answer = np.zeros_like(whole.ids, bool)
         for start, end in self._answers(chat, whole):
             answer[start:end] = True
-        answer &= ~self._of_items(whole)
+        answer &= ~self._of_items(chat, whole)
         return self._expand(chat, whole.ids, answer)
 
     def encode_prompt(
@@ -210,11 +241,12 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """Hex digest that changes whenever token ids or the rendering may change."""
         backend, special_tokens = self._vocabulary()
+        texts = sorted([*self.media_text.items(), *self.outputs.items()], key=itemgetter(0))
         parts = (
             backend,
             self.template,
             special_tokens,
-            (sorted(self.media_text.items()), self.eos_token_id, self.pad_token_id),
+            (texts, self.eos_token_id, self.pad_token_id),
             sorted(self.stop_token_ids),
             _VERSION,
         )
@@ -255,7 +287,7 @@ class ChatTokenizer:
         try:
             text = self._template.render(messages, add_generation_prompt)
             finish = self._special_tokens.finish
-            text, spans = write_items(text, parts, self.media_text, chat.key, finish)
+            text, spans = write_items(text, parts, self._all_text, chat.key, finish)
             ids, offsets = self._special_tokens.encode(text)
         except (MessagesError, PlaceholderError):
             raise
@@ -263,20 +295,21 @@ class ChatTokenizer:
             raise chat.error(error) from error
         return _Rendered(text, ids, offsets, spans)
 
-    def _of_items(self, rendered: _Rendered) -> np.ndarray:
-        """bool per token: whether it stands for an item, or opens or closes one.
+    def _of_items(self, chat: _Chat, rendered: _Rendered) -> np.ndarray:
+        """bool per token: whether it stands for an item, or opens or closes one that is no output.
 
-        A special token right beside an item, such as Qwen's <|vision_start|>, belongs to it; an end
-        of turn does not.
+        A special token right beside such an item, such as Qwen's <|vision_start|>, belongs to it;
+        an end of turn does not.
         """
         starts, ends = rendered.offsets.T
-        is_item = np.zeros(len(starts), dtype=bool)
-        for start, end in rendered.parts:
-            is_item |= (starts < end) & (ends > start)
+        is_item, is_output = np.zeros((2, len(starts)), bool)
+        for (media, _), (start, end) in zip(chat.parts, rendered.parts, strict=True):
+            of_kind = is_output if media in self.outputs else is_item
+            of_kind |= (starts < end) & (ends > start)
         edges = np.diff(is_item.astype(np.int8))
         beside = np.append(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) + 1)
         is_item[beside] = np.isin(rendered.ids[beside], self._around_items)
-        return is_item
+        return (is_item & ~is_output) | (rendered.ids == QUERY_ID)
 
     def _answers(self, chat: _Chat, whole: _Rendered) -> list[tuple[int, int]]:
         """Tokens [start, end) of every answer, its end token included."""
@@ -311,15 +344,24 @@ class ChatTokenizer:
 
     def _expand(self, chat: _Chat, ids: np.ndarray, answer: np.ndarray) -> EncodedSample:
         """Repeat each placeholder as often as its item has rows; shift labels and mask by one."""
-        placeholders = np.flatnonzero(np.isin(ids, list(self.placeholder_ids.values())))
+        standing = [*self.placeholder_ids.values(), QUERY_ID]
+        placeholders = np.flatnonzero(np.isin(ids, standing))
         if len(placeholders) != len(chat.rows):
             raise PlaceholderError(chat.key, len(placeholders), len(chat.rows))
         repeats = np.ones(len(ids), dtype=np.int64)
         repeats[placeholders] = chat.rows
-        input_ids = np.repeat(ids, repeats)
+        is_query = ids == QUERY_ID
+        input_ids = np.repeat(np.where(is_query, self.pad_token_id, ids), repeats)
         labels = np.append(input_ids[1:], self.pad_token_id)
         loss_mask = np.append(np.repeat(answer, repeats)[1:], False).astype(np.float32)
         starts = (np.cumsum(repeats) - repeats)[placeholders]
         slots = np.array(chat.slots, np.int64)
         first = np.cumsum(slots) - slots
-        return EncodedSample(input_ids, labels, loss_mask, starts[first])
+        offsets, rows = starts[first], np.add.reduceat([*chat.rows, 0], first)[: len(first)]
+        outputs = [self.outputs[media] for media, _ in chat.parts if media in self.outputs]
+        numbers = np.flatnonzero(is_query[placeholders[first]]).tolist()
+        try:
+            find_conditions(zip(numbers, outputs, strict=True), offsets, rows)
+        except ValueError as error:
+            raise chat.error(error) from error
+        return EncodedSample(input_ids, labels, loss_mask, offsets, rows)

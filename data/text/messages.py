@@ -35,15 +35,18 @@ class PlaceholderError(ValueError):
 
 
 class UnknownMediaError(ValueError):
-    """A sample has an item that no encoder takes."""
+    """A sample has an item that no encoder takes and no generator makes."""
 
-    def __init__(self, key: str, media: str, known: Collection[str]) -> None:
+    def __init__(self, key: str, mention: Mention, known: Collection[str]) -> None:
+        place, maker = "", "an encoder"
+        if mention.in_answer:
+            place, maker = " in an assistant's message", "a generator or an encoder"
         super().__init__(
-            f"sample {key!r} has a content part of type {media!r}, but there are encoders for "
-            f"{', '.join(known) or 'nothing'} only: give an encoder this modality, or correct the "
-            "type"
+            f"sample {key!r} has a content part of type {mention.media!r}{place}, but there are "
+            f"encoders for {', '.join(known) or 'nothing'} only: give {maker} this modality, or "
+            "correct the type"
         )
-        self.key, self.media = key, media
+        self.key, self.media = key, f"{mention.media}{place}"
 
 
 def is_answer(message: Message) -> bool:
@@ -64,13 +67,15 @@ class Mention:
     media: str
     frames: int  # consecutive files that it takes
     fps: float  # frames per second
+    in_answer: bool  # whether the model is to learn to write its message
 
 
 def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
     """The content parts that stand for items, in order. Raises MessagesError."""
     _check(messages, key)
     result = []
-    for part in item_parts(messages):
+    parts = [(part, is_answer(message)) for message in messages for part in item_parts([message])]
+    for part, in_answer in parts:
         frames, fps = part.get("frames", 1), part.get("fps", DEFAULT_FPS)
         if type(frames) is not int or frames < 1:
             raise MessagesError(
@@ -82,7 +87,7 @@ def mentions(messages: Sequence[Message], key: str) -> list[Mention]:
                 f"sample {key!r}: a part of type {part['type']!r} has fps {short_text(fps)}; need "
                 "frames per second, above 0"
             )
-        result.append(Mention(part["type"], frames, float(fps)))
+        result.append(Mention(part["type"], frames, float(fps), in_answer))
     return result
 
 
@@ -120,7 +125,7 @@ def short_text(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_PLACEHOLDER_SLOT = "{placeholder}"  # in the text of an item
+PLACEHOLDER_SLOT = "{placeholder}"  # in the text of an item
 ITEM_SLOT = "{item}"  # in the text of a part: once per item that the part becomes
 
 
@@ -130,7 +135,7 @@ class MediaText:
 
     placeholder: str  # the token that is repeated once per row
     template_token: str | None = None  # what the template writes per part; None: the placeholder
-    item_text: str = _PLACEHOLDER_SLOT  # what stands for one item, with `{placeholder}` in it once
+    item_text: str = PLACEHOLDER_SLOT  # what stands for one item, with `{placeholder}` in it once
 
     @property
     def written(self) -> str:
@@ -140,14 +145,14 @@ class MediaText:
     @property
     def filled(self) -> str:
         """What stands for one item."""
-        return self.item_text.replace(_PLACEHOLDER_SLOT, self.placeholder)
+        return self.item_text.replace(PLACEHOLDER_SLOT, self.placeholder)
 
 
 def item_text_problem(item_text: str) -> str:
     """Why a text cannot stand for an item, or nothing."""
-    if item_text.count(_PLACEHOLDER_SLOT) == 1:
+    if item_text.count(PLACEHOLDER_SLOT) == 1:
         return ""
-    return f"needs {_PLACEHOLDER_SLOT} exactly once, where the rows go"
+    return f"needs {PLACEHOLDER_SLOT} exactly once, where the rows go"
 
 
 def write_items(

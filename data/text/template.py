@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.text.messages import Message
+from data.text.outputs import QUERY_ID, QUERY_MARK, with_marks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Unicode's noncharacters, which no text has.
 _MARK_OF_TEXT, _MARK_OF_TOKEN = "\ufdd0", "\ufdd1"
-PROBE = "\ufdd2"  # a text that no template writes
+PROBE = QUERY_MARK
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 
 
@@ -64,6 +65,8 @@ class SpecialTokens:
                 name = _MARK_OF_TOKEN + token.content
                 self._ids[name] = token_id
                 named.append(AddedToken(name, normalized=False, **flags))
+        self._ids[QUERY_MARK] = QUERY_ID
+        named.append(AddedToken(QUERY_MARK, normalized=False))
         self._tokenizer.add_tokens(named)
         self._tokenizer.encode_special_tokens = True  # as text
         self._names = _any_of(self._ids)
@@ -188,10 +191,14 @@ class Template:
     """The chat template of a tokenizer folder; safe to use in several threads.
 
     tokenizer: of transformers, which renders it. special: tells its special tokens from text.
+    outputs: by modality, the items in whose place the template gets a text.
     """
 
-    def __init__(self, text: str, tokenizer: Any, special: SpecialTokens) -> None:
+    def __init__(
+        self, text: str, tokenizer: Any, special: SpecialTokens, outputs: Mapping[str, Any]
+    ) -> None:
         self.text, self._tokenizer, self._special = text, tokenizer, special
+        self._outputs = outputs
         asked = {"role": "user", "content": "?"}
         self._takes_parts = self._writes([asked | {"content": [{"type": "text", "text": PROBE}]}])
         called = {"function": {"name": PROBE, "arguments": {}}, "type": "function"}
@@ -209,7 +216,8 @@ class Template:
         if any(message.get("tool_calls") for message in messages) and not self._writes_calls:
             raise ValueError("it calls tools, which the chat template does not write: leave it out")
         try:
-            return self._render(self._special.as_text(messages), add_generation_prompt)
+            marked = with_marks(self._special.as_text(messages), self._outputs)
+            return self._render(marked, add_generation_prompt)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         except ValueError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast, override
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from data.batch import pack_lane, plan_microbatch, sizes_in_order
+from data.batch import pack_lane, plan_microbatch, queries_of, read_items, sizes_in_order
 from data.packing import Used, packs_of_samples, packs_of_tokens
 from mimo.check.compare import Fault, RankSteps, Reference, ReferenceParameter, Shard, update_floor
 from mimo.check.workload import Workload
@@ -309,13 +310,18 @@ def _loss(
         for n, reader in enumerate(readers)
     ]
     chat = readers[0].chat
+    queries = queries_of(samples, slice(None), list(chain.from_iterable(plans)))
+    encoded = [reader.sample(int(s)) for reader, s in zip(readers, samples.sample, strict=True)]
+    encoded = [read_items(sample, items) for sample, items in zip(encoded, plans, strict=True)]
+    plans = [[plan for plan in items if not plan.is_output] for items in plans]
     lane = pack_lane(
-        [reader.sample(int(s)) for reader, s in zip(readers, samples.sample, strict=True)],
+        encoded,
         [[plan.row_grid for plan in items] for items in plans],
         samples.loss_tokens.tolist(),
         int(samples.lane_tokens[0]),
         chat.pad_token_id,
         time_steps=[[plan.time_step for plan in items] for items in plans],
+        queries=queries,
     )
     rows = {}
     for name, encoder in recipe.encoders.items():

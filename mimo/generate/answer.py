@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.batch import pack_lane
+from data.batch import pack_lane, read_items
 from data.index.samples import Processors
 from data.modalities.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
@@ -142,7 +142,9 @@ class Generator:
                 texts.append(items_of_part[0].plan.text)
                 rows += items_of_part[0].plan.rows_of_items
                 items += items_of_part
-            return _Prompt(self.chat.encode_prompt(request.messages, rows, texts), items)
+            sample = self.chat.encode_prompt(request.messages, rows, texts)
+            sample = read_items(sample, [item.plan for item in items])
+            return _Prompt(sample, [item for item in items if not item.plan.is_output])
         except ValueError as error:
             raise InputError(f"{request.name} cannot be answered: {error}") from error
 
@@ -185,7 +187,7 @@ class Generator:
         lengths = np.array([len(sequence) for sequence in ids])
         masks = [np.zeros(length, np.float32) for length in lengths]
         samples = [
-            EncodedSample(sequence, sequence, mask, prompt.sample.item_offsets)
+            replace(prompt.sample, input_ids=sequence, labels=sequence, loss_mask=mask)
             for sequence, mask, prompt in zip(ids, masks, open_prompts, strict=True)
         ]
         lane = pack_lane(

@@ -18,18 +18,26 @@ from data.index.shard_index import DamagedFileError
 from data.index.shards import ShardChangedError
 from data.index.store import Build, load_or_build_index
 from data.modalities.processor import Media
+from data.modalities.targets import TargetImages
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.messages import MediaText
+from data.text.outputs import OutputText
 from mimo.config.modules import MediaTokens
 from mimo.config.schema import Recipe
 from mimo.config.source import Location, dotted
 from mimo.config.training import Source
 from mimo.errors import InputError, RecipeError, StartError, file_system_failed, kind_of
-from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.registry import (
+    encoder_settings,
+    generator_settings,
+    language_settings,
+)
 
 SPLITS = ("sources", "validation", "test")
+_TARGETS = {"image": TargetImages}  # by modality, what generators make
+_SHORTEST_TOKEN = 2  # characters; a shorter one cannot be told from text
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ def linear_tokens(recipe: Recipe) -> int:
 
 
 def modality_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what keeps every modality from having one encoder and its own tokens."""
+    """Yield what keeps every modality from having one encoder or generator and its own tokens."""
     owners = dict[tuple[str, str], str]()
     for where, place, modality, tokens in _modalities_of(recipe):
         if modality == "text":
@@ -82,6 +90,34 @@ def modality_problems(recipe: Recipe) -> Iterator[str]:
             if value is not None and owner != dotted(location):
                 message = f"got {value!r}, which {owner} is already; name another"
                 yield recipe.problem(location, message)
+    yield from _output_problems(recipe, owners)
+
+
+def _output_problems(recipe: Recipe, owners: dict[tuple[str, str], str]) -> Iterator[str]:
+    """Yield what is wrong with the modalities and tokens of generators.
+
+    owners: by key and value, the place of each modality and token of the encoders.
+    """
+    tokens = {value: owner for (key, value), owner in owners.items() if key != "media"}
+    modalities = {value: owner for (key, value), owner in owners.items() if key == "media"}
+    for name, generator in recipe.generators.items():
+        place = ("generators", name)
+        if generator.media not in _TARGETS:
+            message = f"got {generator.media!r}, but generators make only {', '.join(_TARGETS)}"
+            yield recipe.problem((*place, "media"), message)
+        for key, value, others in (
+            ("media", generator.output, modalities),
+            ("start_token", generator.start_token, tokens),
+            ("end_token", generator.end_token, tokens),
+        ):
+            if owner := others.get(value):
+                got = getattr(generator, key)
+                message = f"got {got!r}, which {owner} is already; name another"
+                yield recipe.problem((*place, key), message)
+            elif len(value) < _SHORTEST_TOKEN:
+                message = f"got {value!r}, which texts have too; name a longer token"
+                yield recipe.problem((*place, key), message)
+            others.setdefault(value, dotted((*place, key)))
 
 
 def _modalities_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:
@@ -95,29 +131,70 @@ def _modalities_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, Me
 
 
 def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
-    """Return the modalities that the encoders take, by name. Raises RecipeError."""
+    """Return the modalities that encoders take and generators make, by name. Raises RecipeError."""
     if problems := [*modality_problems(recipe)]:
         raise RecipeError(*problems)
-    return {
+    inputs = {
         modality: encoder_settings(recipe, name).processor(modality)
         for name, encoder in recipe.encoders.items()
         for modality in encoder.media_tokens
     }
+    outputs = {part.output: _targets(recipe, name) for name, part in recipe.generators.items()}
+    return inputs | outputs
+
+
+def _targets(recipe: Recipe, name: str) -> Media[Any]:
+    settings, part = generator_settings(recipe, name), recipe.generators[name]
+    try:
+        return _TARGETS[part.media](
+            patch_size=settings.token_pixels,
+            max_pixels=settings.max_pixels,
+            num_queries=part.num_queries,
+            tower_width=settings.hidden_size,
+        )
+    except ValueError as error:
+        location = ("generators", name, "model", "max_pixels")
+        raise RecipeError(recipe.problem(location, str(error))) from error
 
 
 def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
-    """Open the tokenizer. Raises RecipeError with the key ``data.tokenizer``, or StartError."""
+    """Open the tokenizer; tokens of generators that it lacks are its ``added_tokens``.
+
+    Raises RecipeError with the key ``data.tokenizer`` or a generator's token, or StartError.
+    """
     placeholders = {
         modality: MediaText(tokens.placeholder, tokens.template_token, tokens.item_text)
         for encoder in recipe.encoders.values()
         for modality, tokens in encoder.media_tokens.items()
     }
+    outputs = {
+        part.output: OutputText(
+            part.start_token,
+            part.end_token,
+            part.skipped_tokens if part.condition == "prompt" else None,
+        )
+        for part in recipe.generators.values()
+    }
     try:
-        return ChatTokenizer(recipe.data.tokenizer, placeholders)
+        chat = ChatTokenizer(recipe.data.tokenizer, placeholders, outputs)
     except ValueError as error:
         raise kind_of(error, RecipeError)(
             recipe.problem(("data", "tokenizer"), str(error))
         ) from error
+    ends = chat.stop_token_ids | {chat.pad_token_id}
+    problems = [
+        recipe.problem(
+            ("generators", name, f"{kind}_token"),
+            f"got {getattr(part, f'{kind}_token')!r}, which in {chat.directory} is padding or ends "
+            "a turn or text; name another",
+        )
+        for name, part in recipe.generators.items()
+        for kind, token_id in zip(("start", "end"), chat.output_ids[part.output], strict=True)
+        if token_id in ends
+    ]
+    if problems:
+        raise RecipeError(*problems)
+    return chat
 
 
 def cache_folder(recipe: Recipe) -> Path:

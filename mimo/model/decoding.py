@@ -10,7 +10,7 @@ import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bridge import assign_items
-from data.batch import PackedLane, pack_lane
+from data.batch import PackedLane, pack_lane, queries_of, read_items
 from data.decoding import Decoding, Task
 from data.index.reader import SampleReader, plans_of_items
 from data.loader import LoadedStep
@@ -193,7 +193,7 @@ def pack_language(
     pad_token_id: int,
 ) -> list[PackedLane]:
     """Pack the microbatches of one language lane."""
-    packed, nothing = [], np.zeros(0, np.int64)
+    packed = []
     for m, planned in enumerate(plan.microbatches):
         samples = planned.samples
         of_lane = slice(*np.searchsorted(samples.lane, (lane, lane + 1)).tolist())
@@ -205,9 +205,10 @@ def pack_language(
         by_sample = [plans[first - cuts[0] : last - cuts[0]] for first, last in pairwise(cuts)]
         # A blanked sample keeps its placeholders but has no items: plain text positions.
         encoded = [
-            loaded.encoded[m][i] if parts else replace(loaded.encoded[m][i], item_offsets=nothing)
+            read_items(loaded.encoded[m][i], parts)
             for i, parts in zip(bounds[:-1].tolist(), by_sample, strict=True)
         ]
+        by_sample = [[part for part in parts if not part.is_output] for parts in by_sample]
         packed.append(
             pack_lane(
                 encoded,
@@ -221,7 +222,9 @@ def pack_language(
                 [
                     (samples.media[kind], part.grid)
                     for kind, part in zip(samples.item_media[items].tolist(), plans, strict=True)
+                    if not part.is_output
                 ],
+                queries_of(samples, items, plans),
             )
         )
     return packed

@@ -18,6 +18,7 @@ from data.modalities.image_files import to_rgb
 from data.modalities.processor import PartPlan
 from data.modalities.transformers import ItemForm, TransformersMedia, load_processor
 from data.text.messages import ITEM_SLOT, item_parts
+from data.text.outputs import split_outputs
 from mimo.checkpoint.hf.recipes import config_of_folder
 from mimo.checkpoint.hf.shrink import build, narrow
 from mimo.config.schema import Recipe
@@ -40,7 +41,7 @@ def check_first_samples(recipe: Recipe, reader: SampleReader) -> None:
 
 def _check_tower(recipe: Recipe, reader: SampleReader) -> None:
     smallest: dict[str, ItemForm] = {}
-    for item in range(min(_ITEMS, reader.index.num_items)):
+    for item in np.flatnonzero(~_is_output(reader, _SAMPLES))[:_ITEMS].tolist():
         media, plan = reader.media(item), reader.plan(item)
         assert isinstance(media, TransformersMedia)
         form = media.form(plan.grid, reader.index.part(item).fps)
@@ -68,6 +69,26 @@ def _check_tower(recipe: Recipe, reader: SampleReader) -> None:
             )
 
 
+def _is_output(reader: SampleReader, count: int) -> np.ndarray:
+    """Return bool (m,): whether each of the first ``count`` items is an output."""
+    index = reader.index
+    of_media = np.array([bool(split_outputs([name])[1]) for name in index.media])
+    return of_media[index.column("item_media", slice(0, min(count, index.num_items)))]
+
+
+def _compared_samples(reader: SampleReader) -> list[int]:
+    """Return the first sample with an item, and the first with two, that have no output.
+
+    The processor would write an output as an input.
+    """
+    index = reader.index
+    starts = index.column("item_start", slice(0, 1 + min(_SAMPLES, len(index))))
+    outputs = np.concatenate(([0], np.cumsum(_is_output(reader, int(starts[-1])))))
+    counts = np.where(np.diff(outputs[starts]), 0, np.diff(starts))
+    firsts = [np.flatnonzero(counts >= least)[:1] for least in (1, 2)]
+    return np.unique(np.concatenate(firsts)).tolist()
+
+
 def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
     """Compare the first sample with images, and the first with several.
 
@@ -76,9 +97,7 @@ def _check_whole_processor(recipe: Recipe, reader: SampleReader) -> None:
     index, chat = reader.index, reader.chat
     processor = load_processor(recipe.init_from or "")
     ids = list(chat.placeholder_ids.values())
-    counts = np.diff(index.column("item_start", slice(0, 1 + min(_SAMPLES, len(index)))))
-    firsts = [np.flatnonzero(counts >= least)[:1] for least in (1, 2)]
-    for sample in np.unique(np.concatenate(firsts)).tolist():
+    for sample in _compared_samples(reader):
         try:
             messages, encoded = reader.messages(sample), reader.sample(sample)
             parts: Any = item_parts(messages)

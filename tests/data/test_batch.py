@@ -74,6 +74,7 @@ def sample(length: int, first: int) -> EncodedSample:
         labels=np.append(ids[1:], 0),
         loss_mask=np.ones(length, np.float32),
         item_offsets=np.zeros(0, np.int64),
+        item_rows=np.zeros(0, np.int64),
     )
 
 

@@ -64,7 +64,7 @@ def write(folder: Path, num_shards: int) -> None:
         with path.open("wb") as file:
             file.truncate(n * 4096)  # of which the disk holds nothing
         index_file = home / f"{path.name}.index"
-        write_shard_index(index_file, SETTINGS, find_shards(str(path))[0], columns, [])
+        write_shard_index(index_file, SETTINGS, find_shards(str(path))[0], columns, [], 0)
 
 
 def open_index(folder: Path) -> Index:

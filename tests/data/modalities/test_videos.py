@@ -103,7 +103,7 @@ def test_a_single_frame_is_repeated(family: Family):
 
 
 def test_an_encoder_of_images_refuses_several_frames():
-    with pytest.raises(ValueError, match="part of 2 frames, but its encoder takes still images"):
+    with pytest.raises(ValueError, match="part of 2 frames, but need a still image"):
         ImageProcessor().plan(Part((60, 40), 2))
 
 

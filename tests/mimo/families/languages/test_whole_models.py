@@ -246,8 +246,10 @@ def pack(case: Case, reference: Reference) -> tuple[Any, np.ndarray]:
     samples, grids_of_samples, places, start = [], [], [], 0
     for ids, (length, offsets) in zip(reference.ids, case.samples, strict=True):
         no_loss = np.zeros(length, np.float32)
-        samples.append(EncodedSample(ids.numpy(), ids.numpy(), no_loss, np.array(offsets, int)))
         grids_of_samples.append([tuple(next(grids)) for _ in offsets])
+        rows = np.array([np.prod(grid) for grid in grids_of_samples[-1]], int)
+        sample = EncodedSample(ids.numpy(), ids.numpy(), no_loss, np.array(offsets, int), rows)
+        samples.append(sample)
         places += [
             start + offset + np.arange(int(np.prod(grid)))
             for offset, grid in zip(offsets, grids_of_samples[-1], strict=True)

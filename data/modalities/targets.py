@@ -1,0 +1,63 @@
+"""Images that a generator learns to make, in the squares that its tokens stand for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from PIL import Image
+
+from data.modalities.images import StillImages, check_aspect_ratio, normalisation_table
+from data.modalities.processor import Part, PartPlan, Size, WireForm
+
+_HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class TargetImages(StillImages):
+    """Values in -1..1, ordered by channel, line and column in each square; squares line by line.
+
+    An item's grid counts tokens, and its rows are ``num_queries`` query positions. patch_size: side
+    of a token's square in pixels. max_pixels: of a resized image. tower_width: hidden size of the
+    generator. Raises ValueError for `max_pixels` below one square.
+    """
+
+    patch_size: int
+    max_pixels: int
+    num_queries: int
+    tower_width: int
+    merge_size: int = 1
+    jpeg_draft: bool = False
+
+    KIND: ClassVar[str] = "targets-1"
+    RESAMPLING: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
+
+    def __post_init__(self) -> None:
+        if self.max_pixels < self.patch_size**2:
+            raise ValueError(
+                f"got {self.max_pixels}, needs at least the {self.patch_size**2} pixels of the "
+                f"square of one token ({self.patch_size} x {self.patch_size})"
+            )
+
+    @property
+    def wire(self) -> WireForm:
+        """3·P·P bytes of a square, and as many values."""
+        return WireForm(3 * self.patch_size**2, normalisation_table, _HALF, _HALF)
+
+    def resized(self, width: int, height: int) -> Size:
+        """The size within `max_pixels`, in whole squares: at least one in each direction.
+
+        A very long image may end above `max_pixels`. Raises ValueError for an aspect ratio above
+        200.
+        """
+        check_aspect_ratio(width, height)
+        square = self.patch_size * max(1.0, math.sqrt(width * height / self.max_pixels))
+        columns, lines = (max(1, round(side / square)) for side in (width, height))
+        if columns * lines * self.patch_size**2 > self.max_pixels:
+            columns, lines = (max(1, math.floor(side / square)) for side in (width, height))
+        return columns * self.patch_size, lines * self.patch_size
+
+    def plan(self, part: Part) -> PartPlan:
+        whole = super().plan(part)
+        return replace(whole, row_grid=(1, 1, self.num_queries), is_output=True)
