@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mimo.checkpoint.folder import read_progress
+from mimo.checkpoint.hf import pipelines
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.tensors import StoredTensor, read_index
@@ -70,6 +71,7 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
     tokenizer = Path(recipe.data.tokenizer)
     if recipe.init_from is not None:
         copy_assets(Path(recipe.init_from), target)
+        pipelines.copy_small_files(recipe, target / pipelines.COPY)
         if target.is_dir() and not (target / RECORD).exists():
             with suppress(InputError):  # the folder is gone, or its weights are
                 write_json(target / RECORD, contents_of(Path(recipe.init_from)))
@@ -84,6 +86,14 @@ def collect_assets(recipe: Recipe, target: Path) -> None:
     for path in sorted(tokenizer.iterdir()):
         if path.name.startswith(_TOKENIZER_FILES):
             shutil.copyfile(path, target / path.name)
+
+
+def move_tokenizer(source: Path, target: Path) -> None:
+    """Move the files of a tokenizer from a model's folder into a new one."""
+    target.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.name.startswith(_TOKENIZER_FILES):
+            path.rename(target / path.name)
 
 
 def portable_recipe(checkpoint: Path) -> Recipe:

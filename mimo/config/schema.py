@@ -228,7 +228,8 @@ def descriptions(
     problem: formats location and message. base: the keys' location. skipped: error type to omit.
     """
     for details in error.errors():
-        if details["type"] == skipped:
+        # A default that follows from a wrong setting is no error of its own.
+        if details["type"] in (skipped, "default_factory_not_called"):
             continue
         location: Location = tuple(details["loc"])
         if location and location[-1] == "[key]":

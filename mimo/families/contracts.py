@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
@@ -292,6 +292,22 @@ class GeneratorSettings(FamilySettings):
     def token_pixels(self) -> int:
         """Side in pixels of the square of an image that a token stands for."""
 
+    def problems(self, hidden_size: int) -> Iterator[tuple[str, str]]:
+        """Yield keys, each with what is wrong with it. hidden_size: the language model's.
+
+        Unlike checks of single settings, these read the autoencoder's configuration.
+        """
+        if self.condition_size != hidden_size:
+            yield (
+                "condition_size",
+                f"got {self.condition_size}, but the language model's hidden states have "
+                f"{hidden_size} numbers, and the condition consists of them; give it that size",
+            )
+
+    def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
+        if tp * chunks > 1:
+            yield f"tp={tp} and pp={chunks} must be 1: generators have data parallelism only"
+
     @abstractmethod
     def products(self) -> list[Product]:
         """Return all matrices and attention, in the order of a forward.
@@ -328,6 +344,10 @@ class GeneratorFamily(Protocol):
     """
 
     Settings: type[GeneratorSettings]
+    PIPELINE: str
+    """The class of diffusers for a whole folder of this family."""
+    RECIPE_KEYS: Mapping[str, Any]
+    """Recipe keys of the generator's section, beside ``model``, that belong to such folders."""
 
     def build(self, settings: Any) -> nn.Module:
         """Build diffusers' module, unmodified. The caller decides where its parameters are."""
@@ -350,7 +370,8 @@ class GeneratorFamily(Protocol):
 
         Tokens are (1 - t) · x + t · noise for times t (B,) in 0..1, fp32, and the velocity is
         noise - x. condition: (B, T, H), of which item b has the first ``lengths[b]``; lengths:
-        (B,) int64. grid: height and width in tokens.
+        (B,) int64; an item without a condition has 0. grid: height and width in tokens. Tokens and
+        condition have the dtype in which the module computes.
         """
         ...
 

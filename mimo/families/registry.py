@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -59,9 +60,13 @@ def encoder_family(recipe: Recipe, encoder: str) -> EncoderFamily:
 
 
 def generator_family(recipe: Recipe, generator: str) -> GeneratorFamily:
-    """Return the module `generators.<family>`. Raises RecipeError."""
-    name = recipe.generators[generator].family
-    return _load(GENERATORS, name, ("generators", generator, "family"), recipe)
+    """Return the module `generators.<family>`. Raises RecipeError, also without diffusers."""
+    name, location = recipe.generators[generator].family, ("generators", generator, "family")
+    family = _load(GENERATORS, name, location, recipe)
+    if importlib.util.find_spec("diffusers") is None:
+        message = f"{name} runs a module of diffusers; run: pip install 'mimo-toolkit[draw]'"
+        raise RecipeError(recipe.problem(location, message))
+    return family
 
 
 def check_settings[S: BaseModel](
@@ -90,8 +95,12 @@ def encoder_settings(recipe: Recipe, encoder: str) -> EncoderSettings:
 
 def generator_settings(recipe: Recipe, generator: str) -> GeneratorSettings:
     """Return the checked settings under ``generators.<name>.model``. Raises RecipeError."""
-    settings, values = generator_family(recipe, generator).Settings, recipe.generators[generator]
-    return check_settings(settings, values.model, ("generators", generator, "model"), recipe)
+    key, values = ("generators", generator, "model"), recipe.generators[generator].model
+    settings = check_settings(generator_family(recipe, generator).Settings, values, key, recipe)
+    problems = settings.problems(language_settings(recipe).hidden_size)
+    if lines := [recipe.problem((*key, name), message) for name, message in problems]:
+        raise RecipeError(*lines)
+    return settings
 
 
 QUERIES = "queries."

@@ -14,7 +14,7 @@ from data.index.store import load_or_build_index
 from data.index.tar_shards import scan_shard
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.folder import Progress, find_checkpoint, publish
-from mimo.checkpoint.hf.weights_folder import INDEX, WeightsFolder
+from mimo.checkpoint.hf.weights_folder import WeightsFolder, index_name
 from mimo.errors import InputError
 from tests.mimo import tiny
 
@@ -35,7 +35,7 @@ def test_an_index_of_weights_names_files_of_its_folder(tmp_path: Path, name: obj
     (tmp_path / "secret.safetensors").write_bytes(b"")
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    (folder / index_name()).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(InputError, match="which is no file of this folder"):
         WeightsFolder(folder)
 

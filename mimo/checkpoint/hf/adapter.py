@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mimo.checkpoint.hf.export import TrainedModel, open_trained
 from mimo.checkpoint.hf.initial import initial_weights, whole_tensor
+from mimo.checkpoint.hf.trained import TrainedModel, open_trained
 from mimo.checkpoint.reading import shards_of
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE
@@ -37,6 +37,11 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     without adapters, or if other weights than adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
+    if trained.generator is not None:
+        raise InputError(
+            f"{trained.checkpoint}: its model has a generator, which peft's form has no place for; "
+            f"leave --adapter out to write the whole model"
+        )
     if not any(weight.lora for weight in trained.weights):
         raise InputError(
             f"{trained.checkpoint}: its recipe has no lora, so there is no adapter to write; leave "

@@ -226,3 +226,17 @@ class Conversion:
                         # safetensors refuses two names for the same memory.
                         stored[disk] = tensor.clone() if number else tensor.contiguous()
         return stored
+
+
+class SameNames(Conversion):
+    """The conversion of a folder whose tensors are the parameters of its module, as in diffusers.
+
+    stored: shapes by name.
+    """
+
+    def __init__(self, stored: Mapping[str, Shape]) -> None:
+        self.problems = {}
+        self._stored, self._ties = stored, {}
+        self._groups = {name: _Group(name, None, {"": [name]}, {name: name}) for name in stored}
+        for name, group in self._groups.items():
+            group.targets[name] = stored[name]

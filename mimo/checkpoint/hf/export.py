@@ -2,6 +2,7 @@
 
 No engine is needed: our checkpoints name every tensor as in the whole model. One file of the result
 is in memory at a time. Adapters are merged; `mimo.checkpoint.hf.adapter` writes them separately.
+A model with a generator becomes a folder of diffusers, see `mimo.checkpoint.hf.pipelines`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mimo.checkpoint.assets import ASSETS, copy_assets
-from mimo.checkpoint.folder import find_checkpoint
+from mimo.checkpoint.assets import ASSETS, copy_assets, move_tokenizer
+from mimo.checkpoint.hf import pipelines
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.carried import carried_of
 from mimo.checkpoint.hf.conversion import Conversion
-from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
-from mimo.checkpoint.hf.weights_folder import INDEX, SINGLE
-from mimo.checkpoint.reading import read, shards_of
-from mimo.checkpoint.resume import open_checkpoint
-from mimo.checkpoint.tensors import StoredTensor, averages
-from mimo.config.modules import LoRA
+from mimo.checkpoint.hf.trained import TrainedModel, TrainedWeight, open_trained
+from mimo.checkpoint.hf.weights_folder import STEM, index_name, single_name
+from mimo.checkpoint.reading import shards_of
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.config.source import dotted
-from mimo.errors import InputError, RecipeError
+from mimo.errors import RecipeError
 from mimo.families.contracts import FamilySettings
 from mimo.families.hf_config import (
     TOKENIZER,
@@ -43,8 +41,10 @@ from mimo.families.hf_config import (
     read_processors,
     write_json,
 )
-from mimo.families.keymap import Weight, adapter_names, is_adapter, merged_weight
-from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.registry import (
+    encoder_settings,
+    language_settings,
+)
 from mimo.runtime.progress import counter_of
 
 # Settings that no configuration of theirs has: initialization of weights, and padding.
@@ -54,6 +54,9 @@ _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _CROPS = [f"pan_and_scan_{k}" for k in ("min_crop_size", "max_num_crops", "min_ratio_to_activate")]
 _SAME = ("image_mean", "image_std", *_CROPS)
 _IMAGE_KEYS = {"pan_and_scan": "do_pan_and_scan", **{key: key for key in _SAME}}
+_QUERIES_FILE = "queries.safetensors"
+_File = Callable[[], dict[str, Tensor]]
+"""Returns the tensors of a file by name on disk."""
 
 
 def convert_to_hf(
@@ -63,7 +66,8 @@ def convert_to_hf(
 
     run: a run or checkpoint folder. shard_bytes: the largest size of a file; a larger tensor has a
     file to itself. average: write the moving average of the weights. Tensors and files of the
-    original folder that are not trained are copied. Raises InputError, also if one of them is gone.
+    original folder that are not trained are copied, so is the autoencoder. Raises InputError, also
+    if one of them is gone.
     """
     trained = open_trained(run, average)
     assets = trained.checkpoint / ASSETS
@@ -72,27 +76,43 @@ def convert_to_hf(
     folder = Path(trained.recipe.init_from or "")
     carried = carried_of(folder, assets, sources)
     conversion = carried.to_disk
-    files: list[Callable[[], dict[str, Tensor]]] = [
+    files: list[_File] = [
         partial(_merged_tensors, trained, conversion, shard)
-        for shard in _whole_groups(trained, conversion, shard_bytes)
+        for shard in _whole_groups(trained.weights, conversion, shard_bytes)
     ]
     shards = shards_of(carried.tensors.items(), shard_bytes)
     files += [partial(carried.read, shard) for shard in shards]
-    with new_folder(target) as folder, counter_of("files", len(files)) as advance:
+    names = trained.generator_names
+    generator_files = [
+        partial(_merged_tensors, trained, names, shard)
+        for shard in _whole_groups(trained.generator_weights, names, shard_bytes)
+    ]
+    num_files = len(files) + len(generator_files)
+    with new_folder(target) as whole, counter_of("files", num_files) as advance:
+        folder = whole if trained.generator is None else whole / pipelines.TEXT_ENCODER
+        folder.mkdir(exist_ok=True)
         carried.copy_files(folder)
         copy_assets(assets, folder)
         _write_image_settings(folder, changed)
         _set_dtype(folder / "config.json", trained.weights[0].tensor.dtype)
         _write_files(folder, files, advance)
+        if trained.generator is not None:
+            move_tokenizer(folder, whole / pipelines.TOKENIZER)
+            pipelines.write_around(trained.recipe, trained.generator, assets, whole)
+            _write_files(whole / pipelines.TRANSFORMER, generator_files, advance, pipelines.WEIGHTS)
+        if trained.queries:
+            queries = _merged_tensors(trained, names, trained.queries)
+            save_file(queries, whole / _QUERIES_FILE)
+            shutil.copymode(folder / "config.json", whole / _QUERIES_FILE)
     trained.print_left_out()
 
 
 def _whole_groups(
-    trained: TrainedModel, conversion: Conversion, num_bytes: int
+    weights: Iterable[TrainedWeight], conversion: Conversion, num_bytes: int
 ) -> Iterator[list[TrainedWeight]]:
     """Yield shards of parameters; parameters that are converted together share a shard."""
     groups = defaultdict[str, list[TrainedWeight]](list)
-    for weight in trained.weights:
+    for weight in weights:
         groups[conversion.group(weight.weight.sources[0].key)].append(weight)
     sizes = ((group, sum(weight.num_bytes for weight in group)) for group in groups.values())
     for shard in shards_of(sizes, num_bytes):
@@ -113,14 +133,14 @@ def _merged_tensors(
 
 
 def _write_files(
-    folder: Path, files: Sequence[Callable[[], dict[str, Tensor]]], advance: Callable[[], None]
+    folder: Path, files: Sequence[_File], advance: Callable[[], None], stem: str = STEM
 ) -> None:
-    """Write the files and their index. files: each returns its tensors by name on disk."""
+    """Write the files, whose names begin with ``stem``, and their index."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, read_tensors in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        path = folder / (SINGLE if len(files) == 1 else name)
+        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+        path = folder / (single_name(stem) if len(files) == 1 else name)
         tensors = read_tensors()
         save_file(tensors, path, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", path)  # else only its owner may read it
@@ -129,7 +149,7 @@ def _write_files(
         advance()
     if len(files) > 1:
         metadata, weight_map = {"total_size": total}, dict(sorted(weight_map.items()))
-        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+        write_json(folder / index_name(stem), {"metadata": metadata, "weight_map": weight_map})
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
@@ -138,99 +158,6 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
         if key in content:
             content[key] = str(dtype).removeprefix("torch.")
     write_json(config, content)
-
-
-# ----------------------------------------------------------------------- the trained model
-
-
-@dataclass(frozen=True)
-class TrainedWeight:
-    """A parameter of ours.
-
-    stored: the padded tensor and those of its adapters, by key. lora: of its module.
-    """
-
-    key: str
-    weight: Weight
-    stored: Mapping[str, StoredTensor]
-    lora: LoRA | None
-
-    @property
-    def tensor(self) -> StoredTensor:
-        return self.stored[self.key]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes after export: without padding, with its adapter merged."""
-        return self.weight.num_rows * self.tensor.matrix[1] * self.tensor.dtype.itemsize
-
-    def merged(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Return the parameter with its adapter, (R, ...); removes both from ``tensors``."""
-        weight, *adapter = [tensors.pop(key) for key in self.stored]
-        if self.lora is None:
-            return weight
-        lora_a, lora_b = adapter
-        return merged_weight(weight, lora_a, lora_b, self.lora.scale)
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A checkpoint of ours whose model has a form in Hugging Face format.
-
-    weights: those that have that form. averages: keys that are read in place of parameters' keys.
-    """
-
-    checkpoint: Path
-    recipe: Recipe
-    architecture: Architecture
-    weights: list[TrainedWeight]
-    averages: Mapping[str, str]
-
-    def print_left_out(self) -> None:
-        tower, kind = self.architecture.tower_of(self.recipe), self.architecture.model_type
-        for name in self.recipe.encoders:
-            if name != tower:
-                print(f"encoders.{name}: no part of {kind} in Hugging Face format, so not written")
-
-    def read(
-        self, weights: Iterable[TrainedWeight], only_adapters: bool = False
-    ) -> dict[str, Tensor]:
-        """Return parameters and what adapts them, or only the latter, by key."""
-        stored = {key: tensor for weight in weights for key, tensor in weight.stored.items()}
-        sources = {k: self.averages.get(k, k) for k in stored if is_adapter(k) or not only_adapters}
-        tensors = read(self.checkpoint, sources.values())
-        # Averages are kept in fp32.
-        return {key: tensors[source].to(stored[key].dtype) for key, source in sources.items()}
-
-
-def open_trained(run: Path, average: bool = False) -> TrainedModel:
-    """Open the model of a run or checkpoint, or its moving average. Raises InputError."""
-    checkpoint = find_checkpoint(run)
-    index = open_checkpoint(checkpoint)
-    recipe = load_recipe(checkpoint / "recipe.yaml")
-    assets = checkpoint / ASSETS
-    if recipe.init_from is None or not (assets / "config.json").is_file():
-        raise InputError(
-            f"{checkpoint}: its model did not start from a checkpoint in Hugging Face format, so "
-            f"there is no configuration that describes it (train with init_from)"
-        )
-    architecture = architecture_of_folder(assets, recipe.language.family)
-    weights, missing = list[TrainedWeight](), list[str]()
-    for module, of_module in architecture.weights_of(recipe).items():
-        lora = recipe.module(module).lora
-        for weight in of_module:
-            key = f"{module}.{weight.name}"
-            if key not in index:
-                missing.append(key)
-                continue
-            keys = [key, *(name for name in adapter_names(key) if name in index)]
-            stored = {name: index[name] for name in keys}
-            weights.append(TrainedWeight(key, weight, stored, lora if len(keys) > 1 else None))
-    if missing:
-        kind = architecture.model_type
-        raise InputError(f"{checkpoint} is not a whole {kind}: it lacks {', '.join(missing)}")
-    average_keys = averages(index) if average else {}
-    return TrainedModel(checkpoint, recipe, architecture, weights, average_keys)
 
 
 # ----------------------------------------------------------------------- its configuration

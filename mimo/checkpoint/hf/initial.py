@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mimo.checkpoint.assets import ASSETS, collect_assets
 from mimo.checkpoint.folder import Progress, complete
+from mimo.checkpoint.hf import pipelines
 from mimo.checkpoint.hf.architectures import Architecture
-from mimo.checkpoint.hf.conversion import Conversion
+from mimo.checkpoint.hf.conversion import Conversion, SameNames
 from mimo.checkpoint.hf.recipes import architecture_of_folder, fill_recipe
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.tensors import TORCH_DTYPES, write
@@ -23,7 +24,7 @@ from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError, RecipeError, kind_of
 from mimo.families.hf_config import new_folder
 from mimo.families.keymap import Run, Source, Weight
-from mimo.families.registry import language_settings
+from mimo.families.registry import generator_family, generator_settings, language_settings
 from mimo.families.wire import DTYPES, precision_of
 from mimo.runtime.progress import counter_of
 
@@ -37,20 +38,26 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class HFCheckpoint:
     """Tensors of a folder under the names of the key map, whatever they are called on disk.
 
-    weights: what is to be read, by module. Building it reads headers, and tied tensors that are
-    stored twice. Raises RecipeError with every tensor that is missing, unknown or does not fit.
+    architecture: None for the transformer of a folder of diffusers. weights: what is to be read, by
+    module. Building it reads headers, and tied tensors that are stored twice. Raises RecipeError
+    with every tensor that is missing, unknown or does not fit.
     """
 
     def __init__(
-        self, path: Path, architecture: Architecture, weights: Mapping[str, Iterable[Weight]]
+        self, path: Path, architecture: Architecture | None, weights: Mapping[str, Iterable[Weight]]
     ) -> None:
-        self.folder = WeightsFolder(path)
-        shapes = self.folder.shapes
         sources = {s.key: s for module in weights.values() for w in module for s in w.sources}
-        self.conversion = Conversion.of_folder(path, shapes)
+        if architecture is None:
+            self.folder = WeightsFolder(path, pipelines.WEIGHTS)
+            self.conversion: Conversion = SameNames(self.folder.shapes)
+        else:
+            self.folder = WeightsFolder(path)
+            self.conversion = Conversion.of_folder(path, self.folder.shapes)
         self._used = {disk for key in sources for disk in self.conversion.sources(key)}
         problems = [*self._unfit(sources)]
-        if not architecture.is_general:  # else transformers ignores it, and an export carries it
+        if architecture is None:
+            problems += self._unknown(())
+        elif not architecture.is_general:  # else transformers ignores it, and an export carries it
             untrained = architecture.tower_prefixes if set(weights) == {LANGUAGE} else ()
             problems += self._unknown(untrained)
         problems = problems or [*self._differing_copies(sources)]
@@ -117,10 +124,25 @@ class HFCheckpoint:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A checkpoint to start from, and its weights by module; other encoders are drawn afresh."""
+    """A checkpoint to start from, and its weights by module; others are drawn afresh.
+
+    checkpoint: of the language model and its tower. generators: checkpoints of their own, by
+    module.
+    """
 
     checkpoint: HFCheckpoint
     weights: Mapping[str, Sequence[Weight]]
+    generators: Mapping[str, HFCheckpoint] = field(default_factory=dict)
+
+    def checkpoint_of(self, module: str) -> HFCheckpoint:
+        """Return the checkpoint that has the module's weights."""
+        return self.generators.get(module, self.checkpoint)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest dtype that holds every number of all tensors."""
+        dtypes = [c.dtype for c in (self.checkpoint, *self.generators.values())]
+        return functools.reduce(torch.promote_types, dtypes)
 
 
 def initial_weights(recipe: Recipe) -> InitialWeights | None:
@@ -131,7 +153,14 @@ def initial_weights(recipe: Recipe) -> InitialWeights | None:
     try:
         architecture = architecture_of_folder(folder, recipe.language.family)
         weights = architecture.weights_of(recipe)
-        return InitialWeights(HFCheckpoint(folder, architecture, weights), weights)
+        checkpoint = HFCheckpoint(folder, architecture, weights)
+        generators: dict[str, HFCheckpoint] = {}
+        if (name := pipelines.folders_generator(recipe)) is not None:
+            family = generator_family(recipe, name)
+            weights[name] = family.weights(generator_settings(recipe, name))
+            path = folder.parent / pipelines.TRANSFORMER
+            generators[name] = HFCheckpoint(path, None, {name: weights[name]})
+        return InitialWeights(checkpoint, weights, generators)
     except InputError as error:
         first, *others = error.args
         problem = recipe.problem(("init_from",), first)
@@ -143,24 +172,25 @@ def convert_from_hf(source: Path, target: Path) -> None:
     recipe = minimal_recipe(source)
     initial = initial_weights(recipe)
     assert initial is not None, "the recipe starts from the folder"
-    checkpoint = initial.checkpoint
-    precision = precision_of(checkpoint.dtype)
+    precision = precision_of(initial.dtype)
     train = recipe.train.model_copy(update={"precision": precision})
     recipe = recipe.model_copy(update={"train": train})
     settings = language_settings(recipe)
     tensors: dict[str, tuple[Weight, int]] = {}
+    checkpoints: dict[str, HFCheckpoint] = {}
     for module, weights in initial.weights.items():
         for weight in weights:
             rows = weight.num_rows
             if module == LANGUAGE and weight.name in _VOCABULARY:
                 rows = settings.padded_vocab_size(rows)
-            tensors[f"{module}.{weight.name}"] = (weight, rows)
-    ordered = sorted(tensors, key=lambda key: checkpoint.order(tensors[key][0]))
+            tensors[key := f"{module}.{weight.name}"] = (weight, rows)
+            checkpoints[key] = initial.checkpoint_of(module)
+    ordered = sorted(tensors, key=lambda key: checkpoints[key].order(tensors[key][0]))
     shapes = {key: _shape(*tensors[key]) for key in ordered}
 
     def tensor_of(key: str) -> Tensor:
         advance()
-        return whole_tensor(*tensors[key], checkpoint, DTYPES[precision])
+        return whole_tensor(*tensors[key], checkpoints[key], DTYPES[precision])
 
     with new_folder(target) as folder, counter_of("tensors", len(tensors)) as advance:
         sums = write(folder, shapes, DTYPES[precision], tensor_of)

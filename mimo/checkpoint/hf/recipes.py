@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mimo.checkpoint.hf import pipelines
 from mimo.checkpoint.hf.architectures import Architecture, architecture_of
 from mimo.config.phases import PhasedRecipe, read_phases
 from mimo.config.schema import Recipe, read_recipe
@@ -20,7 +21,7 @@ from mimo.families.registry import GENERAL
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_DEFAULT_ENCODER = "vision"
+_DEFAULT_ENCODER, _DEFAULT_GENERATOR = "vision", "image"
 _UNREAD = "unread"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -44,7 +45,9 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     A Hub id (``org/name``) becomes its folder in the local cache, downloaded on first use.
     Values in the recipe win. Without ``encoders`` it gets one for images; ``encoders: {}`` means
     the language model alone. The folder's tower is the first encoder that names no family, or the
-    folder's family; the others have their own. Yields location and message of every problem.
+    folder's family; the others have their own. A folder of diffusers is that of its text encoder,
+    and its transformer is a generator, by the same rules. Yields location and message of every
+    problem.
     """
     init_from = data.get("init_from")
     if init_from is None:
@@ -63,6 +66,12 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             if _HUB_ID.fullmatch(init_from):
                 hint += f"; if this is the id of one, run `hf download {init_from}` first"
             raise InputError(f"{folder}: no such folder; {hint}")
+        if pipelines.is_pipeline(folder):
+            data.setdefault("generators", {_DEFAULT_GENERATOR: {}})
+            folder /= pipelines.TEXT_ENCODER
+            data["init_from"] = str(folder)
+        pipeline = pipelines.pipeline_around(folder) if data.get("generators") else None
+        generator = pipeline and pipelines.generator_in(pipeline)
         config = read_config(folder)
         family = _section(data, "language").get("family")
         architecture = architecture_of(config.get("model_type"), family)
@@ -78,7 +87,17 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
         return
     section = _section(data, "language")
     yield from _fill_module(("language",), section, architecture.language, language)
-    _section(data, "data").setdefault("tokenizer", str(folder))
+    tokenizer = folder.parent / pipelines.TOKENIZER
+    is_apart = folder.name == pipelines.TEXT_ENCODER and tokenizer.is_dir()
+    _section(data, "data").setdefault("tokenizer", str(tokenizer if is_apart else folder))
+    yield from _fill_encoders(data, folder, architecture, tower)
+    if generator is not None:
+        yield from _fill_generators(data, *generator)
+
+
+def _fill_encoders(
+    data: dict[str, Any], folder: Path, architecture: Architecture, tower: dict[str, Any] | None
+) -> Iterator[tuple[Location, str]]:
     data.setdefault("encoders", {} if tower is None else {_DEFAULT_ENCODER: {}})
     encoders = _section(data, "encoders")
     if tower is None or architecture.encoder is None:
@@ -109,6 +128,29 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
             )
             yield ("encoders", name, "family"), message
             section["family"] = _UNREAD  # so that it is not reported twice
+
+
+def _fill_generators(
+    data: dict[str, Any], family: str, keys: dict[str, Any]
+) -> Iterator[tuple[Location, str]]:
+    """Fill in the folder's generator; those of other families begin with fresh weights."""
+    generators = _section(data, "generators")
+    sections = {name: _section(generators, name) for name in generators}
+    held = next((n for n, s in sections.items() if s.get("family") in (None, family)), None)
+    for name, section in sections.items():
+        if name == held:
+            yield from _fill_module(("generators", name), section, family, keys["model"])
+            if section.setdefault("condition", keys.get("condition", "queries")) != "prompt":
+                keys.pop("skipped_tokens", None)
+            for key, value in keys.items():
+                section.setdefault(key, value)
+        elif isinstance(generators[name], dict) and section.get("family") is None:
+            message = (
+                f"this key is required: the generator that init_from holds is generators.{held}; "
+                f"give this one a family and a model"
+            )
+            yield ("generators", name, "family"), message
+            section["family"] = _UNREAD
 
 
 def item_keys(folder: Path) -> dict[str, Any]:
@@ -158,10 +200,10 @@ def architecture_of_folder(folder: Path, family: str | None = None) -> Architect
 def _add_stand_ins(data: dict[str, Any]) -> None:
     """Fill in what only the folder has, so that a refused recipe is not also called incomplete."""
     _section(data, "data").setdefault("tokenizer", _UNREAD)
-    encoders = data.get("encoders")
-    for section in encoders.values() if isinstance(encoders, dict) else ():
-        if isinstance(section, dict):
-            section.setdefault("family", _UNREAD)
+    for modules in (data.get("encoders"), data.get("generators")):
+        for section in modules.values() if isinstance(modules, dict) else ():
+            if isinstance(section, dict):
+                section.setdefault("family", _UNREAD)
 
 
 def _section(data: dict[str, Any], key: str) -> dict[str, Any]:

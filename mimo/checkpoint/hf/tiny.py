@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from data.text.digits import DIGITS, SPECIAL_TOKENS, chat_template, words
+from mimo.checkpoint.hf import pipelines
+from mimo.checkpoint.hf.tiny_pipeline import TEXT_ENCODERS, write_parts
 from mimo.errors import InputError, suggestion
 from mimo.families.hf_config import new_folder
 
@@ -146,18 +148,21 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     """Write config, weights, tokenizer and processor files; return the number of weights.
 
     Equal settings give equal bytes; a folder of an earlier call is replaced. The family may be any
-    `model_type` of AutoModelForImageTextToText; ``tied``, ``width`` and ``num_layers`` are for the
-    families of `FAMILIES`. Raises InputError for an unknown family or shard size, for a class of
-    which no tiny model can be made, and for a folder that holds something else.
+    `model_type` of AutoModelForImageTextToText, or one of `TEXT_ENCODERS`, a folder of diffusers;
+    ``tied``, ``width`` and ``num_layers`` are for the families of `FAMILIES`. Raises InputError for
+    an unknown family or shard size, for a class of which no tiny model can be made, and for a
+    folder that holds something else.
     """
     from mimo.checkpoint.hf.tiny_class import classes, make
 
-    names = {**FAMILIES, **classes()}
+    names = {**FAMILIES, **TEXT_ENCODERS, **classes()}
     if settings.family not in names:
         raise InputError(
             f"unknown family {settings.family!r}; {suggestion(settings.family, names)}"
         )
     with new_folder(Path(directory), _MARKER, "mimo tiny") as folder:
+        if settings.family in TEXT_ENCODERS:
+            return _write_pipeline(settings, folder)
         if settings.family in FAMILIES:
             model, tokenizer = _build(settings)
             processors = FAMILIES[settings.family].get("files", {})
@@ -171,7 +176,29 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
             }
         _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
         _save(settings, folder, model, tokenizer, processors)
+        tokenizer.save_pretrained(str(folder))
+        _write_marker(settings, folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _write_pipeline(settings: TinyCheckpoint, folder: Path) -> int:
+    """Write a folder of diffusers; return the number of weights."""
+    import torch
+
+    model, tokenizer = _build(replace(settings, family=TEXT_ENCODERS[settings.family]))
+    _draw_weights(model, settings.seed, _MATRIX_STD)
+    # As in the published folders, there are no files of processors.
+    _save(settings, folder / pipelines.TEXT_ENCODER, model, tokenizer, {})
+    tokenizer.save_pretrained(str(folder / pipelines.TOKENIZER))
+    num_weights = write_parts(
+        folder,
+        model.config.text_config.hidden_size,
+        settings.seed,
+        getattr(torch, settings.dtype),
+        lambda transformer: _draw_weights(transformer, settings.seed + 1, _MATRIX_STD),
+    )
+    _write_marker(settings, folder)
+    return num_weights + sum(parameter.numel() for parameter in model.parameters())
 
 
 def _build(settings: TinyCheckpoint) -> tuple[Any, PreTrainedTokenizerFast]:
@@ -200,7 +227,7 @@ def _save(
     tokenizer: PreTrainedTokenizerFast,
     processors: Mapping[str, Any],
 ) -> None:
-    """Write a folder. processors: contents of their JSON files, by name."""
+    """Write a folder without its tokenizer. processors: contents of their JSON files, by name."""
     import torch
     from transformers import GenerationConfig
 
@@ -216,10 +243,16 @@ def _save(
         model.save_pretrained(str(directory), **({} if size is None else {"max_shard_size": size}))
     except ValueError as error:
         raise InputError(f"shard size {size!r}: {error}") from error
-    tokenizer.save_pretrained(str(directory))
-    for name, content in {**processors, _MARKER: asdict(settings)}.items():
-        text = json.dumps(content, indent=2, sort_keys=True)
-        (directory / name).write_text(text + "\n", encoding="utf-8")
+    for name, content in processors.items():
+        _write_sorted(directory / name, content)
+
+
+def _write_marker(settings: TinyCheckpoint, directory: Path) -> None:
+    _write_sorted(directory / _MARKER, asdict(settings))
+
+
+def _write_sorted(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def tiny_config(

@@ -15,8 +15,8 @@ from mimo.checkpoint.tensors import TORCH_DTYPES
 from mimo.errors import InputError, RecipeError, StartError, file_system_failed
 from mimo.families.hf_config import read_json
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+STEM = "model"
+"""Beginning of the names of the files of a model of transformers."""
 # Includes dtypes that cannot be trained; an export carries such tensors.
 _DTYPES = TORCH_DTYPES | {
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -28,23 +28,24 @@ _DTYPES = TORCH_DTYPES | {
 class WeightsFolder:
     """The tensors of a folder of safetensors; one file is open at a time. shapes, dtypes: by key.
 
-    bytes_read: of tensors, so far. Building it reads headers only. Raises InputError or StartError.
+    stem: beginning of the files' names. bytes_read: of tensors, so far. Building it reads headers
+    only. Raises InputError or StartError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stem: str = STEM) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.bytes_read = 0
         self._file_of: dict[str, Path] = {}
         self._open_path: Path | None = None
         self._open: Any = None
-        weight_map = _weight_map(path)
+        weight_map = _weight_map(path / index_name(stem))
         problems: list[str] = []
-        for file in _files(path, weight_map):
+        for file in _files(path, stem, weight_map):
             problems += self._read_header(file)
         for key, name in weight_map.items():
             if key not in self._file_of or self._file_of[key].name != name:
-                problems.append(f"{path / INDEX}: {key} is not in {name}")
+                problems.append(f"{path / index_name(stem)}: {key} is not in {name}")
         if problems:
             raise RecipeError(*problems)
 
@@ -96,9 +97,18 @@ class WeightsFolder:
         return self._open
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def index_name(stem: str = STEM) -> str:
+    """Return the name of the file that lists the tensors of all files."""
+    return f"{stem}.safetensors.index.json"
+
+
+def single_name(stem: str = STEM) -> str:
+    """Return the name of the file of a model that has no others."""
+    return f"{stem}.safetensors"
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     """Return the file name of each tensor by the index; empty if there is none."""
-    index = path / INDEX
     if not index.is_file():
         return {}
     weight_map = read_json(index).get("weight_map")
@@ -114,17 +124,18 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _files(path: Path, weight_map: Mapping[str, str]) -> list[Path]:
+def _files(path: Path, stem: str, weight_map: Mapping[str, str]) -> list[Path]:
+    index, single = index_name(stem), single_name(stem)
     if not path.is_dir():
         raise InputError(f"{path}: no such folder; give one in Hugging Face format")
     if weight_map:
         files = [path / name for name in sorted(set(weight_map.values()))]
         missing = [file for file in files if not file.is_file()]
         if missing:
-            raise RecipeError(*(f"{file}: is listed in {INDEX} but missing" for file in missing))
+            raise RecipeError(*(f"{file}: is listed in {index} but missing" for file in missing))
         return files
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
+    if (path / single).is_file():
+        return [path / single]
     pickled = sorted(path.glob("*.bin"))
     hint = f"; {pickled[0].name} is a pickle, save it as safetensors first" if pickled else ""
-    raise InputError(f"{path}: holds neither {SINGLE} nor {INDEX}{hint}")
+    raise InputError(f"{path}: holds neither {single} nor {index}{hint}")

@@ -1,0 +1,223 @@
+"""What families of generators share: settings, checks, masks and autoencoders.
+
+Letters: B items, T rows of each condition, H their size, c channels of latents, h and w in pixels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from mimo.config.bounds import Channels
+from mimo.errors import InputError
+from mimo.families.contracts import GeneratorSettings
+from mimo.families.flops import Product
+from mimo.families.hf_config import Config, expect, read_json
+from mimo.families.keymap import Weight, plain
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_PIXEL_CHANNELS = (1, 3)
+TIME_CHANNELS = 256
+"""Width of the sines and cosines that embed a time."""
+
+
+class TransformerSettings(GeneratorSettings):
+    """Settings of a transformer that takes squares of 2 × 2 pixels or latents."""
+
+    axes_dims_rope: Annotated[tuple[Channels, Channels, Channels], Field(strict=False)]
+    """Channels of a head that turn with time or text, row and column; even, together a head."""
+
+    @model_validator(mode="after")
+    def _axes_make_a_head(self) -> Self:
+        axes, heads = self.axes_dims_rope, self.num_attention_heads
+        if sum(axes) * heads != self.hidden_size or any(size % 2 for size in axes):
+            raise ValueError(
+                f"axes_dims_rope {list(axes)} must be even and add up to hidden_size / "
+                f"num_attention_heads = {self.hidden_size} / {heads}"
+            )
+        return self
+
+    @staticmethod
+    @abstractmethod
+    def latent_format(config: Config) -> tuple[int, int]:
+        """Return the channels of latents, and the pixels along the side of one.
+
+        config: the autoencoder's ``config.json``. Raises KeyError.
+        """
+
+    def _format(self) -> tuple[int, int]:
+        assert self.autoencoder is not None
+        path = Path(self.autoencoder) / "config.json"
+        try:
+            return self.latent_format(read_json(path))
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path}: {error} is missing or has another form") from error
+
+    @property
+    def token_pixels(self) -> int:
+        return 2 if self.autoencoder is None else 2 * self._format()[1]
+
+    def problems(self, hidden_size: int) -> Iterator[tuple[str, str]]:
+        yield from super().problems(hidden_size)
+        try:
+            channels = _PIXEL_CHANNELS if self.autoencoder is None else self._format()[:1]
+        except InputError as error:
+            yield "autoencoder", f"{error}; give the folder of an autoencoder, or null for pixels"
+            return
+        if self.in_channels not in [4 * count for count in channels]:
+            yield (
+                "in_channels",
+                f"got {self.in_channels}, but a token is a square of 2 × 2, so with "
+                f"{' or '.join(map(str, channels))} channels it has "
+                f"{' or '.join(str(4 * count) for count in channels)} numbers",
+            )
+
+    def scaled_down(self, chunks: int, tp: int) -> Self:
+        """Scale down to images of up to 16 tokens, without an autoencoder.
+
+        There are two layers: parts of the last may have no gradient.
+        """
+        return self.model_copy(
+            update={
+                "num_layers": 2 * chunks,
+                "hidden_size": 32,
+                "ffn_hidden_size": 128,
+                "num_attention_heads": 2,
+                "axes_dims_rope": (4, 6, 6),
+                "in_channels": 12 if self.autoencoder else self.in_channels,
+                "condition_size": 32,
+                "max_pixels": 16 * 2**2,
+                "autoencoder": None,
+            }
+        )
+
+    def counts(self, grids: np.ndarray, condition_rows: np.ndarray) -> dict[str, float]:
+        image, condition = grids.prod(1).astype(np.float64), condition_rows.astype(np.float64)
+        per_item = {
+            "item": np.ones(len(grids)),
+            "image token": image,
+            "condition row": condition,
+            "token": image + condition,  # both in one sequence
+            "image pair": image**2,
+            "condition pair": condition**2,
+            "token pair": (image + condition) ** 2,
+        }
+        return {unit: float(counts.sum()) for unit, counts in per_item.items()}
+
+
+def folder_settings(
+    folder: Path, class_name: str, keys: Mapping[str, str], **expected: object
+) -> tuple[dict[str, Any], Config] | None:
+    """Return settings of a folder of diffusers, and ``transformer/config.json``.
+
+    None for a transformer of another class. keys: theirs by ours. expected: the only values of
+    their keys that the family computes. Raises ValueError for others.
+    """
+    path = folder / "transformer" / "config.json"
+    config = read_json(path)
+    if config.get("_class_name") != class_name:
+        return None
+    expect(config, "transformer/config.json", patch_size=2, **expected)
+    if missing := [key for key in keys.values() if key not in config]:
+        raise ValueError(f"{path}: {', '.join(missing)} missing")
+    settings = {ours: config[theirs] for ours, theirs in keys.items()}
+    vae = folder / "vae"
+    return settings | ({"autoencoder": str(vae)} if vae.is_dir() else {}), config
+
+
+def linear_weights(products: Sequence[Product], without_bias: tuple[str, ...] = ()) -> list[Weight]:
+    """Return the matrices of products and their biases, under their names in diffusers.
+
+    without_bias: the last components of the names of linears that have none.
+    """
+    weights = []
+    for product in products:
+        if (name := product.parameter) is None:
+            continue
+        weights.append(plain(name, name, *product.shape))
+        linear = name.removesuffix(".weight")
+        if not linear.endswith(without_bias):
+            weights.append(plain(f"{linear}.bias", f"{linear}.bias", product.shape[0]))
+    return weights
+
+
+def with_a_row(condition: Tensor) -> Tensor:
+    """Add a row of zeros to a condition (B, 0, H): modules take at least one, masked."""
+    from torch.nn.functional import pad  # recipes are read without it
+
+    return condition if condition.shape[1] else pad(condition, (0, 0, 0, 1))
+
+
+def condition_mask(condition: Tensor, lengths: Tensor) -> Tensor:
+    """Return (B, T) bool, true in the first ``lengths`` (B,) rows of condition (B, T, H)."""
+    import torch
+
+    positions = torch.arange(condition.shape[1], device=lengths.device)
+    return positions < lengths[:, None]
+
+
+def diffusers_class(name: str) -> Any:
+    """Return a class of diffusers, which takes seconds to import."""
+    return getattr(importlib.import_module("diffusers"), name)
+
+
+def open_module(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Load a class of diffusers from its folder, frozen. Raises ValueError."""
+    try:
+        # Without `low_cpu_mem_usage`, which needs accelerate.
+        module = diffusers_class(name).from_pretrained(
+            str(folder), torch_dtype=dtype, local_files_only=True, low_cpu_mem_usage=False
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{folder}: no {name} can be loaded: {error}") from error
+    return module.to(device).eval().requires_grad_(False)
+
+
+class ScaledAutoencoder:
+    """A frozen autoencoder of diffusers whose latents are normalised by channel.
+
+    mean, std: of each of the c channels, or of all.
+    """
+
+    def __init__(self, module: Any, mean: list[float], std: list[float]) -> None:
+        import torch
+
+        self.module = module
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=module.device).view(-1, 1, 1)
+            for values in (mean, std)
+        )
+
+    def encode(self, images: Tensor) -> Tensor:
+        """images (B, 3, h, w) in -1..1 -> latents (B, c, h', w'), the mean, normalised, fp32."""
+        import torch
+
+        # Not in inference mode: the latents take part in training.
+        with torch.no_grad():
+            latents = self._encode(images.to(self.module.dtype))
+        return (latents.float() - self._mean) / self._std
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """latents (B, c, h', w') -> images (B, 3, h, w) in -1..1 but for rounding, fp32."""
+        import torch
+
+        scaled = latents.float() * self._std + self._mean
+        with torch.no_grad():
+            return self._decode(scaled.to(self.module.dtype)).float()
+
+    def _encode(self, images: Tensor) -> Tensor:
+        """Return the mean of the latents' distribution, in the module's dtype like ``images``."""
+        return self.module.encode(images).latent_dist.mode()
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Return images, in the module's dtype like ``latents``."""
+        return self.module.decode(latents).sample

@@ -1,0 +1,115 @@
+"""Flow matching: tokens of images, times, and the steps from noise to an image.
+
+At time t a token is (1 - t) · x + t · noise (rectified flow, arXiv:2209.03003), and a generator
+predicts its velocity, noise - x.
+
+Letters: B items, c channels of pixels or latents, h and w the grid in tokens, S = h · w tokens,
+C = 4c numbers of each, N steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+
+def pack(images: Tensor) -> Tensor:
+    """images or latents (B, c, 2h, 2w) -> tokens (B, S, C), in the lines of the grid.
+
+    A token holds a square of 2 × 2, as (c, 2, 2), which is the order of Qwen-Image.
+    """
+    batch, channels, height, width = images.shape
+    squares = images.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, 4 * channels)
+
+
+def unpack(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Invert `pack`. grid: height and width in tokens."""
+    height, width = grid
+    channels = tokens.shape[2] // 4
+    squares = tokens.reshape(len(tokens), height, width, channels, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, 2 * height, 2 * width)
+
+
+def shifted_time[T: (float, Tensor)](time: T, shift: float) -> T:
+    """Return shift · t / (1 + (shift - 1) · t): above 1 it favours more noise."""
+    return shift * time / (1 + (shift - 1) * time)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The times of sampling, with the keys of diffusers' `FlowMatchEulerDiscreteScheduler`.
+
+    shift: of times, without dynamic shifting. With it, the shift is exp(μ), or μ if
+    ``time_shift_type`` is linear, where μ goes from base_shift for images of base_image_seq_len
+    tokens to max_shift for max_image_seq_len, in a line. shift_terminal: times are stretched so
+    that the last is this.
+    """
+
+    shift: float = 1.0
+    use_dynamic_shifting: bool = False
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_image_seq_len: int = 256
+    max_image_seq_len: int = 4096
+    shift_terminal: float | None = None
+    time_shift_type: Literal["exponential", "linear"] = "exponential"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read ``scheduler_config.json``. Raises ValueError for what we do not compute."""
+        for key in ("invert_sigmas", "stochastic_sampling", *_OTHER_SIGMAS):
+            if config.get(key):
+                raise ValueError(f"scheduler: {key} is {config[key]!r}; only false is supported")
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in config.items() if key in known})
+
+    @property
+    def constant_shift(self) -> float | None:
+        """The shift of all images, None where it depends on their size."""
+        return None if self.use_dynamic_shifting else self.shift
+
+    def shift_of(self, num_tokens: int) -> float:
+        """Return the shift of times for an image of this many tokens."""
+        if not self.use_dynamic_shifting:
+            return self.shift
+        slope = (self.max_shift - self.base_shift) / (
+            self.max_image_seq_len - self.base_image_seq_len
+        )
+        mu = self.base_shift + slope * (num_tokens - self.base_image_seq_len)
+        return math.exp(mu) if self.time_shift_type == "exponential" else mu
+
+    def times(self, num_steps: int, num_tokens: int) -> Tensor:
+        """Return the times from 1 to 0 between ``num_steps`` steps, (N + 1,) fp32."""
+        even = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
+        times = shifted_time(even, self.shift_of(num_tokens))
+        if self.shift_terminal and num_steps > 1:
+            times = 1 - (1 - times) * ((1 - self.shift_terminal) / (1 - times[-1]))
+        return torch.cat([times, times.new_zeros(1)]).float()
+
+
+_OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+
+
+def guided(with_condition: Tensor, without: Tensor, scale: float, rescale: bool = False) -> Tensor:
+    """Return without + scale · (with - without), the velocity of guidance (arXiv:2207.12598).
+
+    Both: (B, S, C). rescale: give each token the norm that it has with the condition, as
+    Qwen-Image does.
+    """
+    velocity = without + scale * (with_condition - without)
+    if not rescale:
+        return velocity
+    norms = [v.norm(dim=-1, keepdim=True) for v in (with_condition, velocity)]
+    return velocity * (norms[0] / norms[1])
+
+
+def euler_step(tokens: Tensor, velocity: Tensor, time: float, next_time: float) -> Tensor:
+    """Go from one time to the next: tokens (B, S, C), in fp32 at least, in their dtype."""
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    return (tokens.to(wide) + (next_time - time) * velocity.to(wide)).to(tokens.dtype)
