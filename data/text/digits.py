@@ -63,10 +63,15 @@ def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[
     return [{"role": "user", "content": content}, {"role": "assistant", "content": reply}]
 
 
-def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS) -> None:
+def write_tokenizer(
+    directory: Path,
+    placeholders: Mapping[str, str] = PLACEHOLDERS,
+    more_words: Sequence[str] = (),
+) -> None:
     """Write a word-level tokenizer for these texts in Hugging Face format, with the chat template.
 
     placeholders: by modality, the token that stands for an item; those that are new become tokens.
+    more_words: words besides `words`.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -76,7 +81,7 @@ def write_tokenizer(directory: Path, placeholders: Mapping[str, str] = PLACEHOLD
 
     # In a fixed order: specials, digits, words. A new word never renumbers the digits.
     specials = dict.fromkeys((*SPECIAL_TOKENS, *placeholders.values()))
-    vocabulary = (*specials, _UNKNOWN, *DIGITS, *words())
+    vocabulary = (*specials, _UNKNOWN, *DIGITS, *words(), *more_words)
     ids = {word: number for number, word in enumerate(vocabulary)}
     tokenizer = Tokenizer(WordLevel(ids, unk_token=_UNKNOWN))
     # Punctuation apart, so that a person may type "what digit is this?".

@@ -1,4 +1,4 @@
-"""Write a data set of digits: ``python -m examples.digits [digits|spoken] [FOLDER]``."""
+"""Write a data set of digits: ``python -m examples.digits [digits|drawings|spoken] [FOLDER]``."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,20 +6,23 @@ from typing import Annotated
 
 import typer
 
+from examples.digits.drawings import prepare_drawn_digits
 from examples.digits.scans import prepare_digits
 from examples.digits.speech import prepare_spoken_digits
 from mimo.runtime.progress import progress_of
 
 
 class Kind(StrEnum):
-    """Kinds of items: images of handwritten digits, or clips of synthetic speech."""
+    """Images of handwritten digits to read, to read and to draw, or clips of synthetic speech."""
 
     DIGITS = "digits"
+    DRAWINGS = "drawings"
     SPOKEN = "spoken"
 
 
 _WRITERS = {
     Kind.DIGITS: (prepare_digits, Path("datasets/digits")),
+    Kind.DRAWINGS: (prepare_drawn_digits, Path("datasets/drawn_digits")),
     Kind.SPOKEN: (prepare_spoken_digits, Path("datasets/spoken_digits")),
 }
 
@@ -28,7 +31,7 @@ def main(
     kind: Annotated[Kind, typer.Argument(help="Images or clips.")] = Kind.DIGITS,
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Default: datasets/digits or datasets/spoken_digits."),
+        typer.Argument(help="Default: datasets/digits, datasets/drawn_digits, ..."),
     ] = None,
     num_train: Annotated[int | None, typer.Option(min=1, help="Samples to train on.")] = None,
     num_validation: Annotated[int | None, typer.Option(min=1, help="For validation.")] = None,

@@ -63,28 +63,30 @@ def prepare_digits(
     settings = {f"num_{split}": count for split, count in counts.items()}
     settings |= {"seed": seed, "version": FORMAT_VERSION}
 
-    def drawing(split: str) -> Draw:
-        scans, digits = _load_scans(split)
-
-        def draw(rng: random.Random, text_only: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
-            files: dict[str, bytes] = {}
-            if text_only:
-                messages = text_conversation(rng)
-            else:
-                chosen = [rng.randrange(len(digits)) for _ in range(_weighted(rng, _NUM_IMAGES))]
-                for position, scan in enumerate(chosen):
-                    canvas = _weighted(rng, CANVASES)
-                    image = draw_digit(scans[scan], canvas, rng, augment=split == "train")
-                    files[f"{position}.png"] = png_bytes(np.asarray(image))
-                messages = image_conversation(digits[chosen].tolist(), rng)
-            answer = messages[1]["content"][0]["text"]
-            return files, {"messages": messages, "answer": answer, "images": len(files)}
-
-        return draw
-
     return write_data_set(
-        directory, "digits", seed, settings, counts, drawing, write_tokenizer, progress
+        directory, "digits", seed, settings, counts, reading_samples, write_tokenizer, progress
     )
+
+
+def reading_samples(split: str) -> Draw:
+    """Return the function that draws a sample about images to read, or about text alone."""
+    scans, digits = load_scans(split)
+
+    def draw(rng: random.Random, text_only: bool) -> tuple[dict[str, bytes], dict[str, Any]]:
+        files: dict[str, bytes] = {}
+        if text_only:
+            messages = text_conversation(rng)
+        else:
+            chosen = [rng.randrange(len(digits)) for _ in range(_weighted(rng, _NUM_IMAGES))]
+            for position, scan in enumerate(chosen):
+                canvas = _weighted(rng, CANVASES)
+                image = draw_digit(scans[scan], canvas, rng, augment=split == "train")
+                files[f"{position}.png"] = png_bytes(np.asarray(image))
+            messages = image_conversation(digits[chosen].tolist(), rng)
+        answer = messages[1]["content"][0]["text"]
+        return files, {"messages": messages, "answer": answer, "images": len(files)}
+
+    return draw
 
 
 def write_data_set(
@@ -176,7 +178,7 @@ def _write_split(folder: Path, name: str, split: str, count: int, draw: Draw) ->
                 yield number + 1
 
 
-def _load_scans(split: str) -> tuple[np.ndarray, np.ndarray]:
+def load_scans(split: str) -> tuple[np.ndarray, np.ndarray]:
     """uint8 (k, 10, 10) scans of a split with an empty border, and the digits int (k,) in them."""
     from sklearn.datasets import load_digits  # late: it is slow to import
 

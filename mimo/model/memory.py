@@ -26,6 +26,7 @@ import numpy as np
 
 from data.modalities.processor import Part
 from mimo.config.schema import Recipe
+from mimo.families.contracts import FamilySettings
 from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import (
     GENERAL,
@@ -134,6 +135,14 @@ def weights_of(
     return encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
 
 
+def settings_of(recipe: Recipe, module: str) -> FamilySettings:
+    """Return the checked settings of a module. Raises RecipeError."""
+    if module == LANGUAGE:
+        return language_settings(recipe)
+    is_generator = module in recipe.generators
+    return (generator_settings if is_generator else encoder_settings)(recipe, module)
+
+
 def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     """Return the inputs of a tower, such as patches, per embedding of an item of noise."""
     settings = encoder_settings(recipe, encoder)
@@ -160,15 +169,17 @@ class _Module:
         self.wide = max(4, self.size)
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
-        settings = language if name == LANGUAGE else encoder_settings(recipe, name)
-        self.layers = settings.num_layers // self.grid.pp
+        self.layers = settings_of(recipe, name).num_layers // self.grid.pp
+        self.held, self.trained = Counter[str](), Counter[str]()
+        if name in recipe.generators:
+            self._count_generator()
+            return
         last = (_OUTPUT,) if name == LANGUAGE else encoder_family(recipe, name).PROJECTOR
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
             for weight in weights_of(recipe, name, known, num_layers=1)
         }
-        self.held, self.trained = Counter[str](), Counter[str]()
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
         # Models of transformers list all layers, because these may differ; their mean counts.
         is_general = self.part.family == GENERAL
@@ -193,6 +204,26 @@ class _Module:
         for counter in (self.held, self.trained):
             counter["layer"], rest = divmod(counter["layer"], self.listed)
             counter["first"] += rest
+
+    def _count_generator(self) -> None:
+        """Count a generator's parameters: a layer is what two layers have more than one."""
+        recipe, name = self.recipe, self.name
+        one, two = (weights_of(recipe, name, None, num_layers=count) for count in (1, 2))
+        names, is_trainable = {weight.name for weight in one}, trainable_names(recipe, name)
+        self.listed, self.is_one_unit, self.hidden = 1, True, settings_of(recipe, name).hidden_size
+        self.shapes = {
+            weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
+            for weight in two
+            if weight.name not in names
+        }
+        for name, (rows, columns) in self.shapes.items():
+            self._count("layer", rows * columns, is_trainable(name))
+            self._count("first", -rows * columns, is_trainable(name))
+        for weight in one:
+            self._count("first", num_elements([weight]), is_trainable(weight.name))
+        if (lora := self.part.lora) is not None:
+            for name, sizes in self.shapes.items():
+                self._count("layer", lora.rank * sum(sizes) * lora.adapts(name), True)
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
@@ -307,7 +338,7 @@ class _Module:
     def _num_backwards(self) -> int:
         """Backward passes of a step, whose gradients are reduced together."""
         count = num_microbatches(self.recipe, self.layout)
-        if self.name not in self.layout.colocated:
+        if self.name not in self.layout.colocated & self.layout.encoders.keys():
             return count
         group = self.recipe.encoders[self.name].encode_group
         return 1 if group == "all" else -(-count // group)
@@ -336,15 +367,27 @@ class _Module:
         tokens = self.recipe.longest_microbatch / self.grid.cp
         if self.name == LANGUAGE:
             return tokens
+        if self.name in self.layout.generators:
+            return self._tokens_of_generator
         lanes = self.layout.language.dp / self.grid.dp
         return tokens * lanes * inputs_per_embedding(self.recipe, self.name)
+
+    @property
+    def _tokens_of_generator(self) -> float:
+        """Tokens and condition rows of a lane, with one of the largest items for each sample."""
+        recipe, part = self.recipe, self.recipe.generators[self.name]
+        settings = generator_settings(recipe, self.name)
+        samples = max(1.0, recipe.longest_microbatch / recipe.data.sequence_length)
+        rows = part.num_queries or recipe.data.sequence_length
+        of_item = settings.max_pixels / settings.token_pixels**2 + rows
+        return samples * of_item * max(1.0, self.layout.language.dp / self.grid.dp)
 
     @property
     def _is_frozen(self) -> bool:
         """Whether an encoder runs no backward."""
         freeze = self.part.freeze
         is_frozen = freeze is True or (freeze == "tower" and not self.part.lora)
-        return self.name != LANGUAGE and is_frozen
+        return self.name in self.layout.encoders and is_frozen
 
     def _widths(self) -> tuple[float, float]:
         """Elements of a token on a rank: between layers, and kept in a layer for backward."""
@@ -371,12 +414,14 @@ class _Module:
     def _in_flight(self, stage: int) -> float:
         """Largest number of microbatches between forward and backward on a stage."""
         grid = self.grid
+        if self.name in self.layout.generators:
+            return 1
         if self.name in self.layout.colocated:
             group = self.recipe.encoders[self.name].encode_group
             return math.inf if group == "all" else group
         if self.name != LANGUAGE:
             return run_ahead(self.recipe, self.layout, self.name) + grid.pp - stage
         if grid.vpp == 1:
-            return grid.pp - stage
+            return grid.pp - stage + self.layout.ahead
         # Forward passes of chunks before the first backward; see Megatron's interleaved schedule.
         return (2 * (grid.pp - 1 - stage) + (grid.vpp - 1) * grid.pp + 1) / grid.vpp
