@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mimo.config.schema import Recipe
-from mimo.families.registry import ENCODERS, GENERAL, LANGUAGES, family_names
+from mimo.families.registry import ENCODERS, GENERAL, GENERATORS, LANGUAGES, family_names
 
 _INTRO = """\
 # Recipe keys
@@ -40,6 +40,7 @@ def recipe_keys() -> str:
     for families, module, place in (
         (families_in(LANGUAGES), "language", "language.model"),
         (families_in(ENCODERS), "encoder", "encoders.<name>.model"),
+        (families_in(GENERATORS), "generator", "generators.<name>.model"),
     ):
         parts.append(f"## Settings of {module} families\n\nKeys under `{place}`.\n")
         parts += [_section("###", f.Settings, [name], "") for name, f in families.items()]
@@ -104,6 +105,8 @@ def _description(model: type[BaseModel], name: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "*required*"
+    if field.default_factory is not None:
+        return "*derived*"
     if isinstance(field.default, BaseModel):
         return "its own defaults"
     return f"`{json.dumps(field.default)}`"

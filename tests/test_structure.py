@@ -52,6 +52,7 @@ MAY_IMPORT_LATE = {
     "mimo/families/languages/": "the engine takes ten seconds; checks need settings alone",
     "mimo/families/whole_models.py": "as above",
     "mimo/checkpoint/hf/conversion.py": "as above",
+    "mimo/checkpoint/hf/pipelines.py:schedule_of": "it loads torch",
     "mimo/checkpoint/hf/recipes.py:item_keys": "data loads numpy",
     "mimo/families/hf_config.py:image_defaults_of_processor": "data loads numpy",
     "mimo/config/modules.py:_item_text": "data loads numpy",

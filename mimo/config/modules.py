@@ -108,7 +108,7 @@ class Module(Section):
     """Keys of every module."""
 
     family: bounds.Word
-    """Name of a file in `encoders/` or, for `language`, in `mimo/families/languages/`."""
+    """Name of a file in `encoders/`, `generators/` or `mimo/families/languages/`."""
     engine: Engine = "megatron"
     """What runs it; with `fsdp` it is the module of transformers in the folder of `init_from`."""
     reshard_after_forward: bool = True

@@ -13,20 +13,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
-from pydantic import BaseModel, model_validator
+from pydantic import model_validator
 
-from data.batch import PackedLane
 from data.modalities.processor import Media
 from mimo.config.bounds import (
-    STRICT,
-    Epsilon,
     Heads,
-    InitStd,
-    Layers,
     PathText,
     Pixels,
     Vocabulary,
@@ -35,6 +29,7 @@ from mimo.config.bounds import (
 from mimo.families.flops import Product, causal_pairs, layer_products
 from mimo.families.hf_config import Config, Processors
 from mimo.families.keymap import Weight
+from mimo.families.settings import FamilySettings, ItemRules
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,83 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mimo.engines.megatron import LanguageModel, ModuleContext
-
-
-@dataclass(frozen=True)
-class ItemRules:
-    """How a language family treats the T packed tokens of a lane that stand for items.
-
-    positions: "mrope", where an item's tokens lie on a grid of time, height and width, or "plain",
-    where each position is the previous one plus 1. bidirectional: whether the tokens of one item
-    see each other in both directions.
-    """
-
-    positions: Literal["mrope", "plain"]
-    bidirectional: bool
-
-    def position_ids(self, lane: PackedLane) -> np.ndarray:
-        """Return (3, T) int64; plain positions are the same three times."""
-        if self.positions == "mrope":
-            return lane.position_ids
-        plain = np.concatenate([np.arange(length, dtype=np.int64) for length in lane.lengths])
-        return np.tile(plain, (3, 1))
-
-    def bidirectional_spans(self, lane: PackedLane) -> tuple[tuple[int, int], ...]:
-        """Return (start, length) in the lane of each item whose tokens all see each other."""
-        return lane.items if self.bidirectional else ()
-
-
-class FamilySettings(BaseModel):
-    """Sizes of a model, in elements: the keys under ``model`` that all modules have."""
-
-    model_config = STRICT
-
-    changeable_keys: ClassVar[frozenset[str]] = frozenset({"init_std"})
-    """Keys that may change when a run resumes, because the model computes the same with them."""
-
-    num_layers: Layers
-    """Transformer layers."""
-    hidden_size: Width
-    """Width between layers."""
-    ffn_hidden_size: Width
-    """Inner width of the MLP."""
-    num_attention_heads: Heads
-    """Attention heads; of queries, where keys and values have fewer."""
-    norm_eps: Epsilon = 1e-6
-    """Added to the variance in norms."""
-    init_std: InitStd = 0.02
-    """Standard deviation of freshly drawn weights."""
-
-    def layer_kinds(self) -> tuple[str, ...]:
-        """Return the kind of each layer; all kinds have parameters of the same sizes."""
-        return ("attention",) * self.num_layers
-
-    def stack_shape(self) -> dict[str, Any]:
-        """Return the arguments of Megatron's `TransformerConfig` that differ between families."""
-        keys = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
-        return {**self.model_dump(include=keys), "layernorm_epsilon": self.norm_eps}
-
-    @abstractmethod
-    def scaled_down(self, chunks: int, tp: int) -> Self:
-        """Return the smallest settings of the same character, for `mimo verify`.
-
-        ``tp`` ranks and ``chunks`` of all pipeline stages divide them, and every chunk has a layer
-        of every kind. Weights are large enough for every part to affect the loss.
-        """
-
-    def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
-        """Yield sizes that ``tp`` ranks or the chunks of all pipeline stages do not divide."""
-        for key, size in self._divided_by_tp().items():
-            if size % tp:
-                yield f"tp={tp} must divide {key}, which is {size}"
-        if self.num_layers % chunks:
-            yield f"pp · vpp = {chunks} must divide num_layers, which is {self.num_layers}"
-
-    def _divided_by_tp(self) -> dict[str, int]:
-        return {
-            "num_attention_heads": self.num_attention_heads,
-            "ffn_hidden_size": self.ffn_hidden_size,
-        }
 
 
 class EncoderSettings(FamilySettings):
