@@ -4,7 +4,7 @@ At time t a token is (1 - t) · x + t · noise (rectified flow, arXiv:2209.03003
 predicts its velocity, noise - x.
 
 Letters: B items, c channels of pixels or latents, h and w the grid in tokens, S = h · w tokens,
-C = 4c numbers of each, N steps.
+C numbers of each, N steps.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ import torch
 from torch import Tensor
 
 
-def pack(images: Tensor) -> Tensor:
-    """images or latents (B, c, 2h, 2w) -> tokens (B, S, C), in the lines of the grid.
+def pack(images: Tensor, side: int = 2) -> Tensor:
+    """images or latents (B, c, side·h, side·w) -> tokens (B, S, c·side²), in the lines of the grid.
 
-    A token holds a square of 2 × 2, as (c, 2, 2), which is the order of Qwen-Image.
+    A token holds a square as (c, side, side), which is the order of Qwen-Image.
     """
-    batch, channels, height, width = images.shape
-    squares = images.reshape(batch, channels, height // 2, 2, width // 2, 2)
-    return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, 4 * channels)
+    squares = images.unflatten(2, (-1, side)).unflatten(4, (-1, side))
+    return squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def unpack(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+def unpack(tokens: Tensor, grid: tuple[int, int], side: int = 2) -> Tensor:
     """Invert `pack`. grid: height and width in tokens."""
-    height, width = grid
-    channels = tokens.shape[2] // 4
-    squares = tokens.reshape(len(tokens), height, width, channels, 2, 2)
-    return squares.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, 2 * height, 2 * width)
+    squares = tokens.unflatten(1, grid).unflatten(3, (-1, side, side))
+    return squares.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
 def shifted_time[T: (float, Tensor)](time: T, shift: float) -> T:

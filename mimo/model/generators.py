@@ -19,6 +19,8 @@ from mimo.engines.fsdp.plans import adapt
 from mimo.engines.fsdp.sharding import Names, Reader, load, shard
 from mimo.engines.optimizer import OptimizerSettings
 from mimo.errors import RecipeError
+from mimo.families.contracts import Autoencoder
+from mimo.families.flow import pack, unpack
 from mimo.families.keymap import is_adapter
 from mimo.families.registry import generator_family, generator_settings
 from mimo.families.wire import DTYPES
@@ -40,7 +42,7 @@ def generator_module(
     The arguments are those of `mimo.model.fsdp.fsdp_module`. Raises RecipeError for a generator or
     an autoencoder that cannot be built.
     """
-    part, train, dtype = recipe.generators[name], recipe.train, DTYPES[recipe.train.precision]
+    part, train = recipe.generators[name], recipe.train
     family, settings = generator_family(recipe, name), generator_settings(recipe, name)
     weights = family.weights(settings)
     groups = tuple(
@@ -50,18 +52,15 @@ def generator_module(
     )
     ctx = FsdpContext(
         mesh=topology.meshes.get(name),
-        dtype=dtype,
+        dtype=DTYPES[train.precision],
         recompute=part.recompute,
         reshard_after_forward=part.reshard_after_forward,
         reduce_gradients=part.reduce_gradients,
         adapters=part.lora and Adapters(part.lora.rank, part.lora.scale, groups),
     )
-    encode: Encode | None = None
     try:
         transformer = module_on_meta(lambda: family.build(settings), ctx.stored_dtype)
-        if settings.autoencoder is not None:
-            folder = Path(settings.autoencoder)
-            encode = family.autoencoder(folder, local_device(), dtype).encode
+        encode = _encoder(open_autoencoder(recipe, name), settings.token_pixels)
     except (ValueError, OSError, ImportError) as error:
         raise RecipeError(recipe.problem((*recipe.key_of(name), "model"), str(error))) from error
     model = GeneratorModel(transformer, family.units(transformer), family.predict, encode, ctx)
@@ -72,6 +71,26 @@ def generator_module(
     load(model, ctx, local_device(), _reader(recipe, name, names, initial, filled))
     rate = part.learning_rate or train.learning_rate
     return FsdpModule(name, topology.modules[name], model, ctx, names, optimizer, rate)
+
+
+def open_autoencoder(recipe: Recipe, name: str) -> Autoencoder | None:
+    """Open a generator's autoencoder on the device; None for pixels. Raises ValueError, OSError."""
+    settings, dtype = generator_settings(recipe, name), DTYPES[recipe.train.precision]
+    if settings.autoencoder is None:
+        return None
+    family = generator_family(recipe, name)
+    return family.autoencoder(Path(settings.autoencoder), local_device(), dtype)
+
+
+def _encoder(autoencoder: Autoencoder | None, side: int) -> Encode:
+    """Return what makes tokens of squares of ``side`` pixels."""
+
+    def encode(squares: Tensor, grid: tuple[int, int]) -> Tensor:
+        if autoencoder is None:
+            return squares
+        return pack(autoencoder.encode(unpack(squares, grid, side)))
+
+    return encode
 
 
 def _reader(

@@ -21,6 +21,7 @@ from mimo.config.modules import Generator
 from mimo.config.schema import Recipe
 from mimo.device import Staging
 from mimo.engines.contract import Draw
+from mimo.families.flow import shifted_time
 from mimo.families.registry import generator_settings
 from mimo.families.wire import WirePatches
 from mimo.model.step_plan import PlannedMicrobatch, StepPlan
@@ -119,11 +120,10 @@ class OutputPlanner:
         philox = np.random.Philox(key=key, counter=[0, step, source << 48 | sample, item])
         generator, config = np.random.Generator(philox), self.generator
         time = 1 / (1 + np.exp(-(config.time_mean + config.time_std * generator.standard_normal())))
-        shift = config.time_shift
         dropped = generator.random() < config.condition_dropout
         size = plan.grid[1] * plan.grid[2], self.channels
         noise = generator.standard_normal(size, dtype=np.float32)
-        return _Numbers(shift * time / (1 + (shift - 1) * time), dropped, torch.from_numpy(noise))
+        return _Numbers(shifted_time(time, config.time_shift), dropped, torch.from_numpy(noise))
 
     def _draw(
         self,

@@ -21,14 +21,14 @@ from mimo.engines.fsdp.context import FsdpContext, Wrapper
 
 Predict = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
 """`mimo.families.contracts.GeneratorFamily.predict`."""
-Encode = Callable[[Tensor], Tensor]
-"""images (B, 3, h, w) in -1..1 -> latents (B, c, h', w')."""
+Encode = Callable[[Tensor, tuple[int, int]], Tensor]
+"""Squares of pixels (B, S, W) in -1..1, of a grid of tokens -> tokens (B, S, C)."""
 
 
 class GeneratorModel(Wrapper):
     """A generator's transformer; its units are the blocks.
 
-    encode: of a frozen autoencoder, which is no part of the module; None for pixels.
+    encode: makes tokens of pixels; a frozen autoencoder is no part of the module.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GeneratorModel(Wrapper):
         transformer: nn.Module,
         units: Sequence[nn.Module],
         predict: Predict,
-        encode: Encode | None,
+        encode: Encode,
         ctx: FsdpContext,
     ) -> None:
         super().__init__(ctx)
@@ -53,7 +53,9 @@ class GeneratorModel(Wrapper):
         """
         values = self.values(draw.patches)
         noise = draw.noise.to(torch.promote_types(self.ctx.dtype, torch.float32))
-        target = self.tokens(values, draw.grid).to(noise.dtype).view_as(noise)
+        with torch.no_grad():
+            squares = values.unflatten(0, (len(noise), -1))
+            target = self._encode(squares, draw.grid).to(noise.dtype)
         t = draw.times.to(noise.dtype)[:, None, None]
         predicted = self.predict((1 - t) * target + t * noise, draw.times, rows, draw)
         return (predicted.to(noise.dtype) - (noise - target)).square().mean(dim=(1, 2))
@@ -70,27 +72,3 @@ class GeneratorModel(Wrapper):
             draw.lengths,
             draw.grid,
         )
-
-    @torch.no_grad()
-    def tokens(self, values: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Turn squares of pixels (P, 3·s·s) in -1..1 into tokens (P, C): latents, if encoded."""
-        if self._encode is None:
-            return values
-        images = unpack(values, grid, channels=3)
-        return pack(self._encode(images), grid)
-
-
-def unpack(tokens: Tensor, grid: tuple[int, int], channels: int) -> Tensor:
-    """(B·S, channels·s·s), in the lines of the grid -> (B, channels, h·s, w·s)."""
-    h, w = grid
-    side = round((tokens.shape[1] // channels) ** 0.5)
-    squares = tokens.view(-1, h, w, channels, side, side)
-    return squares.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, h * side, w * side)
-
-
-def pack(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(B, c, h·s, w·s) -> tokens (B·S, c·s·s), the inverse of `unpack`."""
-    h, w = grid
-    side = images.shape[2] // h
-    squares = images.unflatten(2, (h, side)).unflatten(4, (w, side))
-    return squares.permute(0, 2, 4, 1, 3, 5).reshape(images.shape[0] * h * w, -1)
