@@ -5,6 +5,7 @@ Letters: B items, T rows of each condition, H their size, c channels of latents,
 
 from __future__ import annotations
 
+import functools
 import importlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,10 +56,9 @@ class TransformerSettings(GeneratorSettings):
         """
 
     def _format(self) -> tuple[int, int]:
-        assert self.autoencoder is not None
-        path = Path(self.autoencoder) / "config.json"
+        path = Path(self.autoencoder or "") / "config.json"
         try:
-            return self.latent_format(read_json(path))
+            return self.latent_format(_autoencoder_config(path))
         except (KeyError, TypeError) as error:
             raise InputError(f"{path}: {error} is missing or has another form") from error
 
@@ -68,6 +68,7 @@ class TransformerSettings(GeneratorSettings):
 
     def problems(self, hidden_size: int) -> Iterator[tuple[str, str]]:
         yield from super().problems(hidden_size)
+        _autoencoder_config.cache_clear()  # the folder may be gone since
         try:
             channels = _PIXEL_CHANNELS if self.autoencoder is None else self._format()[:1]
         except InputError as error:
@@ -112,6 +113,11 @@ class TransformerSettings(GeneratorSettings):
             "token pair": (image + condition) ** 2,
         }
         return {unit: float(counts.sum()) for unit, counts in per_item.items()}
+
+
+@functools.lru_cache(maxsize=8)  # every item asks for the size of a token
+def _autoencoder_config(path: Path) -> Config:
+    return read_json(path)
 
 
 def folder_settings(
@@ -162,7 +168,7 @@ def condition_mask(condition: Tensor, lengths: Tensor) -> Tensor:
     import torch
 
     positions = torch.arange(condition.shape[1], device=lengths.device)
-    return positions < lengths[:, None]
+    return (positions < lengths[:, None]).to(condition.device)
 
 
 def diffusers_class(name: str) -> Any:

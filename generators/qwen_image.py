@@ -127,11 +127,15 @@ def predict(
 ) -> Tensor:
     """Return the velocity, see `GeneratorFamily.predict`; the module's has the same sign."""
     condition = _shared.with_a_row(condition)
+    mask = _shared.condition_mask(condition, lengths)
+    # More kernels of attention work without a mask; on the device, asking would wait for it.
+    if lengths.device.type == "cpu" and bool((lengths == condition.shape[1]).all()):
+        mask = None
     (velocity,) = transformer(
         hidden_states=tokens,
         timestep=times,
         encoder_hidden_states=condition,
-        encoder_hidden_states_mask=_shared.condition_mask(condition, lengths),
+        encoder_hidden_states_mask=mask,
         # All of one size: its rotary embedding takes the first one's for the whole call.
         img_shapes=[[(1, *grid)]] * len(tokens),
         return_dict=False,

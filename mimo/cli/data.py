@@ -181,7 +181,7 @@ def tiny(
     family: Annotated[
         str,
         typer.Argument(
-            help="One of qwen2_5_vl, qwen3_vl, gemma3, qwen2, qwen3, llama, gemma3_text; "
+            help="One of qwen2_5_vl, qwen3_vl, gemma3, qwen2, qwen3, llama, gemma3_text. Or "
             "qwen_image, a folder of diffusers with a generator. Or the model_type of any "
             "image-text-to-text class of transformers, such as qwen3_5."
         ),

@@ -288,8 +288,8 @@ class GeneratorFamily(Protocol):
 
         Tokens are (1 - t) · x + t · noise for times t (B,) in 0..1, fp32, and the velocity is
         noise - x. condition: (B, T, H), of which item b has the first ``lengths[b]``; lengths:
-        (B,) int64; an item without a condition has 0. grid: height and width in tokens. Tokens and
-        condition have the dtype in which the module computes.
+        (B,) int64, best on the host; an item without a condition has 0. grid: height and width in
+        tokens. Tokens and condition have the dtype in which the module computes.
         """
         ...
 

@@ -53,6 +53,20 @@ def test_qwen_image_predicts_what_its_module_says() -> None:
     assert torch.equal(actual, expected)
 
 
+def test_qwen_image_needs_no_mask_for_conditions_of_one_length() -> None:
+    family, transformer = build("qwen_image")
+    tokens, times, condition = draw_items(2, GRID, 5)
+    masks: list[Any] = []
+    transformer.register_forward_pre_hook(
+        lambda _, __, kwargs: masks.append(kwargs["encoder_hidden_states_mask"]), with_kwargs=True
+    )
+    for lengths in ([5, 5], [5, 4]):
+        lengths_B = torch.tensor(lengths)
+        family.predict(transformer, tokens, times, condition, lengths_B, GRID)
+    assert masks[0] is None
+    assert masks[1].sum(1).tolist() == [5, 4]
+
+
 def test_lumina_predicts_the_opposite_of_its_module_at_the_opposite_time() -> None:
     family, transformer = build("lumina2")
     tokens, times, condition = draw_items(3, GRID, 5)
