@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mimo.cli.options import EmaOption, RunArgument, RunFolder
+from mimo.cli.options import EmaOption, GuidanceOption, RunArgument, RunFolder, StepsOption
 
 
 def status(run: RunFolder) -> int | None:
@@ -72,21 +72,32 @@ def generate(
         typer.Option(metavar="MODALITY=FILE", help="A file of any modality; repeatable."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    steps: StepsOption = 20,
+    guidance: GuidanceOption = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise of images.")] = 0,
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Size of drawn images in pixels.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder of drawn images.")] = Path("."),
     ema: EmaOption = False,
 ) -> int | None:
     """Answer a question about images, a video or other items with a trained checkpoint.
+
+    A model with a generator also answers with images, which are saved as PNG files.
 
     Runs in one process, for checks: no KV cache. To serve a model, export it with
     `mimo convert to-hf`. Images, the video and other items stand before the question.
     """
     from mimo.generate.answer import ItemFiles
     from mimo.generate.answer import main as answer
+    from mimo.generate.drawing import Drawing, parse_size
 
     items = [ItemFiles("--image", "image", [path]) for path in image or []]
     if frame:
         items.append(ItemFiles("--frame", "video", frame, {"frames": len(frame), "fps": fps}))
     items += [ItemFiles.parse("--item", text) for text in item or []]
-    return answer(run, items, prompt, max_new_tokens, ema)
+    how = Drawing(steps, guidance, seed, parse_size(size) if size else None)
+    return answer(run, items, prompt, max_new_tokens, ema, how, output)
 
 
 def evaluate(
@@ -106,11 +117,14 @@ def evaluate(
             "repeatable."
         ),
     ] = None,
+    steps: StepsOption = 20,
+    guidance: GuidanceOption = 1.0,
 ) -> int | None:
     """Answer the held-out samples of a run's recipe and score the answers.
 
     Writes all answers to held_out_<split>.jsonl in the run's folder. No KV cache.
     """
+    from mimo.generate.drawing import Drawing
     from mimo.generate.evaluate import main
 
-    return main(run, split, max_new_tokens, ema, metric or ())
+    return main(run, split, max_new_tokens, ema, metric or (), Drawing(steps, guidance))

@@ -24,6 +24,10 @@ NumRanksOption = Annotated[
 ClusterOption = Annotated[
     Path | None, typer.Option(help="A file with keys of `cluster:`, merged over the recipe's.")
 ]
+StepsOption = Annotated[int, typer.Option(min=1, help="Steps from noise to an image.")]
+GuidanceOption = Annotated[
+    float, typer.Option(min=0, help="Scale of classifier-free guidance of images; 1 is none.")
+]
 EmaOption = Annotated[
     bool, typer.Option("--ema", help="Use the moving average of the weights (train.ema_decay).")
 ]

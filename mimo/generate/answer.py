@@ -1,13 +1,16 @@
 """`mimo generate`: greedy answers from a trained checkpoint, in one process.
 
 There is no KV cache: each new token costs a forward pass over the whole sequence. It computes what
-training computes, item attention and windows included, and is meant for checks.
+training computes, item attention and windows included, and is meant for checks. Where the model
+writes the start token of a generator, query positions and the end token follow, and the image is
+drawn once the answer is complete.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -15,8 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from data.batch import pack_lane, read_items
+from data.batch import PackedLane, pack_lane, read_items
 from data.index.samples import Processors
 from data.modalities.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
@@ -25,6 +29,7 @@ from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.errors import InputError
+from mimo.generate.drawing import DEFAULT, Drawer, Drawing
 from mimo.generate.one_rank import LocalModel
 from mimo.model.dataset import item_processors, open_tokenizer
 
@@ -73,9 +78,41 @@ class _Item:
 
 
 @dataclass(frozen=True)
+class _Output:
+    """An item that the model answers with. first, rows: its condition in the sequence.
+
+    at: the position of its start token. queries: whether the condition is learned queries.
+    """
+
+    generator: str
+    at: int
+    first: int
+    rows: int
+    queries: bool
+
+
+@dataclass(frozen=True)
 class _Prompt:
+    """queries: of earlier output items, as in `PackedLane.queries`."""
+
     sample: EncodedSample
     items: Sequence[_Item]
+    queries: Sequence[tuple[str, int, int]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """parts: texts and images uint8 (height, width, 3), in order."""
+
+    parts: Sequence[str | np.ndarray]
+
+    @property
+    def text(self) -> str:
+        return " ".join(part for part in self.parts if isinstance(part, str) and part)
+
+    @property
+    def images(self) -> list[np.ndarray]:
+        return [part for part in self.parts if not isinstance(part, str)]
 
 
 class Generator:
@@ -93,41 +130,137 @@ class Generator:
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.media = {name: [*part.media_tokens] for name, part in recipe.encoders.items()}
+        # By the id of the start token: generator and id of the end token.
+        self.outputs = {
+            start: (name, end)
+            for name, part in recipe.generators.items()
+            for start, end in [self.chat.output_ids[part.output]]
+        }
+        self.recipe = recipe
         self.model = LocalModel.from_checkpoint(
             checkpoint, recipe, stored, self.chat.vocab_size, average
         )
 
-    @torch.no_grad()
+    @functools.cached_property
+    def drawers(self) -> dict[str, Drawer]:
+        """The generators, by name."""
+        modules = self.model.model.modules
+        return {n: Drawer(self.recipe, n, modules[n].whole) for n in self.recipe.generators}
+
     def answer(
         self,
         requests: Sequence[Request],
         max_new_tokens: int = 64,
         max_length: int | None = None,
     ) -> list[str]:
+        """Return the texts of `respond`, without drawing."""
+        answers = self.respond(requests, max_new_tokens, max_length, None)
+        return [answer.text for answer in answers]
+
+    @torch.no_grad()
+    def respond(
+        self,
+        requests: Sequence[Request],
+        max_new_tokens: int = 64,
+        max_length: int | None = None,
+        how: Drawing | None = DEFAULT,
+    ) -> list[Answer]:
         """Return greedy answers, one per request; all requests run packed together.
 
-        max_length: cut an answer when it and its prompt have this many tokens together.
-        Raises InputError for a request that the tokenizer or a processor refuses.
+        max_length: cut an answer when it and its prompt have this many tokens together. how: to
+        draw images; None to leave them out. Raises InputError for a request that the tokenizer or
+        a processor refuses.
         """
         prompts = [self._encode_prompt(request) for request in requests]
         rows = {encoder: self._encode(encoder, prompts) for encoder in self.media}
         sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
         limit, stops = math.inf if max_length is None else max_length, self.chat.stop_token_ids
         open_requests = [r for r, sequence in enumerate(sequences) if len(sequence) < limit]
+        outputs: list[list[_Output]] = [[] for _ in requests]
         for _ in range(max_new_tokens):
             if not open_requests:
                 break
-            nexts = self._next_tokens(open_requests, sequences, prompts, rows)
+            lane, placed, last = self._lane(open_requests, sequences, prompts, outputs, rows)
+            logits = self.model.forward(lane, placed, with_labels=False, at=last)
+            # Padding entries of the vocabulary are not tokens.
+            nexts = logits[0, :, : self.model.model.num_tokens].argmax(-1).tolist()
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
+                if token in self.outputs:
+                    self._open_output(token, sequences[request], outputs[request])
             open_requests = [
                 r
                 for r in open_requests
                 if sequences[r][-1] not in stops and len(sequences[r]) < limit
             ]
-        pairs = zip(sequences, prompts, strict=True)
-        answers = (sequence[len(prompt.sample.input_ids) :] for sequence, prompt in pairs)
-        return [self.chat.decode([t for t in answer if t not in stops]) for answer in answers]
+        images = iter(self._draw(sequences, prompts, outputs, rows, how) if how else ())
+        return [
+            self._answer(
+                sequence, len(prompt.sample.input_ids), of_request, images if how else None
+            )
+            for sequence, prompt, of_request in zip(sequences, prompts, outputs, strict=True)
+        ]
+
+    def _open_output(self, start: int, sequence: list[int], outputs: list[_Output]) -> None:
+        """Append the query positions and the end token of an output item to a sequence."""
+        name, end = self.outputs[start]
+        part, at = self.recipe.generators[name], len(sequence) - 1
+        if part.num_queries:
+            sequence += [self.chat.pad_token_id] * part.num_queries
+            outputs.append(_Output(name, at, at + 1, part.num_queries, True))
+        else:
+            before = [o.at + 2 for o in outputs if o.generator == name]
+            first = min(max([part.skipped_tokens, *before]), at)
+            outputs.append(_Output(name, at, first, at - first, False))
+        sequence.append(end)
+
+    def _draw(
+        self,
+        sequences: Sequence[list[int]],
+        prompts: Sequence[_Prompt],
+        outputs: Sequence[Sequence[_Output]],
+        rows: Mapping[str, Sequence[torch.Tensor]],
+        how: Drawing,
+    ) -> list[np.ndarray]:
+        """Return the images of all requests, in order."""
+        drawing = [r for r, of_request in enumerate(outputs) if of_request]
+        if not drawing:
+            return []
+        lane, placed, last = self._lane(drawing, sequences, prompts, outputs, rows)
+        hidden = self.model.hidden_states(lane, placed)
+        starts = [
+            end + 1 - len(sequences[r]) for end, r in zip(last.tolist(), drawing, strict=True)
+        ]
+        every = [
+            (o.generator, hidden[start + o.first : start + o.first + o.rows])
+            for start, r in zip(starts, drawing, strict=True)
+            for o in outputs[r]
+        ]
+        images = dict[int, np.ndarray]()
+        for name, drawer in self.drawers.items():
+            numbers = [number for number, (generator, _) in enumerate(every) if generator == name]
+            if numbers:
+                drawn = drawer.draw([every[number][1] for number in numbers], how)
+                images |= dict(zip(numbers, drawn, strict=True))
+        return [images[number] for number in range(len(every))]
+
+    def _answer(
+        self,
+        sequence: Sequence[int],
+        begin: int,
+        outputs: Sequence[_Output],
+        images: Iterator[np.ndarray] | None,
+    ) -> Answer:
+        """Return the texts of a sequence from ``begin`` on, and the next images between them."""
+        parts, stops = list[str | np.ndarray](), self.chat.stop_token_ids
+        for output in (*outputs, None):
+            end = len(sequence) if output is None else output.at
+            parts.append(self.chat.decode([t for t in sequence[begin:end] if t not in stops]))
+            if output is not None:
+                begin = output.at + output.rows * output.queries + 2
+                if images is not None:
+                    parts.append(next(images))
+        return Answer([part for part in parts if not isinstance(part, str) or part])
 
     def _encode_prompt(self, request: Request) -> _Prompt:
         try:
@@ -143,8 +276,13 @@ class Generator:
                 rows += items_of_part[0].plan.rows_of_items
                 items += items_of_part
             sample = self.chat.encode_prompt(request.messages, rows, texts)
+            queries = [
+                (item.media, int(first), item.plan.num_rows)
+                for item, first in zip(items, sample.item_offsets, strict=True)
+                if item.plan.is_output and item.plan.num_rows
+            ]
             sample = read_items(sample, [item.plan for item in items])
-            return _Prompt(sample, [item for item in items if not item.plan.is_output])
+            return _Prompt(sample, [item for item in items if not item.plan.is_output], queries)
         except ValueError as error:
             raise InputError(f"{request.name} cannot be answered: {error}") from error
 
@@ -175,16 +313,19 @@ class Generator:
         values = self.model.encode(encoder, patches, grids)
         return values.split([sum(item.plan.num_rows for item in items) for items in of_prompts])
 
-    def _next_tokens(
+    def _lane(
         self,
         open_requests: list[int],
-        sequences: list[list[int]],
+        sequences: Sequence[list[int]],
         prompts: Sequence[_Prompt],
+        outputs: Sequence[Sequence[_Output]],
         rows: Mapping[str, Sequence[torch.Tensor]],
-    ) -> list[int]:
+    ) -> tuple[PackedLane, dict[str, tuple[torch.Tensor, np.ndarray]], np.ndarray]:
+        """Pack some of the sequences; returns the lane, the encoders' rows, and the last tokens."""
         open_prompts = [prompts[r] for r in open_requests]
         ids = [np.array(sequences[r], np.int64) for r in open_requests]
         lengths = np.array([len(sequence) for sequence in ids])
+        starts, placed = np.cumsum(lengths) - lengths, dict[str, tuple[torch.Tensor, np.ndarray]]()
         masks = [np.zeros(length, np.float32) for length in lengths]
         samples = [
             replace(prompt.sample, input_ids=sequence, labels=sequence, loss_mask=mask)
@@ -200,8 +341,12 @@ class Generator:
             parts=[
                 (item.media, item.plan.grid) for prompt in open_prompts for item in prompt.items
             ],
+            queries=[
+                (media, start + first, count)
+                for start, r in zip(starts.tolist(), open_requests, strict=True)
+                for media, first, count in (*prompts[r].queries, *self._queries(outputs[r]))
+            ],
         )
-        starts, placed = np.cumsum(lengths) - lengths, {}
         for encoder, rows_of_prompts in rows.items():
             if not rows_of_prompts:
                 continue
@@ -213,16 +358,26 @@ class Generator:
             ]
             values = torch.cat([rows_of_prompts[r] for r in open_requests])
             placed[encoder] = values, np.concatenate(places)
-        last = np.cumsum(lengths) - 1
-        logits = self.model.forward(lane, placed, with_labels=False, at=last)
-        # Padding entries of the vocabulary are not tokens.
-        return logits[0, :, : self.model.model.num_tokens].argmax(-1).tolist()
+        return lane, placed, np.cumsum(lengths) - 1
+
+    def _queries(self, outputs: Sequence[_Output]) -> list[tuple[str, int, int]]:
+        media = {name: part.output for name, part in self.recipe.generators.items()}
+        return [(media[o.generator], o.first, o.rows) for o in outputs if o.queries]
 
 
 def main(
-    path: Path, items: Sequence[ItemFiles], prompt: str, max_new_tokens: int, average: bool = False
+    path: Path,
+    items: Sequence[ItemFiles],
+    prompt: str,
+    max_new_tokens: int,
+    average: bool = False,
+    how: Drawing = DEFAULT,
+    output: Path = Path("."),
 ) -> int:
-    """Print the answer. average: use the moving average of the weights."""
+    """Print the answer; images are saved in ``output``, and their paths printed in their places.
+
+    average: use the moving average of the weights.
+    """
     processors = item_processors(portable_recipe(find_checkpoint(path)))
     files = [file for item in items for file in _decoded(item, processors)]
     generator = Generator(path, average)
@@ -236,7 +391,15 @@ def main(
     content: list[dict[str, Any]] = [{"type": item.media, **item.keys} for item in items]
     content.append({"type": "text", "text": prompt})
     request = Request([{"role": "user", "content": content}], files)
-    print(generator.answer([request], max_new_tokens)[0])
+    (answer,), number = generator.respond([request], max_new_tokens, how=how), 0
+    for part in answer.parts:
+        if not isinstance(part, str):
+            path, number = output / f"drawn_{number}.png", number + 1
+            Image.fromarray(part).save(path)
+            part = str(path)
+        print(part)
+    if not answer.parts:
+        print()
     return 0
 
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
 
 from data.index.reader import SampleReader, UnreadableSample
 from data.text.chat import EncodedSample
 from data.text.messages import is_answer, item_parts
+from data.text.outputs import output_of
 from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.errors import InputError, RecipeError, suggestion
 from mimo.generate.answer import Generator, Request
-from mimo.generate.scores import METRICS, Answered, Scoring
+from mimo.generate.drawing import DEFAULT, Drawing
+from mimo.generate.scores import DRAWN, METRICS, Answered, Scoring
 from mimo.model.dataset import Dataset, changed_shards_named, open_dataset
 
 BATCH_TOKENS = 8192  # of samples that are answered together, their answers included
@@ -36,8 +42,12 @@ def main(
     max_new_tokens: int | None = None,
     average: bool = False,
     metrics: Sequence[str] = (),
+    how: Drawing = DEFAULT,
 ) -> int:
-    """Write the answers of `answer_split` and their score; the last line is the score."""
+    """Write the answers of `answer_split` and their score; the last line is the score.
+
+    Images of answers are written to ``drawn_<split>/`` beside them. how: they are drawn.
+    """
     if unknown := [name for name in metrics if name not in METRICS]:
         raise InputError(f"--metric {unknown[0]}: {suggestion(unknown[0], [*METRICS])}")
     picture = (run if run.is_dir() else run.parent) / f"held_out_{split}.png"
@@ -45,25 +55,35 @@ def main(
     scoring = Scoring(metrics or recipe.data.metrics)
     with_items: list[Answered] = []
     of_text: list[Answered] = []
+    with_images: list[Answered] = []
+    drawn = picture.with_name(f"drawn_{split}")
+    shutil.rmtree(drawn, ignore_errors=True)
     path = picture.with_suffix(".jsonl")
     with path.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-        for sample in answer_split(run, split, max_new_tokens, average, left_out):
-            line = {
+        for sample in answer_split(run, split, max_new_tokens, average, left_out, how):
+            line: dict[str, Any] = {
                 "key": sample.key,
                 "shard": sample.shard,
                 "items": len(sample.pictures),
                 "question": sample.question,
                 "answer": sample.answer,
                 "expected": sample.expected,
-                "scores": scoring.add(sample),
             }
-            lines.write(json.dumps(line, ensure_ascii=False) + "\n")
             kind = with_items if sample.pictures else of_text
+            if sample.truth:
+                left_out[DRAWN] += 1
+                line |= {"drawn": _save_drawn(sample, drawn), "asked": len(sample.truth)}
+                kind = with_images
+            else:
+                line["scores"] = scoring.add(sample)
+            lines.write(json.dumps(line, ensure_ascii=False) + "\n")
             if len(kind) < math.prod(SHOWN):
                 kind.append(sample)
     score = scoring.result(left_out)
     if with_items:
         draw(with_items, picture)
+    if with_images:
+        draw(with_images, drawn.with_suffix(".png"))
     document = {
         "split": split,
         **score.metrics,
@@ -80,12 +100,17 @@ def main(
     print(f"answers: {path}")
     if with_items:
         print(f"picture: {picture}")
+    if with_images:
+        print(f"drawn: {drawn}, beside the truth: {drawn.with_suffix('.png')}")
     print(score)
     return 0
 
 
 def draw(shown: Sequence[Answered], path: Path) -> None:
-    """Draw samples with items: files, question, answer and expected answer."""
+    """Draw samples with items: files, question, answer and expected answer.
+
+    Of samples that are answered with images: what was drawn, then the truth.
+    """
     rows, columns = SHOWN
     figure = Figure(figsize=(3.4 * columns, 2.6 * rows), layout="constrained")
     axes = figure.subplots(rows, columns)
@@ -93,15 +118,28 @@ def draw(shown: Sequence[Answered], path: Path) -> None:
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
     for axis, sample in zip(axes.flat, shown, strict=False):
-        axis.imshow(_side_by_side(sample.pictures))
+        axis.imshow(_side_by_side([*sample.pictures, *sample.drawn, *sample.truth]))
         question = textwrap.fill(sample.question, 34, max_lines=3)
         texts = f"answer {sample.answer!r}\nexpected {sample.expected!r}"
         color = "#1a7f37" if sample.is_exact else "#cf222e"
+        if sample.truth:
+            texts, color = f"{len(sample.drawn)} drawn, then the truth", "#1f2328"
         # Texts of samples are no formulas.
         axis.set_title(question, fontsize=8, parse_math=False)
         axis.set_xlabel(texts, fontsize=9, color=color, parse_math=False)
     figure.suptitle("Held-out samples", fontsize=12)
     figure.savefig(path, dpi=110)
+
+
+def _save_drawn(sample: Answered, folder: Path) -> list[str]:
+    """Save the images of an answer; returns their paths, from the folder of `drawn_<split>`."""
+    paths = []
+    for number, image in enumerate(sample.drawn):
+        folder.mkdir(exist_ok=True)
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{Path(sample.shard).stem}_{sample.key}")
+        paths.append(f"{folder.name}/{name}.{number}.png")
+        Image.fromarray(image).save(folder.parent / paths[-1])
+    return paths
 
 
 def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
@@ -129,6 +167,7 @@ def answer_split(
     max_new_tokens: int | None = None,
     average: bool = False,
     left_out: Counter[str] | None = None,
+    how: Drawing = DEFAULT,
 ) -> Iterator[Answered]:
     """Answer every sample of a split of the run's recipe with its latest checkpoint, in order.
 
@@ -149,9 +188,9 @@ def answer_split(
         limit = max_new_tokens or _longest_answer(dataset)
         for batch in _batches(_questions(dataset, counts), limit, max_length):
             requests = [question.request for question in batch]
-            answers = generator.answer(requests, limit, max_length)
+            answers = generator.respond(requests, limit, max_length, how)
             for question, answer in zip(batch, answers, strict=True):
-                yield replace(question.sample, answer=answer)
+                yield replace(question.sample, answer=answer.text, drawn=answer.images)
 
 
 def _longest_answer(dataset: Dataset) -> int:
@@ -160,8 +199,10 @@ def _longest_answer(dataset: Dataset) -> int:
     for reader in dataset.readers:
         for sample in range(len(reader.index)):
             with suppress(UnreadableSample):  # `_questions` reports it
-                _question_and_answer(reader, sample)
-                longest = max(longest, _answer_length(reader.sample(sample)))
+                *_, answer = _question_and_answer(reader, sample)
+                # An image costs one forward; its start token may be far from the last tokens.
+                tokens = _answer_length(reader.sample(sample)) + 2 * len(item_parts([answer]))
+                longest = max(longest, tokens)
     return longest
 
 
@@ -183,15 +224,18 @@ def _question(reader: SampleReader, sample: int) -> _Question:
     """Decode the files of a sample. Raises UnreadableSample."""
     index = reader.index
     *asked, answer = _question_and_answer(reader, sample)
-    files, pictures = [], []
-    for item in index.parts_of_sample(sample):
+    files, pictures, truth = [], list[np.ndarray](), list[np.ndarray]()
+    num_asked = len(item_parts(asked))
+    for number, item in enumerate(index.parts_of_sample(sample)):
         decoded = [reader.decoded(item, file) for file in index.files_of_part(item)]
-        files += decoded
-        pictures += map(reader.media(item).picture, decoded)
+        if number < num_asked:
+            files += decoded
+        seen = map(reader.media(item).picture, decoded)
+        (pictures if number < num_asked else truth).extend(seen)
     encoded = reader.sample(sample)
     shard, key = index.shard_of(sample), index.key(sample)
     request = Request(asked, files, f"sample {key!r} of {shard}")
-    unanswered = Answered(pictures, _text(asked[-1]), "", _text(answer), shard, key)
+    unanswered = Answered(pictures, _text(asked[-1]), "", _text(answer), shard, key, truth)
     return _Question(unanswered, request, len(encoded.input_ids) - _answer_length(encoded))
 
 
@@ -212,12 +256,20 @@ def _batches(
 
 
 def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
-    """Return the messages of a sample. Raises UnreadableSample if they end with no text answer."""
+    """Return the messages of a sample. Raises UnreadableSample if the last is no answer.
+
+    An answer has text and images of generators alone.
+    """
     index, messages = reader.index, reader.messages(sample)
-    if len(messages) < 2 or not is_answer(messages[-1]) or item_parts(messages[-1:]):
-        problem = "the chat does not end with a question and an answer in text alone"
+    read = [part for part in item_parts(messages[-1:]) if not _is_output(reader, part)]
+    if len(messages) < 2 or not is_answer(messages[-1]) or read:
+        problem = "the chat does not end with a question and an answer of text or drawn images"
         raise UnreadableSample(index.shard_of(sample), index.key(sample), None, problem)
     return messages
+
+
+def _is_output(reader: SampleReader, part: Mapping[str, Any]) -> bool:
+    return output_of(part["type"]) in reader.chat.outputs
 
 
 def _answer_length(sample: EncodedSample) -> int:

@@ -5,7 +5,7 @@ Letters: T packed tokens, N rows, H hidden, L levels with the embeddings, V padd
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from bridge.runs import count_up
 from data.batch import PackedLane
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.checkpoint.load import Index, load_weights
@@ -37,6 +38,7 @@ def one_rank_layout(recipe: Recipe) -> Layout:
         language=GridSpec(LANGUAGE),
         encoders={name: GridSpec(name) for name in recipe.encoders},
         world_size=1,
+        generators={name: GridSpec(name) for name in recipe.generators},
     )
 
 
@@ -54,8 +56,12 @@ def one_rank_recipe(recipe: Recipe, freeze: bool = True) -> Recipe:
         update={
             "train": recipe.train.model_copy(update=settings),
             "language": recipe.language.model_copy(update=parts),
-            "encoders": {
-                name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()
+            **{
+                section: {
+                    name: module.model_copy(update=parts)
+                    for name, module in getattr(recipe, section).items()
+                }
+                for section in ("encoders", "generators")
             },
         }
     )
@@ -123,6 +129,8 @@ class LocalModel:
     ) -> Tensor:
         """Return losses (1, T) fp32 with labels, else logits (1, T, V), or (1, n, V) with `at`.
 
+        The queries of the lane's output items stand at their places.
+
         rows: of each encoder that has items, (N, L·H) and their ascending positions (N,).
         at: (n,) positions whose logits are wanted; with a large vocabulary all would be many.
         """
@@ -135,19 +143,62 @@ class LocalModel:
         def to_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.device)
 
+        return language(
+            **self._inputs(lane, rows),
+            labels=to_device(lane.labels)[None] if with_labels else None,
+            logits_at=None if at is None else to_device(at),
+        )
+
+    def hidden_states(
+        self, lane: PackedLane, rows: Mapping[str, tuple[Tensor, np.ndarray]]
+    ) -> Tensor:
+        """Return the hidden states (T, H) after the final norm, as generators get them.
+
+        rows: see `forward`. Not of a model that takes rows itself.
+        """
+        language: Any = self.model.modules[LANGUAGE].whole
+        states = list[Tensor]()
+
+        def keep(hidden: Tensor) -> Tensor:
+            states.append(hidden.flatten(0, 1))
+            return hidden.new_zeros(())
+
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        language(**self._inputs(lane, rows), labels=none, loss_at=none, emit=keep)
+        return states[0]
+
+    def _inputs(
+        self, lane: PackedLane, rows: Mapping[str, tuple[Tensor, np.ndarray]]
+    ) -> dict[str, Any]:
+        def to_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.device)
+
         rules, size = self.model.item_rules, self.model.hidden_size
         received = [
             ReceivedRows.of(values, to_device(places), size, has_embeddings=True)
             for values, places in rows.values()
         ]
-        return language(
-            input_ids=to_device(lane.input_ids)[None],
-            position_ids=to_device(rules.position_ids(lane))[:, None, :],
-            packed_seq_params=PackedSegments.from_lengths(
+        places = {
+            name: query_places(lane, media, to_device)
+            for name, media in self.model.query_media.items()
+        }
+        return {
+            "input_ids": to_device(lane.input_ids)[None],
+            "position_ids": to_device(rules.position_ids(lane))[:, None, :],
+            "packed_seq_params": PackedSegments.from_lengths(
                 lane.lengths, self.device, items=rules.bidirectional_spans(lane)
             ),
-            place=partial(place_embeddings, received=received, places={}),
-            levels=join_levels(received),
-            labels=to_device(lane.labels)[None] if with_labels else None,
-            logits_at=None if at is None else to_device(at),
-        )
+            "place": partial(place_embeddings, received=received, places=places),
+            "levels": join_levels(received),
+        }
+
+
+def query_places(
+    lane: PackedLane, modality: str, to_device: Callable[[np.ndarray], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return numbers and positions (n,) int64 of a lane's queries of one modality."""
+    spans = [(first, count) for kind, first, count in lane.queries if kind == modality]
+    counts = np.array([count for _, count in spans], np.int64)
+    number = count_up(counts)
+    first = np.repeat(np.array([first for first, _ in spans], np.int64), counts)
+    return to_device(number), to_device(first + number)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 NO_ITEMS = "text alone, where others have items"
-"""Why a sample that was answered is not scored."""
+DRAWN = "answers with images"
+"""Why samples that were answered are not scored."""
 
 Points = tuple[float, int]
 """Points of an answer, and the most that it could have. A score is their ratio over all samples."""
@@ -96,7 +97,8 @@ def _edit_distance(text: str, other: str) -> int:
 class Answered:
     """A held-out sample with its answer.
 
-    pictures: of its files, uint8 (height, width, 3). shard, key: where the sample is.
+    pictures: of its files, uint8 (height, width, 3). truth, drawn: likewise the images of the
+    expected answer and of the answer. shard, key: where the sample is.
     """
 
     pictures: Sequence[np.ndarray]
@@ -105,6 +107,8 @@ class Answered:
     expected: str
     shard: str = ""
     key: str = ""
+    truth: Sequence[np.ndarray] = ()
+    drawn: Sequence[np.ndarray] = ()
 
     @property
     def is_exact(self) -> bool:

@@ -56,8 +56,10 @@ class GeneratorModel(Wrapper):
         with torch.no_grad():
             squares = values.unflatten(0, (len(noise), -1))
             target = self._encode(squares, draw.grid).to(noise.dtype)
-        t = draw.times.to(noise.dtype)[:, None, None]
-        predicted = self.predict((1 - t) * target + t * noise, draw.times, rows, draw)
+        # Rounded as the transformer rounds them, so that it knows how much noise there is.
+        times = draw.times.to(self.ctx.dtype).to(noise.dtype)
+        t = times[:, None, None]
+        predicted = self.predict((1 - t) * target + t * noise, times, rows, draw)
         return (predicted.to(noise.dtype) - (noise - target)).square().mean(dim=(1, 2))
 
     def predict(self, tokens: Tensor, times: Tensor, rows: Tensor, draw: Draw) -> Tensor:

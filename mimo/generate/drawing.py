@@ -1,0 +1,122 @@
+"""Draw what a generator makes of its conditions, in one process.
+
+Letters: B items, S tokens of each with C numbers, T rows of the longest condition, H their size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mimo.checkpoint.hf.pipelines import schedule_of
+from mimo.config.schema import Recipe
+from mimo.engines.contract import Draw
+from mimo.errors import InputError
+from mimo.families.contracts import Autoencoder
+from mimo.families.flow import euler_step, guided, unpack
+from mimo.families.registry import generator_settings
+from mimo.model.generators import open_autoencoder
+
+BATCH_ITEMS = 64  # that are drawn together
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How items are drawn.
+
+    steps: from noise to an image. guidance: scale of classifier-free guidance, 1 for none. seed: of
+    the noise. size: width and height in pixels; None for the largest square that was trained on.
+    """
+
+    steps: int = 20
+    guidance: float = 1.0
+    seed: int = 0
+    size: tuple[int, int] | None = None
+
+
+DEFAULT = Drawing()
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse ``WxH``. Raises InputError for any other form."""
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if match is None:
+        raise InputError(f"--size {text}: need width and height in pixels, such as 1024x768")
+    return int(match[1]), int(match[2])
+
+
+class Drawer:
+    """A generator of a trained model, on this one rank."""
+
+    def __init__(self, recipe: Recipe, name: str, module: Any) -> None:
+        self.settings, self.module = generator_settings(recipe, name), module
+        self.generator, self.name = recipe.generators[name], name
+        self.autoencoder: Autoencoder | None = open_autoencoder(recipe, name)
+        self.schedule = schedule_of(recipe, name)
+
+    @torch.no_grad()
+    def draw(self, conditions: Sequence[Tensor], how: Drawing) -> list[np.ndarray]:
+        """Return an image uint8 (height, width, 3) for each condition (T, H)."""
+        if how.guidance != 1.0 and self.generator.condition_dropout == 0.0:
+            raise InputError(
+                f"--guidance {how.guidance:g}: generators.{self.name} was trained with "
+                f"condition_dropout 0, so it knows no image without a condition; leave it at 1"
+            )
+        images = list[np.ndarray]()
+        for first in range(0, len(conditions), BATCH_ITEMS):
+            images += self._draw(conditions[first : first + BATCH_ITEMS], how, first)
+        return images
+
+    def _grid(self, size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return height and width in tokens."""
+        side = self.settings.token_pixels
+        if size is None:
+            most = int(self.settings.max_pixels**0.5) // side
+            return max(most, 1), max(most, 1)
+        if any(pixels % side or pixels < side for pixels in size):
+            raise InputError(f"--size {size[0]}x{size[1]}: needs multiples of {side} pixels")
+        return size[1] // side, size[0] // side
+
+    def _draw(self, conditions: Sequence[Tensor], how: Drawing, first: int) -> list[np.ndarray]:
+        grid, device = self._grid(how.size), conditions[0].device
+        draw = draw_of(conditions, grid)
+        rows = torch.cat(list(conditions))
+        blank = replace(draw, rows=torch.full_like(draw.rows, len(rows)))
+        noise = [
+            np.random.Generator(
+                np.random.Philox(key=how.seed, counter=[0, first + b, 0, 0])
+            ).standard_normal((grid[0] * grid[1], self.settings.in_channels), dtype=np.float32)
+            for b in range(len(conditions))
+        ]
+        tokens = torch.from_numpy(np.stack(noise)).to(device)
+        times = self.schedule.times(how.steps, grid[0] * grid[1]).tolist()
+        for time, next_time in itertools.pairwise(times):
+            at = torch.full((len(conditions),), time, device=device)
+            velocity = self.module.predict(tokens, at, rows, draw)
+            if how.guidance != 1.0:
+                without = self.module.predict(tokens, at, rows, blank)
+                velocity = guided(velocity, without, how.guidance)
+            tokens = euler_step(tokens, velocity, time, next_time)
+        images = unpack(tokens, grid)
+        if self.autoencoder is not None:
+            images = self.autoencoder.decode(images)
+        pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+        return [*pixels.permute(0, 2, 3, 1).cpu().numpy()]
+
+
+def draw_of(conditions: Sequence[Tensor], grid: tuple[int, int]) -> Draw:
+    """Return the places of conditions that follow each other in one tensor; nothing is random."""
+    device = conditions[0].device
+    lengths = torch.tensor([len(condition) for condition in conditions], device=device)
+    starts = lengths.cumsum(0) - lengths
+    number = torch.arange(int(lengths.max()), device=device)
+    rows = (starts[:, None] + number).where(number < lengths[:, None], int(lengths.sum()))
+    nothing = torch.zeros(0, device=device)
+    return Draw(grid, None, nothing, nothing, rows, lengths, nothing, nothing)
