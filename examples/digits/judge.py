@@ -1,7 +1,8 @@
 """Score a run that reads and draws digits: ``python -m examples.digits.judge RUN``.
 
-A classifier that knows the training scans reads what the run has drawn for the test questions. The
-line printed is ``exact_match=... per_digit=... drawn=...``; `mimo evaluate` has found the first two.
+A classifier that knows the training scans reads what the run has drawn for the test questions.
+The line printed is ``exact_match=... per_digit=... drawn=...``; `mimo evaluate` has found the
+first two.
 """
 
 from __future__ import annotations
