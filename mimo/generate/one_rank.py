@@ -37,6 +37,7 @@ def one_rank_layout(recipe: Recipe) -> Layout:
         language=GridSpec(LANGUAGE),
         encoders={name: GridSpec(name) for name in recipe.encoders},
         world_size=1,
+        generators={name: GridSpec(name) for name in recipe.generators},
     )
 
 
@@ -54,8 +55,12 @@ def one_rank_recipe(recipe: Recipe, freeze: bool = True) -> Recipe:
         update={
             "train": recipe.train.model_copy(update=settings),
             "language": recipe.language.model_copy(update=parts),
-            "encoders": {
-                name: encoder.model_copy(update=parts) for name, encoder in recipe.encoders.items()
+            **{
+                section: {
+                    name: module.model_copy(update=parts)
+                    for name, module in getattr(recipe, section).items()
+                }
+                for section in ("encoders", "generators")
             },
         }
     )
@@ -80,7 +85,9 @@ class LocalModel:
     ) -> None:
         recipe = one_rank_recipe(recipe)
         topology = build_topology(one_rank_layout(recipe))
-        self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial, provided)
+        self.model: MimoModel = build_model(
+            recipe, topology, tokenizer_size, initial, provided, trains=False
+        )
         self.device = self.model.device
 
     @classmethod

@@ -30,7 +30,7 @@ def generator_module(
     recipe: Recipe,
     topology: Topology,
     name: str,
-    optimizer: OptimizerSettings,
+    optimizer: OptimizerSettings | None,
     num_tokens: int,
     initial: InitialWeights | None,
     filled: set[str],
@@ -89,7 +89,7 @@ def _reader(
             return None
         if is_stored and not is_adapter(key):
             assert initial is not None
-            return initial.checkpoint.part(key, rows, columns)
+            return initial.checkpoint_of(name).part(key, rows, columns)
         (parameter,) = users
         shape = names.shapes[parameter]
         if len(shape) == 1 or key.endswith(".lora_b"):

@@ -145,7 +145,8 @@ class OutputPlanner:
         times, weights, counted = torch.full((count,), 0.5), torch.zeros(count), torch.zeros(count)
         patches = [(form, torch.zeros(size[0] * size[1], form.width, dtype=torch.uint8))]
         for b, (_, _, numbers, first, rows) in enumerate(items):
-            lengths[b], times[b], noise[b] = rows, numbers.time, numbers.noise
+            lengths[b] = 0 if numbers.dropped else rows
+            times[b], noise[b] = numbers.time, numbers.noise
             weights[b], counted[b] = weight, 1.0
             if not numbers.dropped:
                 index[b, :rows] = torch.arange(first, first + rows)
