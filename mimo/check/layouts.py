@@ -166,7 +166,7 @@ colocated fsdp → cp2 · overlap | dp2 → fsdp tp2 sp | colocated tp2 → fsdp
 pp2 → fsdp dp2 · distributed optimizer |
 # Generators: lane ratios, and parallelism of the language model.
 1 rank → dp2 → 1 rank | dp2 → dp2 → dp2 · clipped | 1 rank → dp2 → dp3 · recompute |
-1 rank → 1 rank → dp2 · reduced each time | dp2 → tp2 → dp3 | 1 rank → tp2 sp → dp2 |
+1 rank → 1 rank → dp2 | dp2 → tp2 → dp3 | 1 rank → tp2 sp → dp2 |
 dp2 → cp2 → dp2 | dp2 → tp2 cp2 sp → dp2 · replicated | dp2 → pp2 → dp2 · recompute |
 dp3 → pp2 vpp2 → dp2 | dp2 → tp2 sp pp2 → dp2 · prompt | dp2 → dp2 → dp2 · blocks of lanes
 # Generators without and with a colocated encoder, and colocated ones.
@@ -180,7 +180,7 @@ dp2 → tp2 sp → dp2 · adapters | colocated → dp2 → colocated · adapters
 1 rank → dp2 → dp4 replicate2 · unpacked | none → tp2 sp → colocated · unpacked · recompute |
 dp2 → tp2 sp → dp2 · distributed optimizer
 # Generators behind a module of transformers.
-fsdp dp2 → fsdp dp2 → dp2 | fsdp → fsdp tp2 sp → dp3 · recompute |
+fsdp dp2 → fsdp dp2 → dp2 · reduced each time | fsdp → fsdp tp2 sp → dp3 · recompute |
 colocated fsdp → fsdp tp2 sp → colocated · prompt | fsdp dp2 → fsdp tp2 → dp2 · frozen language
 """
 

@@ -208,9 +208,9 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
             before = reference[name].weight_floors
             before.append(sum(before[-1:]) + floor)
         optimizer.step()
-        scalars = {"loss": float(total), "loss_tokens": tokens, "grad_norm": norm}
+        scalars = {"loss": float(total.detach()), "loss_tokens": tokens, "grad_norm": norm}
         if recipe.generators:
-            scalars |= {f"loss_{name}": float(mean) for name, mean in means.items()}
+            scalars |= {f"loss_{name}": float(mean.detach()) for name, mean in means.items()}
         steps.append(scalars)
         for name, whole in _whole(params, [p.parameter for p in params]).items():
             reference[name].weights.append(whole)

@@ -142,7 +142,8 @@ class OutputPlanner:
         index = torch.full((count, longest), num_rows, dtype=torch.int64)
         lengths = torch.ones(count, dtype=torch.int64)
         noise = torch.zeros(count, size[0] * size[1], self.channels)
-        times, weights, counted = torch.full((count,), 0.5), torch.zeros(count), torch.zeros(count)
+        times, counted = torch.full((count,), 0.5), torch.zeros(count)
+        weights = torch.zeros(count, dtype=torch.float64)
         patches = [(form, torch.zeros(size[0] * size[1], form.width, dtype=torch.uint8))]
         for b, (_, _, numbers, first, rows) in enumerate(items):
             lengths[b] = 0 if numbers.dropped else rows
