@@ -298,11 +298,11 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
             to_language=not is_output,
         )
         if is_output and is_alone:
-            model.output_receivers[link] = OutputReceiver(end, lane)
+            model.outputs.receivers[link] = OutputReceiver(end, lane)
         elif is_output and name in layout.colocated:
-            model.colocated_outputs[link] = ColocatedOutput(end, lane)
+            model.outputs.colocated[link] = ColocatedOutput(end, lane)
         elif is_output:
-            model.output_senders[link] = OutputSender(end, layout.ahead)
+            model.outputs.senders[link] = OutputSender(end, layout.ahead)
         elif is_alone:
             model.senders[link] = BridgeSender(end, lane, model.modules[name].run_ahead)
         elif topology.owns(name):
