@@ -214,8 +214,8 @@ def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     warmups = _scaled_warmups(recipe)
     for name, module in recipe.modules.items():
-        section, *names = recipe.key_of(name)
-        part = data[section][name] if names else data[section]
+        section = str(recipe.key_of(name)[0])
+        part = data[section] if name == LANGUAGE else data[section][name]
         if module.learning_rate is not None:
             part["learning_rate"] = _scaled_rate(recipe, module.learning_rate)
         if module.warmup_steps is not None:

@@ -142,6 +142,9 @@ class _KeepFp64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:  # in a call the mode is off, but this one may recompute
+            with self:
+                return torch.autograd.backward(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
