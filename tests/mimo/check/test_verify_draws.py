@@ -201,15 +201,15 @@ def detach_gradients_of_generator() -> None:
     language.append_scalar = lambda losses, scalar: append(losses, scalar.detach())
 
 
-def average_lanes_of_items() -> None:
-    """Each lane divides by its own items, and then by the number of lanes."""
+def divide_by_items_of_lane() -> None:
+    """Each lane of a generator divides its losses by its own items."""
     from mimo.model.outputs import OutputPlanner
 
     plan = OutputPlanner.plan
 
     def of_lane(self: Any, loaded: Any, step: Any, readers: Any, lane: int) -> Any:
         items = [planned.items[self.name] for planned in step.microbatches]
-        count = 2 * sum(int(np.count_nonzero(of.lane == lane)) for of in items)
+        count = sum(int(np.count_nonzero(of.lane == lane)) for of in items)
         return plan(self, loaded, replace(step, num_outputs={self.name: count}), readers, lane)
 
     OutputPlanner.plan = of_lane  # type: ignore[method-assign]
@@ -270,7 +270,7 @@ def sum_slices_of_gradients() -> None:
 
 
 EMBEDDING, QUERIES = "language.embedding.word_embeddings.weight", "language.queries.image"
-FIRST_OF_GENERATOR = "image.img_in.weight"
+FIRST_OF_GENERATOR = "image.time_text_embed.timestep_embedder.linear_1.weight"
 CASES = by_fault(
     Case(shift_condition_rows, SweepCell("dp2", "none", generator="dp2"), EMBEDDING),
     Case(
@@ -279,7 +279,7 @@ CASES = by_fault(
         EMBEDDING,
         spared="image",
     ),
-    Case(average_lanes_of_items, SweepCell("dp2", "none", generator="dp2"), EMBEDDING),
+    Case(divide_by_items_of_lane, SweepCell("dp2", "none", generator="dp2"), EMBEDDING),
     Case(draw_noise_of_lane, SweepCell("dp2", "none", generator="dp2"), EMBEDDING),
     Case(
         average_gradients_of_generator,
