@@ -35,6 +35,7 @@ PRELOAD = (
         for name in ("gemma3", "qwen2_5_vl", "qwen3_vl", "siglip")
     ),
     "transformers.tokenization_utils_tokenizers",
+    "diffusers.models.transformers",
     *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
     "tests.conftest",
     "tests.mimo.runs",

@@ -65,8 +65,8 @@ def build_model(
     """Build the modules that this rank owns; every rank of the world calls it.
 
     initial: weights to start from. provided: parameters that the caller is about to fill, as
-    ``<module>.<parameter>``; others are drawn. trains: whether to build optimizers. Raises RecipeError for a tokenizer with too many
-    tokens, and for a feature that this rank's GPU lacks.
+    ``<module>.<parameter>``; others are drawn. trains: whether to build optimizers. Raises
+    RecipeError for a tokenizer with too many tokens, and for a feature that this rank's GPU lacks.
     """
     check_device(recipe)
     prepare_engine(recipe.train.seed)
