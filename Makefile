@@ -1,6 +1,6 @@
 # Every target sets up what it needs; `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu gpu-check train test test-all lint clean
+.PHONY: help setup gpu gpu-check train draw test test-all lint clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -42,6 +42,12 @@ train: setup  ## write the data of examples/digits, train on it, and answer unse
 	$(VENV)/bin/python -m examples.digits
 	$(VENV)/bin/mimo train recipes/quickstart.yaml
 	$(VENV)/bin/mimo evaluate runs/quickstart
+
+draw: setup  ## write digits to read and to draw, train on them with a generator, and score both
+	$(VENV)/bin/python -m examples.digits drawings
+	$(VENV)/bin/mimo train recipes/draws_digits.yaml
+	$(VENV)/bin/mimo evaluate runs/draws_digits --guidance 2
+	$(VENV)/bin/python -m examples.digits.judge runs/draws_digits
 
 test: setup  ## run at least one test of every capability, in eight minutes on two cores
 	$(PYTEST) -m "not slow"
