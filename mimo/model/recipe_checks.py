@@ -11,14 +11,21 @@ from data.index.reader import SampleReader
 from data.index.remote import is_remote
 from data.index.shards import find_shards
 from data.index.store import Build
-from mimo.config.modules import TARGETS
+from mimo.config.modules import TARGETS, LoRA
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
 from mimo.config.training import Source
 from mimo.device import Memory, has_gpu, machine_memory
 from mimo.errors import RecipeError
 from mimo.families.keymap import num_elements
-from mimo.families.registry import GENERAL, encoder_settings, language_settings, trainable_names
+from mimo.families.registry import (
+    GENERAL,
+    encoder_settings,
+    generator_family,
+    generator_settings,
+    language_settings,
+    trainable_names,
+)
 from mimo.model.dataset import (
     SPLITS,
     check_index,
@@ -47,6 +54,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None) -> Layout:
         _language_problems(recipe, layout.language),
         modality_problems(recipe),
         *(_encoder_problems(recipe, grid) for grid in layout.encoders.values()),
+        *(_generator_problems(recipe, name) for name in layout.generators),
     ):
         try:
             problems += check
@@ -98,6 +106,37 @@ def _encoder_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     if grid.engine == "megatron":
         for message in settings.grid_problems(grid.tp, grid.pp):
             yield recipe.problem((*recipe.key_of(grid.module), "grid"), message)
+
+
+def _generator_problems(recipe: Recipe, name: str) -> Iterator[str]:
+    """Yield what a generator cannot do; raises RecipeError for bad settings."""
+    part, key, length = recipe.generators[name], recipe.key_of(name), recipe.data.sequence_length
+    family, settings = generator_family(recipe, name), generator_settings(recipe, name)
+    if recipe.language.family == GENERAL:
+        yield recipe.problem(
+            (LANGUAGE, "family"),
+            f"got {GENERAL}, but generators.{name} needs hidden states, which models of this "
+            f"family do not hand out; name another family, or remove the generator",
+        )
+    if part.num_queries + 2 >= length:
+        yield recipe.problem(
+            (*key, "queries"),
+            f"got {part.num_queries}, but an item takes {part.num_queries + 2} tokens beside its "
+            f"prompt, and data.sequence_length is {length}; lower one or raise the other",
+        )
+    if part.recompute == "selective":
+        message = "got selective, but its attention is diffusers' own; set it to full or none"
+        yield recipe.problem((*key, "recompute"), message)
+    for target in part.lora.targets if part.lora else ():
+        weights = [w for w in family.weights(settings) if LoRA(targets=(target,)).adapts(w.name)]
+        others = [weight.name for weight in weights if len(weight.sources[0].shape) < 2]
+        if not weights or others:
+            fault = f"{others[0]} is no linear's" if others else "no linear has such a name"
+            yield recipe.problem(
+                (*key, "lora"),
+                f"got {target} among its targets, but in {part.family} {fault}; give patterns "
+                f"such as '*.to_q'",
+            )
 
 
 def _pattern_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
