@@ -151,10 +151,7 @@ class Generator:
         for _ in range(max_new_tokens):
             if not open_requests:
                 break
-            lane, placed, last = self._lane(open_requests, sequences, prompts, outputs, rows)
-            logits = self.model.forward(lane, placed, with_labels=False, at=last)
-            # Padding entries of the vocabulary are not tokens.
-            nexts = logits[0, :, : self.model.model.num_tokens].argmax(-1).tolist()
+            nexts = self._next_tokens(open_requests, sequences, prompts, outputs, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
                 if token in self.drawers:
@@ -227,6 +224,13 @@ class Generator:
         grids = np.array([item.plan.grid for item in items], np.int64)
         values = self.model.encode(encoder, patches, grids)
         return values.split([sum(item.plan.num_rows for item in items) for items in of_prompts])
+
+    def _next_tokens(self, open_requests: list[int], *arguments: Any) -> list[int]:
+        """Return the next token of each sequence. The arguments are those of `_lane`."""
+        lane, placed, last = self._lane(open_requests, *arguments)
+        logits = self.model.forward(lane, placed, with_labels=False, at=last)
+        # Padding entries of the vocabulary are not tokens.
+        return logits[0, :, : self.model.model.num_tokens].argmax(-1).tolist()
 
     def _lane(
         self,

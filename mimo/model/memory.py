@@ -145,9 +145,7 @@ def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     return settings.num_inputs(plan.grid) / plan.num_rows
 
 
-def _in_layer(name: str) -> bool:
-    """Whether a parameter is one of a layer, which generators call a block."""
-    return re.search(r"(^|\.)(layers|transformer_blocks)\.", name) is not None
+_IN_LAYER = re.compile(r"(^|\.)(layers|transformer_blocks)\.").search
 
 
 class _Module:
@@ -186,7 +184,7 @@ class _Module:
         self.is_one_unit = is_general and name != LANGUAGE
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(last) or "final_layernorm" in weight
-            place = "layer" if _in_layer(weight) else "last" if is_last else "first"
+            place = "layer" if _IN_LAYER(weight) else "last" if is_last else "first"
             if self.is_one_unit:
                 place = "first"
             cut = tp if weight.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
@@ -369,7 +367,7 @@ class _Module:
     def _widths(self) -> tuple[float, float]:
         """Elements of a token on a rank: between layers, and kept in a layer for backward."""
         part = self.grid.tp if self.grid.sp else 1
-        layer = {n: s for n, s in self.shapes.items() if _in_layer(n) or self.is_one_unit}
+        layer = {n: s for n, s in self.shapes.items() if _IN_LAYER(n) or self.is_one_unit}
         linears = {n.split(".")[-2]: shape for n, shape in layer.items() if n.endswith(".weight")}
         is_fsdp, in_fp32 = self.grid.engine == "fsdp", self.wide // self.size
         # Norms of transformers keep their input, its fp32 copy, and the normalized copy.
