@@ -17,14 +17,17 @@ from mimo.config.schema import Recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.device_model.nccl import behave_like_nccl
+from tests.mimo.check.draws import draws_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SWEPT = {cell.name: cell for cell in SWEEP}
-# Cells with an encoder on ranks of its own; other bridges exchange everything in one batch.
+# Cells with a module on ranks of its own; other bridges exchange everything in one batch.
 WITH_BRIDGE = {
     name: cell
     for name, cell in SWEPT.items()
-    if not all(grid.startswith("colocated") for grid in (cell.encoder, cell.second or cell.encoder))
+    if not all(
+        grid is None or grid.startswith("colocated") for grid in (*cell.encoders, cell.generator)
+    )
 }
 
 
@@ -117,7 +120,9 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
 
 
 def recipe_for(verifier: Verifier, cell: SweepCell) -> Recipe:
-    """Modules of transformers need a checkpoint; the quickstart has none."""
+    """Modules of transformers and diffusers need a checkpoint; the quickstart has none."""
+    if cell.generator is not None:
+        return draws_recipe(verifier.folder)
     if "fsdp" not in cell.name:
         return load_recipe(RECIPES / "quickstart.yaml")
     folder = verifier.folder / "checkpoint"
@@ -144,7 +149,12 @@ def check(result: CellResult) -> None:
     assert result.passed, str(result.comparison.first)
 
 
-@pytest.mark.parametrize("cell", quick_values(WITH_BRIDGE, "dp3 + colocated → tp2 sp · recompute"))
+@pytest.mark.parametrize(
+    "cell",
+    quick_values(
+        WITH_BRIDGE, "dp3 + colocated → tp2 sp · recompute", "dp2 → pp2 → dp2 · recompute"
+    ),
+)
 def test_every_layout_with_a_bridge_takes_the_steps_of_one_rank_under_the_rules_of_nccl(
     verifier: Verifier, cell: SweepCell
 ) -> None:
@@ -169,6 +179,7 @@ def test_an_explicit_run_ahead_is_as_safe_as_the_automatic_one(
         ("dp3 → tp2 sp pp2 vpp2", None),
         ("tp2 dp2 → tp2 sp pp2 · recompute", None),
         ("dp2 → dp3 · recompute", 6),
+        ("1 rank → tp2 sp → dp2", None),
     ],
 )
 def test_no_message_holds_up_the_one_queue_of_a_device_for_ever(
