@@ -110,6 +110,46 @@ def in_one_queue() -> None:
     behave_like_nccl(one_queue=True)
 
 
+def one_ahead() -> None:
+    """Hold the language model to the order of a schedule that runs one microbatch ahead."""
+    behave_like_nccl()
+    _expect_order(ahead=1)
+
+
+def not_ahead() -> None:
+    """Hold it to one that waits for the gradient of each microbatch."""
+    behave_like_nccl()
+    _expect_order(ahead=0)
+
+
+def _expect_order(ahead: int) -> None:
+    from bridge import OutputSender
+
+    forward, backward, finish = OutputSender._forward, OutputSender._backward, OutputSender.finish
+    events = list[tuple[str, int]]()
+
+    def send(self: Any, microbatch: int, *rest: Any) -> Any:
+        events.append(("rows", microbatch))
+        return forward(self, microbatch, *rest)
+
+    def wait(self: Any, microbatch: int, *rest: Any) -> Any:
+        events.append(("gradients", microbatch))
+        return backward(self, microbatch, *rest)
+
+    def check_order(self: Any) -> None:
+        finish(self)
+        steps, expected = range(len(events) // 2 + ahead), list[tuple[str, int]]()
+        for m in steps:
+            expected += [("rows", m)] * (m < steps.stop - ahead)
+            expected += [("gradients", m - ahead)] * (m >= ahead)
+        assert len(events) > 2, "several microbatches"
+        assert events == expected
+        events.clear()
+
+    OutputSender._forward, OutputSender._backward = send, wait  # type: ignore[method-assign]
+    OutputSender.finish = check_order  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------------- tests
 
 
@@ -186,6 +226,23 @@ def test_no_message_holds_up_the_one_queue_of_a_device_for_ever(
     verifier: Verifier, name: str, run_ahead: int | None
 ) -> None:
     check(run(verifier, SWEPT[name], in_one_queue, run_ahead))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("1 rank → dp2 → 1 rank", one_ahead),
+        ("none → tp2 sp → 1 rank", one_ahead),
+        ("dp2 → pp2 → dp2 · recompute", one_ahead),
+        ("fsdp dp2 → fsdp dp2 → dp2 · reduced each time", one_ahead),
+        ("dp3 → pp2 vpp2 → dp2", not_ahead),
+    ],
+)
+def test_the_language_model_runs_one_microbatch_ahead_unless_it_is_interleaved(
+    verifier: Verifier, name: str, order: Fault
+) -> None:
+    check(run(verifier, SWEPT[name], order))
 
 
 @pytest.mark.parametrize(
