@@ -21,6 +21,7 @@ from mimo.config.training import Source
 from mimo.errors import RecipeError
 from mimo.model.dataset import (
     SPLITS,
+    added_tokens,
     cache_folder,
     for_each_source,
     item_processors,
@@ -45,6 +46,8 @@ def _index_splits(recipe: Recipe, workers: int | None) -> None:
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     build = functools.partial(build_in_processes, workers=workers)
     problems = list[str]()
+    for line in added_tokens(chat):
+        print(line, flush=True)
     for split in SPLITS:
         try:
             with progress_of(f"indexing {split}") as progress:

@@ -12,7 +12,7 @@ import pytest
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError, RecipeError
-from mimo.model.recipe_checks import check_indexed_data, check_recipe
+from mimo.model.recipe_checks import check_data, check_indexed_data, check_recipe
 from tests.conftest import RunRanks
 from tests.mimo import drawings
 from tests.mimo.drawings import GENERATOR
@@ -140,6 +140,22 @@ def test_a_folder_whose_transformer_no_family_knows_is_refused(tmp_path: Path) -
     assert caught.value.exit_code == 2
     assert "init_from" in str(caught.value)
     shutil.rmtree(tmp_path / "model")
+
+
+NOTE = "note: tokens added to those of data.tokenizer: <|image_gen_start|>, <|image_gen_end|>"
+
+
+def test_tokens_that_the_tokenizer_lacks_are_named(
+    run_ranks: RunRanks, path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["check"], ["data", "index"]):
+        printed = mimo_here(run_ranks, *command, path, GENERATOR).stdout.splitlines()
+        assert printed.count(NOTE) == 1
+        known = [f"generators.image.{end}_token=<|vision_{end}|>" for end in ("start", "end")]
+        printed = mimo_here(run_ranks, *command, path, GENERATOR, *known).stdout
+        assert "added" not in printed
+    check_data(load_recipe(path, [GENERATOR]))  # before ranks start
+    assert capfd.readouterr().out.splitlines().count(NOTE) == 1
 
 
 def test_rows_that_arrive_whole_are_no_problem(path: Path) -> None:

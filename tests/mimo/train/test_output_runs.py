@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from data.worker_process import ITEM
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.recipes import load_recipe
@@ -15,9 +17,12 @@ from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.hf.weights_folder import WeightsFolder
 from mimo.checkpoint.reading import read
 from mimo.families.keymap import is_adapter
+from mimo.model.decoding import tasks_of_step
+from mimo.model.step_plan import step_planner
+from mimo.parallel.build import build_layout
 from mimo.train import main as job
 from tests.conftest import RunRanks
-from tests.mimo import drawings
+from tests.mimo import drawings, tiny
 from tests.mimo.runs import ADAM, metrics, run
 
 SETTINGS = [
@@ -105,3 +110,45 @@ def test_adapters_of_a_generator_learn_alone_and_are_merged_by_an_export(
     torch.testing.assert_close(after.read(f"{name}.weight"), expected)
     equal = {key for key in before.shapes if torch.equal(before.read(key), after.read(key))}
     assert {key.split(".")[-2] for key in before.shapes.keys() - equal} == {"to_q", "add_q_proj"}
+
+
+PLACED = {
+    "disjoint": ["generators.image.grid.dp=3", "language.grid.dp=2", "encoders.vision.grid.dp=2"],
+    "colocated": [
+        "generators.image.placement=colocated",
+        "generators.image.grid.dp=2",
+        "language.grid.dp=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("placed", PLACED)
+def test_pixels_to_draw_are_decoded_by_the_ranks_of_their_generator_alone(
+    tmp_path: Path, placed: str
+) -> None:
+    recipe = load_recipe(drawings.write_recipe(tmp_path), [*SETTINGS, *PLACED[placed]])
+    layout, dataset = build_layout(recipe), tiny.open_sources(recipe)
+    microbatches = step_planner(recipe, layout, dataset).microbatches(0)
+    decoded = dict[str, list[tuple[int, int]]]()
+    for rank in range(layout.world_size):
+        tasks = tasks_of_step(
+            step=0,
+            microbatches=microbatches,
+            readers=dataset.readers,
+            path_of=Path,
+            layout=layout,
+            rank=rank,
+            host_ranks=(rank,),
+        )
+        for task in (task for task in tasks if task.kind == ITEM):
+            kind = microbatches[task.microbatch].samples.item_media[task.number]
+            media = microbatches[task.microbatch].samples.media[kind]
+            decoded.setdefault(media, []).append((rank, task.address))
+    assert len({address for _, address in decoded["output.image"]}) == len(
+        decoded["output.image"]
+    ), "each once"
+    every = np.concatenate([m.samples.items_of_media("output.image") for m in microbatches])
+    assert len(decoded["output.image"]) == len(every) == sum(map(len, drawings.DRAWN))
+    assert {rank for rank, _ in decoded["output.image"]} <= set(layout.grids["image"].ranks)
+    assert len({rank for rank, _ in decoded["output.image"]}) > 1
+    assert {rank for rank, _ in decoded["image"]} <= set(layout.grids["vision"].ranks)
