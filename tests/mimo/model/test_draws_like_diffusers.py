@@ -42,8 +42,8 @@ language: {{{{grid: {{{{tp: 1, dp: 1}}}}}}}}
 encoders: {{{{}}}}
 generators: {{{{image: {{{{skipped_tokens: {SKIPPED}, loss_weight: {IMAGE_WEIGHT}}}}}}}}}
 data: {{{{sources: [{{{{path: "{{folder}}/train-*.tar"}}}}], sequence_length: 256, workers: 0}}}}
-train: {{{{steps: 3, global_batch_size: 8, micro_batch_size: 4, optimizer: sgd, clip_grad_norm: null,
-  learning_rate: 0.1, warmup_steps: 0, run_dir: "{{folder}}/runs", threads_per_rank: 1}}}}
+train: {{{{steps: 3, global_batch_size: 8, micro_batch_size: 4, optimizer: sgd,
+  clip_grad_norm: null, learning_rate: 0.1, warmup_steps: 0, run_dir: "{{folder}}/runs", threads_per_rank: 1}}}}
 """
 # Of each sample the images it answers with: none, one or two, of several sizes.
 SIZES = [[(32, 32)], [(32, 48), (16, 32)], [], [(32, 32)], [(48, 32)], [(32, 32)] * 2, [], []]
@@ -84,9 +84,7 @@ def example_of(recipe: Recipe, dataset: Any, sample: int) -> reference.Example:
         pixels = torch.from_numpy(np.asarray(image).astype(np.float32)).permute(2, 0, 1)
         plan = reader.plan(reader.index.parts_of_sample(sample)[number])
         random = planner.numbers((0, 0, sample, number), plan)
-        pictures.append(
-            reference.Picture(pixels / 127.5 - 1, random.time, random.noise, first, at)
-        )
+        pictures.append(reference.Picture(pixels / 127.5 - 1, random.time, random.noise, first, at))
         first = at + 2
     counted = torch.zeros(len(ids), dtype=torch.bool)
     counted[1:] = torch.from_numpy(encoded.loss_mask[:-1] > 0)  # ours lies where they are foretold

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from data.worker_process import ITEM
@@ -49,7 +50,8 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     return {
         name
         for name in before.keys() & after.keys()
-        if not name.startswith(("optimizer.", "ema.")) and not torch.equal(before[name], after[name])
+        if not name.startswith(("optimizer.", "ema."))
+        and not torch.equal(before[name], after[name])
     }
 
 
@@ -58,7 +60,7 @@ def test_a_phase_may_train_the_generator_and_its_queries_alone(
 ) -> None:
     path = drawings.write_recipe(tmp_path)
     path.write_text(PHASES + path.read_text())
-    assert job.main(path, SETTINGS) == 0
+    assert job.main(path, [*SETTINGS, "train.loggers=[tensorboard]"]) == 0
     runs = tmp_path / "runs" / "tiny"
     first, last, end = (
         read(runs / phase / "checkpoints" / f"step_{step}")
@@ -69,6 +71,11 @@ def test_a_phase_may_train_the_generator_and_its_queries_alone(
     assert {name.split(".")[0] for name in changed(last, end)} == {"language", "vision", "image"}
     lines = metrics(path, "tiny/phase_1_draw")
     assert all(line["loss_language"] > 0 for line in lines)
+    events = EventAccumulator(str(runs / "phase_1_draw" / "tensorboard"))
+    events.Reload()
+    for name in ("loss_language", "loss_image"):
+        shown = [event.value for event in events.Scalars(f"train/{name}")]
+        assert shown == pytest.approx([line[name] for line in lines])
     assert lines[1]["update_norm_image"] > 0
     assert metrics(path, "tiny/phase_2_all")[0]["lr_image"] == pytest.approx(0.001)
 
