@@ -35,11 +35,15 @@ PRELOAD = (
     "mimo.check.steps",
     "mimo.model.fsdp",
     *(f"encoders.{name}" for name in ("gemma3", "qwen3_vl", "qwen_vl", "whisper")),
+    *(f"generators.{name}" for name in ("lumina2", "qwen_image")),
     *(f"mimo.families.languages.{name}" for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3")),
     *(
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gemma3", "qwen2_5_vl", "qwen3_vl", "siglip")
     ),
+    "mimo.model.generators",
+    "diffusers.models.transformers.transformer_qwenimage",
+    "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
     "transformers.tokenization_utils_tokenizers",
     "diffusers.models.transformers",
     *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
