@@ -95,7 +95,7 @@ def test_the_recipe_s_own_layout_is_shrunk_and_packed_by_tokens(
     ]
     swept = draws_recipe(tmp_path, overrides)
     built = recipe_cells(swept, 12, full=False)
-    assert any("image dp3 (non-dividing, more lanes)" in note for note in built.notes)
+    assert any("image fsdp dp3 (non-dividing, more lanes)" in note for note in built.notes)
     (cell,) = built.cells
     check_equal(verifier.run(cell))
 
@@ -107,10 +107,12 @@ def test_every_tensor_of_the_scaled_generator_counts(verifier: Verifier, recipe:
     parameters = verifier._reference(scaled).parameters
     gradients = {name: parameter.gradients[0] for name, parameter in parameters.items()}
     floor = gradient_floor(gradients.values())
-    weak = [name for name, gradient in gradients.items() if abs(gradient).max() < 30 * floor]
-    # The last block's condition stream ends there.
-    last = ("image.transformer_blocks.1.attn.to_add_out", "image.transformer_blocks.1.txt_mlp")
-    assert all(n.startswith((*last, "image.transformer_blocks.1.txt_mod")) for n in weak), weak
+    # An error of 1e-4 of any of them is larger than the tolerance.
+    weak = {name for name, gradient in gradients.items() if abs(gradient).max() < floor / 10}
+    # In the last block the condition's stream ends, so what follows its keys and values has none.
+    unused = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
+    last = tuple(f"image.transformer_blocks.3.{part}" for part in unused)
+    assert weak == {name for name in gradients if name.startswith(last)}
 
 
 # ------------------------------------------------------------------------- the matrix
