@@ -35,7 +35,7 @@ gpu: setup  ## add Transformer Engine and flash-attn, compiled for the torch of 
 	  "transformer-engine[pytorch,core_cu13]" flash-attn
 	$(VENV)/bin/python -m mimo.ops.acceleration
 
-gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in ten minutes
+gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in twenty minutes
 	$(VENV)/bin/python -m benchmarks.gpu
 
 train: setup  ## write the data of examples/digits, train on it, and answer unseen examples

@@ -268,8 +268,7 @@ def _cells_of(recipe: Recipe) -> list[SweepCell]:
     return [
         cell
         for cell in SWEEP
-        if (recipe.encoders or not cell.encoders)
-        and (recipe.generators or cell.generator is None)
+        if (recipe.encoders or not cell.encoders) and (recipe.generators or cell.generator is None)
     ]
 
 
@@ -310,7 +309,7 @@ def _sweep_layout(
     language, modules = _grid(LANGUAGE, cell.language), {}
     shorthands = dict(zip(names, cell.encoders, strict=True))
     # They have one engine, which the shorthand leaves out.
-    shorthands |= {name: f"{cell.generator} fsdp" for name in generators}
+    shorthands |= dict.fromkeys(generators, f"{cell.generator} fsdp")
     colocated = [name for name, text in shorthands.items() if text.startswith(_COLOCATED)]
     for name, text in shorthands.items():
         grid = _grid(name, text)

@@ -13,14 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mimo.check.stand_in import tiny_checkpoint
 from mimo.check.workload import Items, Outputs, Workload
-from mimo.checkpoint.hf.architectures import ARCHITECTURES, Architecture
-from mimo.checkpoint.hf.recipes import architecture_of_folder, tower_settings
-from mimo.checkpoint.hf.tiny import FAMILIES, TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 from mimo.config.source import dotted
 from mimo.errors import RecipeError
-from mimo.families.hf_config import read_config
 from mimo.families.registry import encoder_settings, generator_settings, language_settings
 from mimo.model.dataset import targets
 from mimo.model.recipe_checks import check_recipe
@@ -50,9 +47,6 @@ _ADAM_EPS = 1e-3
 # Adapters begin at 0: their weights are nothing but updates, with all the rounding noise of these.
 _ADAM_EPS_OF_ADAPTERS = 1e-2
 
-_TINY_LAYERS, _TINY_LAYER_KINDS, _TINY_KEY_GROUPS = 4, 2, 2  # of a tiny checkpoint
-_VOCAB_MULTIPLE = 48  # does not divide the vocabulary, so that its last rows are padding
-
 
 @dataclass(frozen=True)
 class ScaledRecipe:
@@ -77,7 +71,7 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     all_settings = {LANGUAGE: language_settings(recipe), **settings}
     all_settings |= {name: generator_settings(recipe, name) for name in recipe.generators}
     models = {name: _scaled(s, layout.grids[name]) for name, s in all_settings.items()}
-    checkpoint, checkpoint_models = _tiny_checkpoint(recipe, layout, folder)
+    checkpoint, checkpoint_models = tiny_checkpoint(recipe, layout, folder)
     data["init_from"] = checkpoint and str(checkpoint)
     models |= checkpoint_models
     data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
@@ -214,8 +208,8 @@ def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     warmups = _scaled_warmups(recipe)
     for name, module in recipe.modules.items():
-        section, *names = recipe.key_of(name)
-        part = data[section][name] if names else data[section]
+        section = str(recipe.key_of(name)[0])
+        part = data[section] if name == LANGUAGE else data[section][name]
         if module.learning_rate is not None:
             part["learning_rate"] = _scaled_rate(recipe, module.learning_rate)
         if module.warmup_steps is not None:
@@ -321,54 +315,3 @@ def _validated(data: dict[str, Any]) -> Recipe:
     except ValidationError as error:
         problems = (f"{dotted(e['loc'])}: {e['msg']}; got {e['input']!r}" for e in error.errors())
         raise RecipeError(*problems) from error
-
-
-def _tiny_checkpoint(
-    recipe: Recipe, layout: Layout, folder: Path
-) -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """Return a tiny checkpoint in ``folder`` and its modules' settings; None without fsdp modules.
-
-    Raises RecipeError for an architecture without a tiny checkpoint.
-    """
-    modules = {**layout.encoders, LANGUAGE: layout.language}
-    if all(grid.engine != "fsdp" for grid in modules.values()):
-        return None, {}  # generators begin with weights that are drawn
-    architecture = _architecture_of(recipe)
-    if architecture is None or architecture.model_type not in FAMILIES:
-        families = [recipe.language.family, *(e.family for e in recipe.encoders.values())]
-        raise RecipeError(
-            f"engine: fsdp is compared on a tiny checkpoint of the recipe's architecture, but for "
-            f"the families {', '.join(families)} there is none"
-        )
-    tower = architecture.tower_of(recipe)
-    grids = [grid for name, grid in layout.grids.items() if name in (LANGUAGE, tower)]
-    # Every stage has a layer of each kind.
-    multiple = _TINY_LAYER_KINDS * math.lcm(*(grid.pp * grid.vpp for grid in grids))
-    settings = TinyCheckpoint(
-        architecture.model_type,
-        tied=language_settings(recipe).tie_word_embeddings,
-        width=math.lcm(*(grid.tp // math.gcd(grid.tp, _TINY_KEY_GROUPS) for grid in grids)),
-        num_layers=-(-_TINY_LAYERS // multiple) * multiple,
-    )
-    tied = "tied" if settings.tied else "untied"
-    checkpoint = folder / f"{settings.family}_{settings.num_layers}_{settings.width}_{tied}"
-    if not checkpoint.exists():
-        from transformers.utils import logging  # late: it takes seconds to import
-
-        logging.disable_progress_bar()
-        write_tiny(settings, checkpoint)
-    config = read_config(checkpoint)
-    models = {LANGUAGE: architecture.language_family().settings_from_hf(config)}
-    models[LANGUAGE] |= {"vocab_multiple": math.lcm(_VOCAB_MULTIPLE, layout.language.tp)}
-    if tower is not None:
-        models[tower] = tower_settings(architecture, config, checkpoint) or {}
-    return checkpoint, models
-
-
-def _architecture_of(recipe: Recipe) -> Architecture | None:
-    """Return the architecture of the recipe's folder, or without one of its families."""
-    if recipe.init_from is not None and Path(recipe.init_from).is_dir():
-        return architecture_of_folder(Path(recipe.init_from), recipe.language.family)
-    towers = {encoder.family for encoder in recipe.encoders.values()} or {None}
-    known = (a for a in ARCHITECTURES.values() if a.language == recipe.language.family)
-    return next((a for a in known if a.encoder in towers), None)

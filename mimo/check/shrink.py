@@ -1,8 +1,8 @@
 """Scale a layout down but keep its character, in pure integers.
 
 Every axis above 1 stays above 1. Placements, SP, interleaving and the kind of lane ratio between
-each encoder or generator and the language model stay. A layout that still needs too many ranks is covered by
-several layouts, each with some of the parallel axes.
+each encoder or generator and the language model stay. A layout that still needs too many ranks is
+covered by several layouts, each with some of the parallel axes.
 """
 
 from __future__ import annotations

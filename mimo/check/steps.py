@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from data.batch import pack_lane, plan_microbatch, read_items, sizes_in_order
-from data.packing import Used, packs_of_samples, packs_of_tokens
+from data.packing import Used
 from mimo.check.compare import Fault, RankSteps, Reference, ReferenceParameter, Shard, update_floor
-from mimo.check.drawn import DrawnPack
+from mimo.check.packs import losses_of_pack, packs_of_step
 from mimo.check.workload import Workload
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.config.schema import Recipe, Train
@@ -34,7 +33,7 @@ from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.sharding import Rectangle
 from mimo.families.registry import QUERIES, trainable_names
 from mimo.generate.one_rank import LocalModel
-from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer, token_budget
+from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
 from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
@@ -142,6 +141,9 @@ class _KeepFp64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:  # in a call the mode is off, but this one may recompute
+            with self:
+                return torch.autograd.backward(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
@@ -178,9 +180,9 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
     reference = {piece.key: ReferenceParameter() for p in params for piece in p.pieces(p.parameter)}
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
-        packs = _packs(recipe, dataset, used)
+        packs = packs_of_step(recipe, dataset, used)
         used = used.with_packs(packs)
-        parts = [_losses(recipe, local, dataset, pack, step) for pack in packs]
+        parts = [losses_of_pack(recipe, local, dataset, pack, step) for pack in packs]
         tokens = sum(count for _, count, _ in parts)
         text: Any = sum(loss for loss, _, _ in parts)
         means = {LANGUAGE: text / max(tokens, 1)}
@@ -311,56 +313,3 @@ def _peak_rate(recipe: Recipe, param: _NamedParam) -> float:
         if param.pieces(param.parameter)[0].key == f"{LANGUAGE}.{QUERIES}{name}":
             rate = generator.query_learning_rate or rate
     return rate
-
-
-def _packs(recipe: Recipe, dataset: Dataset, used: Used) -> list[np.ndarray]:
-    """Return the packs of the next step; samples are positions in the order."""
-    train, budget = recipe.train, token_budget(recipe)
-    if budget is None:
-        size = train.micro_batch_size
-        return packs_of_samples(used, train.global_batch_size // size, size)
-    sizes = sizes_in_order(dataset.indexes, dataset.order)
-    return packs_of_tokens(used, train.global_batch_size, budget, sizes)
-
-
-def _losses(
-    recipe: Recipe, local: LocalModel, dataset: Dataset, pack: np.ndarray, step: int
-) -> tuple[Tensor, int, dict[str, list[Tensor]]]:
-    """Return the summed loss of a pack, its number of tokens, and losses of each generator's items.
-
-    It runs one forward pass.
-    """
-    samples = plan_microbatch(dataset.indexes, dataset.order, [pack])
-    readers = [dataset.readers[source] for source in samples.source]
-    plans = [
-        [reader.plan(item) for item in samples.item[samples.item_sample == n].tolist()]
-        for n, reader in enumerate(readers)
-    ]
-    chat = readers[0].chat
-    encoded = [reader.sample(int(s)) for reader, s in zip(readers, samples.sample, strict=True)]
-    encoded = [read_items(sample, items) for sample, items in zip(encoded, plans, strict=True)]
-    plans = [[plan for plan in items if not plan.is_output] for items in plans]
-    lane = pack_lane(
-        encoded,
-        [[plan.row_grid for plan in items] for items in plans],
-        samples.loss_tokens.tolist(),
-        int(samples.lane_tokens[0]),
-        chat.pad_token_id,
-        time_steps=[[plan.time_step for plan in items] for items in plans],
-    )
-    rows = {}
-    for name, encoder in recipe.encoders.items():
-        numbers = samples.items_of_media(*encoder.media_tokens)
-        items = [(readers[samples.item_sample[n]], int(samples.item[n])) for n in numbers]
-        if items:
-            # The towers of a layout convert bytes to values on their device, not on the host.
-            patches = [r.media(item).wire.values(r.patches(item)) for r, item in items]
-            grids = np.array([r.plan(item).grid for r, item in items], np.int64)
-            tokens = [chat.placeholder_ids[media] for media in encoder.media_tokens]
-            places = np.flatnonzero(np.isin(lane.input_ids, tokens))
-            rows[name] = local.encode(name, np.concatenate(patches), grids), places
-    drawn = DrawnPack(recipe, local, step, samples, readers, lane)
-    with drawn.watching():
-        per_token = local.forward(lane, rows, with_labels=True)
-    loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
-    return loss, int(samples.loss_tokens.sum()), drawn.losses()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mimo.cli.options import ClusterOption, NumRanksOption, OverridesArgument, RecipeArgument
-from mimo.report.tables import Table, show
+from mimo.report.tables import Table, percent, scientific, show
 
 if TYPE_CHECKING:
     from mimo.config.schema import Recipe
@@ -36,6 +36,7 @@ def check(
         for phase, layout in zip(phased.phases, layouts, strict=True):
             _print_layout(phase.recipe, layout, phase.title)
             _print_memory(phase.recipe, layout)
+            _print_flops(phase.recipe, layout)
         for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
             print(note)
     finally:
@@ -76,6 +77,21 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
         rows.append((usage.role, *(format_bytes(part) if part else "-" for part in parts)))
     show(Table(("role", *columns, "in all"), rows, title="memory of a rank"))
     print("activations, buffers: upper bound, for full microbatches of item embeddings alone")
+
+
+def _print_flops(recipe: Recipe, layout: Layout) -> None:
+    """Print the FLOPs of the first step by module, if the data are indexed."""
+    from mimo.model.indexing import indexed_dataset
+    from mimo.model.step_plan import StepFlops, step_planner
+
+    if (dataset := indexed_dataset(recipe)) is None:
+        return
+    planner = step_planner(recipe, layout, dataset, links=())
+    plan = planner.finish(planner.microbatches(0))
+    flops = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset).of(plan)
+    total = sum(flops.values()) or 1.0
+    parts = (f"{name} {scientific(of)} ({percent(of / total)})" for name, of in flops.items())
+    print(f"FLOPs of the first step: {', '.join(parts)}")
 
 
 def train(

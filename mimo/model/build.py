@@ -65,8 +65,8 @@ def build_model(
     """Build the modules that this rank owns; every rank of the world calls it.
 
     initial: weights to start from. provided: parameters that the caller is about to fill, as
-    ``<module>.<parameter>``; others are drawn. trains: whether to build optimizers. Raises RecipeError for a tokenizer with too many
-    tokens, and for a feature that this rank's GPU lacks.
+    ``<module>.<parameter>``; others are drawn. trains: whether to build optimizers. Raises
+    RecipeError for a tokenizer with too many tokens, and for a feature that this rank's GPU lacks.
     """
     check_device(recipe)
     prepare_engine(recipe.train.seed)
@@ -298,11 +298,11 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
             to_language=not is_output,
         )
         if is_output and is_alone:
-            model.output_receivers[link] = OutputReceiver(end, lane)
+            model.outputs.receivers[link] = OutputReceiver(end, lane)
         elif is_output and name in layout.colocated:
-            model.colocated_outputs[link] = ColocatedOutput(end, lane)
+            model.outputs.colocated[link] = ColocatedOutput(end, lane)
         elif is_output:
-            model.output_senders[link] = OutputSender(end, layout.ahead)
+            model.outputs.senders[link] = OutputSender(end, layout.ahead)
         elif is_alone:
             model.senders[link] = BridgeSender(end, lane, model.modules[name].run_ahead)
         elif topology.owns(name):

@@ -281,6 +281,12 @@ def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[st
     ]
 
 
+def added_tokens(chat: ChatTokenizer) -> list[str]:
+    """Return a note on the tokens of generators that the tokenizer's files lack, if there are."""
+    names = ", ".join(chat.added_tokens)
+    return [f"note: tokens added to those of data.tokenizer: {names}"] if names else []
+
+
 def for_each_source[T](recipe: Recipe, splits: Sequence[str], do: Callable[[Source], T]) -> list[T]:
     """Call ``do`` on every source of these splits.
 

@@ -21,7 +21,10 @@ from mimo.config.training import Source
 from mimo.errors import RecipeError
 from mimo.model.dataset import (
     SPLITS,
+    Dataset,
+    added_tokens,
     cache_folder,
+    dataset_of,
     for_each_source,
     item_processors,
     open_indexes,
@@ -45,6 +48,8 @@ def _index_splits(recipe: Recipe, workers: int | None) -> None:
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     build = functools.partial(build_in_processes, workers=workers)
     problems = list[str]()
+    for line in added_tokens(chat):
+        print(line, flush=True)
     for split in SPLITS:
         try:
             with progress_of(f"indexing {split}") as progress:
@@ -149,3 +154,14 @@ def survey_source(
     """Find the existing part of a source's index. Raises ValueError if no folder can store it."""
     settings, modalities = settings_fingerprint(chat, processors), sorted(processors)
     return find_survey(source.path, settings, modalities, cache_folder(recipe))
+
+
+def indexed_dataset(recipe: Recipe) -> Dataset | None:
+    """Return the training data if all shards are indexed; builds nothing."""
+    chat, processors = open_tokenizer(recipe), item_processors(recipe)
+    sources = sources_of(recipe, "sources")
+    surveys = [survey_source(recipe, source, chat, processors) for source in sources]
+    if any(survey.tasks for survey in surveys):
+        return None
+    indexes = [survey.open() for survey in surveys]
+    return dataset_of(recipe, "sources", indexes, chat, processors)

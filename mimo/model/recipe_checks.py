@@ -28,6 +28,7 @@ from mimo.families.registry import (
 )
 from mimo.model.dataset import (
     SPLITS,
+    added_tokens,
     check_index,
     for_each_source,
     item_processors,
@@ -218,6 +219,8 @@ def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
     """Open all splits, indexed by ``build``, and warn of unknown text. Raises RecipeError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
     problems: list[str] = []
+    for line in added_tokens(chat):
+        print(line, flush=True)
     for split in SPLITS:
         try:
             dataset = open_dataset(recipe, split, chat, processors, build=build)
@@ -238,7 +241,7 @@ def check_data(recipe: Recipe, build: Build = build_in_processes) -> None:
 def check_indexed_data(recipe: Recipe) -> list[str]:
     """Check the data as far as it is indexed; return notes on sources. Raises RecipeError."""
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
-    notes = list[str]()
+    notes = added_tokens(chat)
 
     def num_samples(source: Source) -> float:
         survey = survey_source(recipe, source, chat, processors)

@@ -31,11 +31,12 @@ _MAX_ROWS = 200  # of incidents, and of a job's output: the newest
 # to the first family that matches; other metrics have separate pictures.
 _FAMILIES = (
     ("Loss", "Loss per token", "", r"(validation_)?loss"),
+    ("Loss", "Loss of each module, per token or item", "", r"(validation_)?loss_[a-zA-Z].*"),
     ("Loss", "Learning rate", "", r"lr(_.+)?"),
     ("Loss", "Gradient norm", "", r"grad_norm(_.+)?"),
     ("Loss", "Update norm", "", r"update_norm(_.+)?"),
     ("Loss", "Steps skipped so far", "", r"skipped_steps"),
-    ("Validation by source", "Loss per token", "", r"validation_loss_.+"),
+    ("Validation by source", "Loss per token", "", r"validation_loss_\d+"),
     ("Throughput", "Tokens per second", "1/s", r"tokens_per_second"),
     ("Throughput", "Share of the peak (MFU)", "", r"mfu"),
     ("Throughput", "A step", "seconds", r"(step|data_wait|host)_seconds"),
@@ -129,7 +130,10 @@ def _validations(run: RunData) -> Table:
 
 def _predictions(folder: Path) -> Section:
     """Show pictures, scores and answers that `mimo evaluate` wrote into the folder."""
-    files, tables = sorted(folder.glob("held_out*.png")), list[Table]()
+    files = [
+        path for kind in ("held_out*", "drawn_*") for path in sorted(folder.glob(f"{kind}.png"))
+    ]
+    tables = list[Table]()
     pictures = [Picture(file.stem, data_url(file.read_bytes(), "png")) for file in files]
     for path in sorted(folder.glob("held_out*.json")):
         try:

@@ -338,32 +338,39 @@ def test_the_reference_step_trains_text_encoder_and_transformer(model: Path) -> 
     generator = torch.Generator().manual_seed(0)
     examples = [
         reference.Example(
-            ids=torch.randint(20, 300, (length,), generator=generator),
-            pixels=torch.rand(3, height, 32, generator=generator) * 2 - 1,
-            time=time,
-            noise=torch.randn(height // 16 * 2, 20, generator=generator),
+            torch.randint(20, 300, (length,), generator=generator),
+            [
+                reference.Picture(
+                    pixels=torch.rand(3, height, 32, generator=generator) * 2 - 1,
+                    time=time,
+                    noise=torch.randn(height // 16 * 2, 20, generator=generator),
+                    first=2,
+                    last=length,
+                )
+            ],
         )
         for length, height, time in ((9, 32, 0.3), (7, 48, 0.8))
     ]
-    loss, gradients = reference.train_step(models, examples, skipped=2)
+    step = reference.train_step(models, examples)
     family: Any = importlib.import_module("generators.qwen_image")
     autoencoder = family.autoencoder(model / "vae", torch.device("cpu"), torch.float32)
     losses = []
     for example in examples:
-        latents = autoencoder.encode(example.pixels[None])
-        tokens, noise = pack(latents), example.noise[None]
+        (picture,) = example.pictures
+        latents = autoencoder.encode(picture.pixels[None])
+        tokens, noise = pack(latents), picture.noise[None]
         states = models.text_encoder.model(input_ids=example.ids[None]).last_hidden_state
         velocity = family.predict(
             models.transformer,
-            (1 - example.time) * tokens + example.time * noise,
-            torch.tensor([example.time]),
+            (1 - picture.time) * tokens + picture.time * noise,
+            torch.tensor([picture.time]),
             states[:, 2:],
             torch.tensor([len(example.ids) - 2]),
             (latents.shape[2] // 2, latents.shape[3] // 2),
         )
         losses.append((velocity - (noise - tokens)).square().mean())
-    assert torch.stack(losses).mean().item() == pytest.approx(loss, rel=1e-5)
-    assert gradients["transformer"]["img_in.weight"].any()
-    text = gradients["text_encoder"]
+    assert torch.stack(losses).mean().item() == pytest.approx(step.image, rel=1e-5)
+    assert step.gradients["transformer"]["img_in.weight"].any()
+    text = step.gradients["text_encoder"]
     assert text["model.language_model.layers.0.mlp.up_proj.weight"].any()
     assert not any(grad.any() for name, grad in text.items() if "visual" in name)

@@ -18,7 +18,7 @@ from mimo.checkpoint.reading import read
 from mimo.checkpoint.resume import FromScratch, Resume
 from tests.cases import quick_values
 from tests.conftest import RunRanks
-from tests.mimo import tiny
+from tests.mimo import drawings, tiny
 from tests.mimo.model.test_fsdp_runs import make
 from tests.mimo.runs import ADAM, metrics, run_from
 
@@ -52,6 +52,12 @@ def two_encoders(*overrides: str) -> tuple[str, list[str]]:
     return "two", [tiny.SECOND_ENCODER, FOUR_LAYERS, *overrides]
 
 
+def drawing(*overrides: str) -> tuple[str, list[str]]:
+    """With a generator, and averages of all weights."""
+    keys = ["train.ema_decay=0.9", "train.global_batch_size=8", "train.micro_batch_size=2"]
+    return "draws", [drawings.GENERATOR, FOUR_LAYERS, *keys, *overrides]
+
+
 def of_transformers(language: str, vision: list[str], *more: str) -> tuple[str, list[str]]:
     """Of a recipe that either engine runs."""
     return "either", [f"language.grid={{{language}}}", *vision, *more]
@@ -74,6 +80,13 @@ LAYOUTS = {
         "encoders.glyphs.grid={tp: 2}",
         "language.grid={pp: 2}",
         "train.micro_batch_size=2",
+    ),
+    "one generator lane": drawing("language.grid.dp=2"),
+    "two generator lanes to pp2": drawing("language.grid.pp=2", "generators.image.grid.dp=2"),
+    "generator colocated with tp2 sp": drawing(
+        "language.grid={tp: 2, sp: true}",
+        "generators.image.placement=colocated",
+        "generators.image.grid.dp=2",
     ),
     "megatron dp2": of_transformers("dp: 2", together(1, 2)),
     "megatron pp2 apart": of_transformers(
@@ -98,23 +111,31 @@ PAIRS = [
     ("cp2", "one rank"),
     ("two encoders apart", "one encoder apart, one with pp2"),
     ("one encoder apart, one with pp2", "two encoders apart"),
+    ("one generator lane", "two generator lanes to pp2"),
+    ("one generator lane", "generator colocated with tp2 sp"),
+    ("generator colocated with tp2 sp", "one generator lane"),
     ("fsdp dp2", "megatron pp2 apart"),
     ("megatron dp2", "fsdp hybrid"),
     ("megatron dp2", "fsdp tp2 sp"),
     ("fsdp hybrid", "megatron dp2"),
 ]
-QUICK = ["megatron dp2 -> fsdp hybrid", "dp2, optimizer shared -> 3 to 2 lanes"]
+QUICK = [
+    "megatron dp2 -> fsdp hybrid",
+    "dp2, optimizer shared -> 3 to 2 lanes",
+    "one generator lane -> generator colocated with tp2 sp",
+]
 
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("tiny", "two", "either")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("tiny", "two", "either", "draws")}
     tiny.write_samples(folders["tiny"])
     tiny.write_samples(folders["two"], videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
     return {
         "tiny": tiny.write_recipe(folders["tiny"]),
         "two": tiny.write_recipe(folders["two"]),
         "either": make(folders["either"], "qwen3_vl"),
+        "draws": drawings.write_recipe(folders["draws"]),
     }
 
 
@@ -145,7 +166,8 @@ def test_the_next_step_in_another_layout_is_the_same(
     resumed, wanted = read(ours), read(theirs)
     assert resumed.keys() == wanted.keys()
     counts = [values for name, values in resumed.items() if name.startswith("optimizer.step.")]
-    assert len(counts) == len([name for name in resumed if not name.startswith("optimizer.")])
+    of_state = ("optimizer.", "ema.")
+    assert len(counts) == len([name for name in resumed if not name.startswith(of_state)])
     assert {float(values) for values in counts} == {3.0}
     for name, values in wanted.items():
         scale = max(float(values.abs().max()), 1e-5)

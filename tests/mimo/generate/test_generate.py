@@ -90,22 +90,22 @@ def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: li
     from mimo.generate.answer import Generator
 
     budget, events = 100, []
-    read, answer = SampleReader.decoded, Generator.answer
+    read, respond = SampleReader.decoded, Generator.respond
 
     def reads(self: SampleReader, *arguments: int) -> Any:
         events.append("file")
         return read(self, *arguments)
 
-    def answers(self: Generator, requests: list, *arguments: int) -> list[str]:
+    def responds(self: Generator, requests: list, *arguments: Any) -> list[Any]:
         num_tokens = sum(len(self._encode_prompt(r).sample.input_ids) + 4 for r in requests)
         assert len(requests) == 1 or num_tokens <= budget
         events.append(len(requests))
-        return answer(self, requests, *arguments)
+        return respond(self, requests, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "BATCH_TOKENS", budget)
         patch.setattr(SampleReader, "decoded", reads)
-        patch.setattr(Generator, "answer", answers)
+        patch.setattr(Generator, "respond", responds)
         answered = list(evaluate.answer_split(folder, "test", 4))
     assert [sample.expected for sample in answered] == [sample.expected for sample in expected]
     sizes = [event for event in events if event != "file"]
@@ -138,7 +138,7 @@ def test_evaluate_writes_every_answer_and_prints_which_samples_count(
     damaged, open_ended, in_pictures, scored, answers, _, line = printed.splitlines()[-7:]
     assert damaged.startswith("skipped sample 'sample0000' of ")
     assert "test-00000.tar, item 0: the image cannot be decoded" in damaged
-    reason = "the chat does not end with a question and an answer in text alone"
+    reason = "the chat does not end with a question and an answer of text or drawn images"
     assert open_ended.startswith("skipped sample 'open' of ")
     assert open_ended.endswith(f"test-00001.tar: {reason}")
     assert in_pictures.endswith(f"test-00001.tar: {reason}")
@@ -195,6 +195,7 @@ def _evaluate_average(rank: int, folder: Path) -> None:
     from mimo.checkpoint import reading
     from mimo.cli.main import app
     from mimo.generate.answer import Generator
+    from mimo.generate.drawing import Answer
 
     checkpoint = folder / "checkpoints" / "step_1"
     stored = reading.read(checkpoint)
@@ -202,15 +203,15 @@ def _evaluate_average(rank: int, folder: Path) -> None:
     assert not torch.equal(stored[key], stored[f"ema.{key}"])
     used = []
 
-    def answer(self: Generator, requests: list, *_: object) -> list[str]:
+    def respond(self: Generator, requests: list, *_: object) -> list[Answer]:
         pieces = self.model.model.modules["language"].pieces("load", with_optimizer=False)
         used.extend(piece.values.clone() for piece in pieces if piece.key == key)
-        return [""] * len(requests)
+        return [Answer(())] * len(requests)
 
     for options, expected in (([], stored[key]), (["--ema"], stored[f"ema.{key}"])):
         used.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Generator, "answer", answer)
+            patch.setattr(Generator, "respond", respond)
             done = CliRunner().invoke(app, ["evaluate", str(folder), *options])
         assert done.exit_code == 0, done.output
         assert used

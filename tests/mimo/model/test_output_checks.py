@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError, RecipeError
-from mimo.model.recipe_checks import check_indexed_data, check_recipe
+from mimo.model.recipe_checks import check_data, check_indexed_data, check_recipe
+from mimo.model.step_plan import StepFlops, step_planner
+from mimo.parallel.build import build_layout
 from tests.conftest import RunRanks
-from tests.mimo import drawings
+from tests.mimo import drawings, tiny
 from tests.mimo.drawings import GENERATOR
 from tests.mimo.runs import mimo_here
 
@@ -139,7 +141,41 @@ def test_a_folder_whose_transformer_no_family_knows_is_refused(tmp_path: Path) -
         load_recipe(path)
     assert caught.value.exit_code == 2
     assert "init_from" in str(caught.value)
-    shutil.rmtree(tmp_path / "model")
+
+
+NOTE = "note: tokens added to those of data.tokenizer: <|image_gen_start|>, <|image_gen_end|>"
+
+
+def test_tokens_that_the_tokenizer_lacks_are_named(
+    run_ranks: RunRanks, path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["check"], ["data", "index"]):
+        printed = mimo_here(run_ranks, *command, path, GENERATOR).stdout.splitlines()
+        assert printed.count(NOTE) == 1
+        known = [f"generators.image.{end}_token=<|vision_{end}|>" for end in ("start", "end")]
+        printed = mimo_here(run_ranks, *command, path, GENERATOR, *known).stdout
+        assert "added" not in printed
+    check_data(load_recipe(path, [GENERATOR]))  # before ranks start
+    assert capfd.readouterr().out.splitlines().count(NOTE) == 1
+
+
+def test_check_prints_the_flops_of_the_generator_once_the_data_are_indexed(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    path = drawings.write_recipe(tmp_path)
+    settings = [GENERATOR, "train.global_batch_size=8", "train.micro_batch_size=2"]
+    recipe = load_recipe(path, settings)
+    assert "FLOPs" not in mimo_here(run_ranks, "check", path, *settings).stdout
+    dataset = tiny.open_sources(recipe)  # which builds the index
+    planner = step_planner(recipe, build_layout(recipe), dataset)
+    plan = planner.finish(planner.microbatches(0))
+    expected = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset).of(plan)
+    printed = mimo_here(run_ranks, "check", path, *settings).stdout
+    (line,) = (line for line in printed.splitlines() if "FLOPs" in line)
+    assert re.match(r"FLOPs of the first step: language \S+ \(.* %\), vision ", line)
+    share = 100 * expected["image"] / sum(expected.values())
+    assert f"image {expected['image']:.1e} ({share:.1f} %)" in line
+    assert 10 < share < 90
 
 
 def test_rows_that_arrive_whole_are_no_problem(path: Path) -> None:
@@ -149,8 +185,6 @@ def test_rows_that_arrive_whole_are_no_problem(path: Path) -> None:
 
 
 def test_an_image_in_an_answer_without_a_generator_is_read_as_before(path: Path) -> None:
-    from tests.mimo import tiny
-
     without, with_one = (tiny.open_sources(load_recipe(path, keys)) for keys in ([], [GENERATOR]))
     (before,), (after,) = without.readers, with_one.readers
     sample = before.sample(0)

@@ -136,6 +136,23 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert restart[1:] == ("restart", "20", "restart 1 of 2", "")
 
 
+def test_what_was_drawn_and_the_losses_of_modules_are_shown(tmp_path: Path) -> None:
+    losses = {f"{kind}loss_{name}": 1.5 for kind in ("", "validation_") for name in ("image", "b")}
+    folder = make_run(tmp_path / "made", metrics={**losses, "validation_loss_0": 2.5})
+    picture = np.full((4, 4, 3), 128, np.uint8)
+    answer = Answered([], "draw", "", "", truth=[picture], drawn=[picture])
+    draw([answer], folder / "drawn_test.png")
+    (folder / "drawn_test").mkdir()
+    (run,) = read_runs(folder)
+    sections = {section.title: section for section in part_of(run, with_title=False).sections}
+    assert [picture.title for picture in sections["Predictions"].pictures] == ["drawn_test"]
+    pictures = {picture.title: picture.curves for picture in sections["Loss"].pictures}
+    curves = json.loads(pictures["Loss of each module, per token or item"])["curves"]
+    assert {curve["name"] for curve in curves} == losses.keys()
+    (of_sources,) = sections["Validation by source"].pictures
+    assert [c["name"] for c in json.loads(of_sources.curves)["curves"]] == ["validation_loss_0"]
+
+
 def test_hostile_texts_are_shown_escaped(tmp_path: Path) -> None:
     quoted = json.dumps(HOSTILE)
     recipe = RECIPE.replace("a.tar", quoted)

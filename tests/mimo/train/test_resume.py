@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mimo.checkpoint.folder import Progress, read_progress
+from mimo.checkpoint.reading import read
 from mimo.runtime.processes import RanksFailed
+from tests.cases import quick_values
 from tests.conftest import RunRanks
-from tests.mimo import tiny
+from tests.mimo import drawings, tiny
 from tests.mimo.runs import ADAM, LAYOUT, bad_samples, corrupt, metrics, run, shards
 
 
@@ -32,6 +35,57 @@ def test_resumed_run_continues_the_loss_curve_to_the_last_bit(
     assert [m["step"] for m in got] == [0, 1, 2, 3, 4, 5]
     for key in ("loss", "grad_norm", "lr", "tokens"):
         assert [m[key] for m in got] == [m[key] for m in expected], key
+
+
+DRAWS = {
+    "disjoint, saved while training goes on": [
+        "generators.image.grid.dp=2",
+        "language.grid.dp=2",
+        "train.async_save=true",
+    ],
+    "colocated": ["generators.image.placement=colocated", "generators.image.grid={}"],
+    "conditioned on the prompt, bf16": [
+        "generators.image.condition=prompt",
+        "train.precision=bf16",
+    ],
+    "adapters": [
+        "generators.image.lora={rank: 2, targets: ['*.to_q', '*.img_mlp.net.2']}",
+        "language.lora={rank: 2}",
+        "generators.image.query_learning_rate=0.01",
+    ],
+}
+
+
+@pytest.mark.parametrize("overrides", quick_values(DRAWS, "disjoint, saved while training goes on"))
+def test_a_run_that_draws_resumes_to_the_last_bit(
+    run_ranks: RunRanks, tmp_path: Path, overrides: list[str]
+) -> None:
+    """Times, noise and dropped conditions go on too, and averages of all weights."""
+    recipe = drawings.write_recipe(tmp_path)
+    settings = [*ADAM, drawings.GENERATOR, "generators.image.condition_dropout=0.3"]
+    settings += ["train.global_batch_size=4", "train.micro_batch_size=1", "train.ema_decay=0.9"]
+    settings += ["train.steps=4", "train.save_every=2", *overrides]
+    run(run_ranks, recipe, *settings, "name=whole")
+    runs = tmp_path / "runs"
+    checkpoint = shutil.copytree(runs / "whole", runs / "part") / "checkpoints" / "step_2"
+    run(run_ranks, recipe, *settings, "name=part", resume_from=checkpoint)
+    expected, got = metrics(recipe, "whole"), metrics(recipe, "part")
+    assert [m["step"] for m in got] == [0, 1, 2, 3]
+    for key in ("loss", "loss_language", "loss_image", "grad_norm", "lr", "tokens"):
+        assert [m[key] for m in got] == [m[key] for m in expected], key
+    assert all(m["loss"] == m["loss_language"] + m["loss_image"] for m in expected)
+    ours, theirs = (read(runs / name / "checkpoints" / "step_4") for name in ("part", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert any(name.startswith("optimizer.exp_avg.image.") for name in theirs)
+    has_queries = "generators.image.condition=prompt" not in overrides
+    assert ("optimizer.exp_avg.language.queries.image" in theirs) == has_queries
+    assert ("ema.language.queries.image" in theirs) == has_queries
+    before = read(checkpoint)
+    moved = {name for name in before if not torch.equal(before[name], theirs[name])}
+    assert any(name.startswith("image.") for name in moved)
+    assert any(name.startswith("ema.image.") for name in moved)
+    assert ("language.queries.image" in moved) == has_queries
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""Generators on one rank, for the reference: one plain call of the module for each item.
+"""The losses of packs of samples on one rank, for the reference that layouts are compared with.
 
-Of a layout's way from samples to losses it shares the modules and the random numbers of an item.
-Hooks put queries into the text's embeddings, and take the hidden states after the last norm.
+A generator is called once for each item. Of a layout's way from hidden states to its losses they
+share the module and the random numbers of an item. Hooks put queries into the text's embeddings,
+and take the hidden states after the last norm.
 
 Letters: T packed tokens, H hidden, S tokens of an item with C numbers each.
 """
@@ -17,12 +18,76 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.batch import GlobalMicrobatch, PackedLane
+from data.batch import (
+    GlobalMicrobatch,
+    PackedLane,
+    pack_lane,
+    plan_microbatch,
+    read_items,
+    sizes_in_order,
+)
 from data.index.reader import SampleReader
+from data.packing import Used, packs_of_samples, packs_of_tokens
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.registry import generator_family
 from mimo.generate.one_rank import LocalModel
-from mimo.model.outputs import OutputPlanner, output_planner
+from mimo.model.dataset import Dataset, token_budget
+from mimo.model.outputs import output_planner
+
+_SPLIT = "step"  # what the training loop calls its batches
+
+
+def packs_of_step(recipe: Recipe, dataset: Dataset, used: Used) -> list[np.ndarray]:
+    """Return the packs of the next step; samples are positions in the order."""
+    train, budget = recipe.train, token_budget(recipe)
+    if budget is None:
+        size = train.micro_batch_size
+        return packs_of_samples(used, train.global_batch_size // size, size)
+    sizes = sizes_in_order(dataset.indexes, dataset.order)
+    return packs_of_tokens(used, train.global_batch_size, budget, sizes)
+
+
+def losses_of_pack(
+    recipe: Recipe, local: LocalModel, dataset: Dataset, pack: np.ndarray, step: int
+) -> tuple[Tensor, int, dict[str, list[Tensor]]]:
+    """Return the summed loss of a pack, its number of tokens, and losses of each generator's items.
+
+    It runs one forward pass.
+    """
+    samples = plan_microbatch(dataset.indexes, dataset.order, [pack])
+    readers = [dataset.readers[source] for source in samples.source]
+    plans = [
+        [reader.plan(item) for item in samples.item[samples.item_sample == n].tolist()]
+        for n, reader in enumerate(readers)
+    ]
+    chat = readers[0].chat
+    encoded = [reader.sample(int(s)) for reader, s in zip(readers, samples.sample, strict=True)]
+    encoded = [read_items(sample, items) for sample, items in zip(encoded, plans, strict=True)]
+    plans = [[plan for plan in items if not plan.is_output] for items in plans]
+    lane = pack_lane(
+        encoded,
+        [[plan.row_grid for plan in items] for items in plans],
+        samples.loss_tokens.tolist(),
+        int(samples.lane_tokens[0]),
+        chat.pad_token_id,
+        time_steps=[[plan.time_step for plan in items] for items in plans],
+    )
+    rows = {}
+    for name, encoder in recipe.encoders.items():
+        numbers = samples.items_of_media(*encoder.media_tokens)
+        items = [(readers[samples.item_sample[n]], int(samples.item[n])) for n in numbers]
+        if items:
+            # The towers of a layout convert bytes to values on their device, not on the host.
+            patches = [r.media(item).wire.values(r.patches(item)) for r, item in items]
+            grids = np.array([r.plan(item).grid for r, item in items], np.int64)
+            tokens = [chat.placeholder_ids[media] for media in encoder.media_tokens]
+            places = np.flatnonzero(np.isin(lane.input_ids, tokens))
+            rows[name] = local.encode(name, np.concatenate(patches), grids), places
+    drawn = _DrawnPack(recipe, local, step, samples, readers, lane)
+    with drawn.watching():
+        per_token = local.forward(lane, rows, with_labels=True)
+    loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
+    return loss, int(samples.loss_tokens.sum()), drawn.losses()
 
 
 @dataclass(frozen=True)
@@ -41,7 +106,7 @@ class _Item:
     queries: int
 
 
-class DrawnPack:
+class _DrawnPack:
     """The items of the answers in a pack of one lane.
 
     step: whose random numbers they have. readers: of each sample of the pack.
@@ -58,8 +123,8 @@ class DrawnPack:
     ) -> None:
         self._recipe, self._local = recipe, local
         self._hidden: Tensor | None = None
-        place = step, samples, readers, lane
-        self._items = [*_items(recipe, *place)] if recipe.generators else []
+        has_any = bool(recipe.generators)
+        self._items = [*_items(recipe, step, samples, readers, lane)] if has_any else []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -103,7 +168,7 @@ class DrawnPack:
         """Compute the mean squared error of the velocity, of a straight line from data to noise."""
         assert self._hidden is not None, "call it after the forward"
         plan, media = item.reader.plan(item.number), item.reader.media(item.number)
-        numbers = _planner(self._recipe, item.generator).numbers(item.at, plan)
+        numbers = output_planner(self._recipe, item.generator, _SPLIT).numbers(item.at, plan)
         values = torch.from_numpy(media.wire.values(item.reader.patches(item.number)))
         wide = torch.promote_types(self._hidden.dtype, torch.float32)
         image, noise = values.to(wide), numbers.noise.to(wide)
@@ -121,10 +186,6 @@ class DrawnPack:
         )
         error = velocity[0].to(wide) - noise + image
         return (error * error).sum() / error.numel()
-
-
-def _planner(recipe: Recipe, name: str) -> OutputPlanner:
-    return output_planner(recipe, name, "step")
 
 
 def _items(
