@@ -395,7 +395,12 @@ def main(
     for part in answer.parts:
         if not isinstance(part, str):
             path, number = output / f"drawn_{number}.png", number + 1
-            Image.fromarray(part).save(path)
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(part).save(path)
+            except OSError as error:
+                problem = f"--output {output}: {path.name} cannot be written: {error}"
+                raise InputError(problem) from error
             part = str(path)
         print(part)
     if not answer.parts:
