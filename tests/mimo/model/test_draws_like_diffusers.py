@@ -43,7 +43,8 @@ encoders: {{{{}}}}
 generators: {{{{image: {{{{skipped_tokens: {SKIPPED}, loss_weight: {IMAGE_WEIGHT}}}}}}}}}
 data: {{{{sources: [{{{{path: "{{folder}}/train-*.tar"}}}}], sequence_length: 256, workers: 0}}}}
 train: {{{{steps: 3, global_batch_size: 8, micro_batch_size: 4, optimizer: sgd,
-  clip_grad_norm: null, learning_rate: 0.1, warmup_steps: 0, run_dir: "{{folder}}/runs", threads_per_rank: 1}}}}
+  clip_grad_norm: null, learning_rate: 0.1, warmup_steps: 0, run_dir: "{{folder}}/runs",
+  threads_per_rank: 1}}}}
 """
 # Of each sample the images it answers with: none, one or two, of several sizes.
 SIZES = [[(32, 32)], [(32, 48), (16, 32)], [], [(32, 32)], [(48, 32)], [(32, 32)] * 2, [], []]
