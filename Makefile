@@ -1,6 +1,6 @@
 # Every target sets up what it needs; `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu gpu-check train test test-all lint clean
+.PHONY: help setup gpu gpu-check train draw test test-all lint clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -35,13 +35,19 @@ gpu: setup  ## add Transformer Engine and flash-attn, compiled for the torch of 
 	  "transformer-engine[pytorch,core_cu13]" flash-attn
 	$(VENV)/bin/python -m mimo.ops.acceleration
 
-gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in ten minutes
+gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in twenty minutes
 	$(VENV)/bin/python -m benchmarks.gpu
 
 train: setup  ## write the data of examples/digits, train on it, and answer unseen examples
 	$(VENV)/bin/python -m examples.digits
 	$(VENV)/bin/mimo train recipes/quickstart.yaml
 	$(VENV)/bin/mimo evaluate runs/quickstart
+
+draw: setup  ## write digits to read and to draw, train on them with a generator, and score both
+	$(VENV)/bin/python -m examples.digits drawings
+	$(VENV)/bin/mimo train recipes/draws_digits.yaml
+	$(VENV)/bin/mimo evaluate runs/draws_digits --guidance 2
+	$(VENV)/bin/python -m examples.digits.judge runs/draws_digits
 
 test: setup  ## run at least one test of every capability, in eight minutes on two cores
 	$(PYTEST) -m "not slow"

@@ -1,8 +1,9 @@
-"""What a machine with a GPU shows of this project in ten minutes, unattended.
+"""What a machine with a GPU shows of this project in twenty minutes, unattended.
 
 Command:   make gpu-check            (or: python -m benchmarks.gpu)
 Hardware:  one NVIDIA GPU; ranks share it, by the multi-process service (MPS) where it is installed
-Result:    not measured yet; runs/gpu_check/index.html and gpu_check.json say what was found
+Result:    parts of it, on an H100 with torch 2.15, NCCL 2.30.7: docs/performance.md, docs/tests.md;
+           runs/gpu_check/index.html and gpu_check.json say what a run has found
 
 It prints versions and kernels, trains five small jobs on the GPU and on the CPU and compares their
 losses, compares the speed of one stack of Qwen3-VL-8B's width with transformers, and runs the tests
@@ -39,9 +40,9 @@ FOLDER = Path("runs/gpu_check")
 RECIPE = ROOT / "recipes/qwen3_vl_tiny.yaml"
 STEPS = 12
 LOSS_TOLERANCE = 0.03  # relative, of the mean loss; bf16 keeps three digits
-TOTAL_SECONDS = 600.0
+TOTAL_SECONDS = 1200.0
 _COMMAND_SECONDS = 150.0
-_LEAST_TEST_SECONDS = 120.0
+_LEAST_TEST_SECONDS = 300.0
 _PROBLEMS = "failure", "error"  # elements of a JUnit file
 
 _COLOCATED = "encoders.vision={placement: colocated, grid: {tp: 1, dp: 2}, encode_group: 1}"

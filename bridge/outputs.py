@@ -88,6 +88,8 @@ class OutputSender:
 
     def finish(self) -> None:
         """Wait until all rows have left; call after the module's schedule."""
+        is_complete = not (self._expects_gradients and self._sent)
+        assert is_complete, "a microbatch's backward was skipped"
         while self._sent:
             self._sent.popleft().wait()
 

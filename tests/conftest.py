@@ -16,7 +16,13 @@ from hypothesis import settings
 
 from mimo.engines.megatron import WARNINGS
 from mimo.runtime.processes import run_processes, warm_up
-from mimo.runtime.ranks import rank_environment, rank_variables, run_on_cpu, warm_up_on_cpu
+from mimo.runtime.ranks import (
+    rank_environment,
+    rank_variables,
+    run_on_cpu,
+    set_variables,
+    warm_up_on_cpu,
+)
 
 RunRanks = Callable[..., list[Any]]
 
@@ -39,6 +45,7 @@ PRELOAD = (
     "diffusers.models.transformers.transformer_qwenimage",
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
     "transformers.tokenization_utils_tokenizers",
+    "diffusers.models.transformers",
     *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
     "tests.conftest",
     "tests.mimo.runs",
@@ -132,6 +139,7 @@ def run_ranks_on_gpu() -> Iterator[RunRanks]:
 def _start_on_gpu(job: tuple[Any, ...], world_size: int, timeout_seconds: float) -> list[Any]:
     from mimo.device import SHARE_GPUS
 
+    set_variables()  # as the command line does: else Megatron's imports look for GPUs by CUDA
     warm_up(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         variables = {**rank_variables(Path(folder)), SHARE_GPUS: "1"}

@@ -24,6 +24,7 @@ LOGITS = "language.head"
 
 _NOISE = 1e-6  # of the global gradient norm
 _SCALARS = ("loss_tokens", "loss", "grad_norm")
+_LOSS = "loss_"  # of one module, in recipes with generators
 
 Fault = Callable[[], None]
 """A deliberate bug: called in every rank before anything is built, at the top of its module."""
@@ -117,7 +118,10 @@ def reference_of(
     for name, floors in weight_floors.items():
         gradients, weights = (join_shards(shards[name], what) for what in ("gradients", "weights"))
         parameters[name] = ReferenceParameter(gradients, weights, floors)
-    steps = [{name: float(step[name]) for name in _SCALARS} for step in results[0].metrics]
+    steps = [
+        {name: float(step[name]) for name in step if name in _SCALARS or name.startswith(_LOSS)}
+        for step in results[0].metrics
+    ]
     return Reference(steps, parameters)
 
 
@@ -223,11 +227,12 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        return largest(self.worst(what) for what in ("gradients", "weights", *_SCALARS))
+        scalars = (name for step in self.scalars for name in step)
+        return largest(self.worst(what) for what in ("gradients", "weights", *scalars))
 
     def worst(self, what: str) -> float:
         """Return the largest error of "gradients", "weights" or a metric, over all steps."""
-        if what in _SCALARS:
+        if what not in ("gradients", "weights"):
             return largest(step[what] for step in self.scalars)
         return largest(error for errors in getattr(self, what).values() for error in errors)
 
@@ -267,7 +272,7 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
                 if worst is not None:
                     errors.setdefault(name, []).append(worst.error)
                     comparison.note(worst, tolerance)
-        scalars = [_worst_scalar(results, expected[name], step, name) for name in _SCALARS]
+        scalars = [_worst_scalar(results, value, step, name) for name, value in expected.items()]
         for worst in scalars:
             comparison.note(worst, tolerance)
         comparison.scalars.append({worst.what: worst.error for worst in scalars})

@@ -20,15 +20,25 @@ from mimo.errors import InputError, RecipeError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
-_COLOCATED = "colocated"
+_COLOCATED, _NONE = "colocated", "none"
 _SECOND = "second"  # the name of an encoder that a cell needs and the recipe lacks
 _OPTIONS = {
     "frozen encoder": ("encoders.{first}.freeze=true",),
     "frozen language": ("language.freeze=true",),
-    "adapters": ("language.lora={{}}", "encoders.{first}.lora={{}}"),
+    "frozen generator": ("generators.{generator}.freeze=true",),
+    "adapters": (
+        "language.lora={{}}",
+        "encoders.{first}.lora={{}}",
+        "generators.{generator}.lora={{targets: ['*.to_q', '*.to_out.0']}}",
+    ),
     "language adapters": ("language.lora={{}}", "encoders.{first}.freeze=true"),
     "only the projector learns": ("language.freeze=true", "encoders.{first}.freeze=tower"),
-    "recompute": ("language.recompute=full", "encoders.{first}.recompute=full"),
+    "prompt": ("generators.{generator}.condition=prompt",),
+    "recompute": (
+        "language.recompute=full",
+        "encoders.{first}.recompute=full",
+        "generators.{generator}.recompute=full",
+    ),
     "selective recompute": ("language.recompute=selective",),
     "replicated": ("bridge.delivery=replicated",),
     "blocks of lanes": ("bridge.block_ranks=1",),
@@ -45,10 +55,12 @@ _OPTIONS = {
     "kept gathered": (
         "language.reshard_after_forward=false",
         "encoders.{first}.reshard_after_forward=false",
+        "generators.{generator}.reshard_after_forward=false",
     ),
     "reduced each time": (
         "language.reduce_gradients=microbatch",
         "encoders.{first}.reduce_gradients=microbatch",
+        "generators.{generator}.reduce_gradients=microbatch",
     ),
 }
 # Values that a cell starts from, whatever the recipe says.
@@ -79,26 +91,32 @@ class SweepCell:
     """Grids in shorthand: `tp2 sp pp2`, `dp3`, `colocated tp2`; "" is one rank.
 
     `fsdp` is the engine, megatron without it; `replicate2` is the grid's dp_replicate.
-    second: the grid of a second encoder, if the cell has one.
+    encoder: `none` for a cell without encoders. second: the grid of a second encoder, if the cell
+    has one. generator: of a generator, if it has one.
     """
 
     language: str
     encoder: str
     options: tuple[str, ...] = ()
     second: str | None = None
+    generator: str | None = None
 
     @property
     def encoders(self) -> list[str]:
+        if self.encoder == _NONE:
+            return []
         return [self.encoder, *([] if self.second is None else [self.second])]
 
     @property
     def name(self) -> str:
-        """For example `dp3 → tp2 dp2 · recompute`."""
-        encoders = " + ".join(grid or "1 rank" for grid in self.encoders)
-        return " · ".join([f"{encoders} → {self.language or '1 rank'}", *self.options])
+        """For example `dp3 → tp2 dp2 · recompute` or, with a generator, `none → tp2 → dp2`."""
+        encoders = " + ".join(grid or "1 rank" for grid in self.encoders) or _NONE
+        after = [] if self.generator is None else [self.generator or "1 rank"]
+        grids = " → ".join([encoders, self.language or "1 rank", *after])
+        return " · ".join([grids, *self.options])
 
 
-# Encoders → language model · options.
+# Encoders → language model · options, and encoders → language model → generator · options.
 _SWEEP = """
 # Lane ratios: equal, fan-in, fan-out, and those that do not divide.
 1 rank → 1 rank | dp2 → dp2 · overlap | dp3 → 1 rank | 1 rank → dp3 | dp3 → dp2 · clipped |
@@ -145,15 +163,34 @@ fsdp dp2 → fsdp tp2 sp dp2 · adapters | colocated fsdp → fsdp tp2 · langua
 # The modules of transformers on one side only.
 fsdp dp2 → pp2 | fsdp dp3 → tp2 sp pp2 · recompute | colocated fsdp → pp2 dp2 |
 colocated fsdp → cp2 · overlap | dp2 → fsdp tp2 sp | colocated tp2 → fsdp tp2 sp dp2 · recompute |
-pp2 → fsdp dp2 · distributed optimizer
+pp2 → fsdp dp2 · distributed optimizer |
+# Generators: lane ratios, and parallelism of the language model.
+1 rank → dp2 → 1 rank | dp2 → dp2 → dp2 · clipped | 1 rank → dp2 → dp3 · recompute |
+1 rank → 1 rank → dp2 | dp2 → tp2 → dp3 | 1 rank → tp2 sp → dp2 |
+dp2 → cp2 → dp2 | dp2 → tp2 cp2 sp → dp2 · replicated | dp2 → pp2 → dp2 · recompute |
+dp3 → pp2 vpp2 → dp2 | dp2 → tp2 sp pp2 → dp2 · prompt | dp2 → dp2 → dp2 · blocks of lanes
+# Generators without and with a colocated encoder, and colocated ones.
+none → dp2 → dp3 · prompt | none → tp2 sp → 1 rank | colocated → dp2 → dp2 |
+colocated tp2 → tp2 sp pp2 → dp2 | dp2 → dp2 → colocated | none → tp2 → colocated · prompt |
+colocated → tp2 sp → colocated · recompute | 1 rank → tp2 sp dp2 → colocated | dp2 → cp2 → colocated
+# Generators with frozen parts, adapters, batches and a distributed optimizer.
+dp2 → dp2 → dp2 · frozen language | none → pp2 → dp2 · frozen language · prompt |
+none → tp2 sp → colocated · frozen language | dp2 → tp2 → dp2 · frozen generator |
+dp2 → tp2 sp → dp2 · adapters | colocated → dp2 → colocated · adapters |
+1 rank → dp2 → dp4 replicate2 · unpacked | none → tp2 sp → colocated · unpacked · recompute |
+dp2 → tp2 sp → dp2 · distributed optimizer
+# Generators behind a module of transformers.
+fsdp dp2 → fsdp dp2 → dp2 · reduced each time | fsdp → fsdp tp2 sp → dp3 · recompute |
+colocated fsdp → fsdp tp2 sp → colocated · prompt | fsdp dp2 → fsdp tp2 → dp2 · frozen language
 """
 
 
 def _parse(name: str) -> SweepCell:
     grids, *options = name.split(" · ")
-    encoders, language = grids.replace("1 rank", "").split(" → ")
+    encoders, language, *after = grids.replace("1 rank", "").split(" → ")
     first, *second = encoders.split(" + ")
-    return SweepCell(language, first, tuple(options), second[0] if second else None)
+    generator = after[0] if after else None
+    return SweepCell(language, first, tuple(options), second[0] if second else None, generator)
 
 
 _LINES = (line for line in _SWEEP.splitlines() if line and not line.startswith("#"))
@@ -193,7 +230,7 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     left_out: dict[str, list[str]] = {}  # by reason
     refused = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
-        for shorthand in SWEEP:
+        for shorthand in _cells_of(recipe):
             cell, reason = Cell(shorthand.name, *sweep_recipe(recipe, shorthand)), ""
             if cell.layout.world_size > max_ranks:
                 reason = f"they need more than {max_ranks} ranks"
@@ -219,22 +256,35 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     unused = list(recipe.encoders)[2:]
     if unused:
         notes.append(f"the matrix has two encoders at most; not run: {', '.join(unused)}")
+    if unused := list(recipe.generators)[1:]:
+        notes.append(f"the matrix has one generator at most; not run: {', '.join(unused)}")
     return Cells(cells, notes)
 
 
+def _cells_of(recipe: Recipe) -> list[SweepCell]:
+    """Return the cells for a recipe: those with the kinds of modules that it has."""
+    if not recipe.encoders and not recipe.generators:
+        raise RecipeError("encoders: the sweep needs a recipe with an encoder or a generator")
+    return [
+        cell
+        for cell in SWEEP
+        if (recipe.encoders or not cell.encoders) and (recipe.generators or cell.generator is None)
+    ]
+
+
 def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
-    """Return the recipe with a cell's encoders and options, and the cell's layout."""
-    if not recipe.encoders:
-        raise RecipeError("encoders: the sweep needs a recipe with at least one encoder")
+    """Return the recipe with a cell's modules and options, and the cell's layout."""
     names = [*recipe.encoders, _SECOND][: len(cell.encoders)]
     data = recipe.model_dump(mode="json")
     # An added encoder has a modality of its own.
     added = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
     added |= {"template_token": None, "other_media": {}}
-    first = data["encoders"][names[0]]
+    first = next(iter(data["encoders"].values()), {})
     data["encoders"] = {
         name: {**data["encoders"].get(name, first | added), **_RESET_ENCODER} for name in names
     }
+    generators = [] if cell.generator is None else [*recipe.generators][:1]
+    data["generators"] = {name: {**data["generators"][name], **_RESET} for name in generators}
     data["language"] |= _RESET
     data["language"]["engine"] = _grid(LANGUAGE, cell.language).engine
     for name, text in zip(names, cell.encoders, strict=True):
@@ -243,22 +293,29 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     data["data"]["packing"] = True
     data["train"] |= dict.fromkeys(MULTI_RANK_KEYS, False) | {"precision": "fp32"}
     source = YamlSource(Path("sweep"), data)
+    kinds = {"first": names[:1], "generator": generators}
     for override in (text for option in cell.options for text in _OPTIONS[option]):
-        source.override(override.format(first=names[0]))
+        if all(present for kind, present in kinds.items() if f"{{{kind}}}" in override):
+            chosen = {kind: present[0] for kind, present in kinds.items() if present}
+            source.override(override.format(**chosen))
     assert not source.problems, source.problems
     swept = Recipe.model_validate(source.data)
-    return swept, _sweep_layout(cell, names, swept.bridge.block_ranks == 1)
+    return swept, _sweep_layout(cell, names, generators, swept.bridge.block_ranks == 1)
 
 
-def _sweep_layout(cell: SweepCell, names: Sequence[str], in_blocks: bool) -> Layout:
-    language, encoders = _grid(LANGUAGE, cell.language), {}
+def _sweep_layout(
+    cell: SweepCell, names: Sequence[str], generators: Sequence[str], in_blocks: bool
+) -> Layout:
+    language, modules = _grid(LANGUAGE, cell.language), {}
     shorthands = dict(zip(names, cell.encoders, strict=True))
+    # They have one engine, which the shorthand leaves out.
+    shorthands |= dict.fromkeys(generators, f"{cell.generator} fsdp")
     colocated = [name for name, text in shorthands.items() if text.startswith(_COLOCATED)]
     for name, text in shorthands.items():
         grid = _grid(name, text)
         lanes = language.size // grid.tp if name in colocated else grid.dp
-        encoders[name] = replace(grid, dp=lanes)
-    return place(language, encoders, colocated, in_blocks)
+        modules[name] = replace(grid, dp=lanes)
+    return place(language, modules, colocated, in_blocks, generators)
 
 
 def _grid(module: str, text: str) -> GridSpec:
@@ -277,11 +334,11 @@ def _grid(module: str, text: str) -> GridSpec:
 def describe(layout: Layout) -> str:
     """Return one line with all grids of a layout and the kinds of its lane ratios."""
     parts = []
-    for name, grid in layout.encoders.items():
+    for name, grid in layout.grids.items():
         placement = " colocated" if name in layout.colocated else ""
         ratio = lane_ratio(grid.dp, layout.language.dp)
-        parts.append(f"{name}{placement} {_axes(grid)} ({ratio} lanes)")
-    parts.append(f"language {_axes(layout.language)}")
+        lanes = "" if name == LANGUAGE else f" ({ratio} lanes)"
+        parts.append(f"{name}{placement} {_axes(grid)}{lanes}")
     return f"{' → '.join(parts)} = {layout.world_size} ranks"
 
 

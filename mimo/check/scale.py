@@ -13,15 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mimo.check.workload import Items, Workload
-from mimo.checkpoint.hf.architectures import ARCHITECTURES, Architecture
-from mimo.checkpoint.hf.recipes import architecture_of_folder, tower_settings
-from mimo.checkpoint.hf.tiny import FAMILIES, TinyCheckpoint, write_tiny
+from mimo.check.stand_in import tiny_checkpoint
+from mimo.check.workload import Items, Outputs, Workload
 from mimo.config.schema import Recipe
 from mimo.config.source import dotted
 from mimo.errors import RecipeError
-from mimo.families.hf_config import read_config
-from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.registry import encoder_settings, generator_settings, language_settings
+from mimo.model.dataset import targets
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, minimum_run_ahead, sequence_multiple
 
@@ -36,6 +34,8 @@ _USUAL_SAMPLES = 6  # of all lanes, in a microbatch
 _SEQUENCE_LENGTH = 192
 MULTI_RANK_KEYS = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 _AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
+_MOST_QUERIES = 3  # of an item that a generator makes; the image, of 6 or 12 tokens, has more
+_MOST_SKIPPED = 2  # tokens of a sample: the shortest has some more
 _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
 
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
@@ -46,9 +46,6 @@ _LARGER_WEIGHT = 3.0  # of two data sources: the ratio in which samples are draw
 _ADAM_EPS = 1e-3
 # Adapters begin at 0: their weights are nothing but updates, with all the rounding noise of these.
 _ADAM_EPS_OF_ADAPTERS = 1e-2
-
-_TINY_LAYERS, _TINY_LAYER_KINDS, _TINY_KEY_GROUPS = 4, 2, 2  # of a tiny checkpoint
-_VOCAB_MULTIPLE = 48  # does not divide the vocabulary, so that its last rows are padding
 
 
 @dataclass(frozen=True)
@@ -69,11 +66,12 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     """
     microbatches = _num_microbatches(layout)
     language, samples = layout.language, _samples_per_microbatch(layout)
-    data, items = recipe.model_dump(mode="json"), []
+    data, items, outputs = recipe.model_dump(mode="json"), [], []
     settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
     all_settings = {LANGUAGE: language_settings(recipe), **settings}
+    all_settings |= {name: generator_settings(recipe, name) for name in recipe.generators}
     models = {name: _scaled(s, layout.grids[name]) for name, s in all_settings.items()}
-    checkpoint, checkpoint_models = _tiny_checkpoint(recipe, layout, folder)
+    checkpoint, checkpoint_models = tiny_checkpoint(recipe, layout, folder)
     data["init_from"] = checkpoint and str(checkpoint)
     models |= checkpoint_models
     data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
@@ -94,11 +92,25 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         }
         media = type(settings[name])(**model).processor(encoder.media)
         items.append(Items(encoder.media, placeholder, media))
+    for name, generator in recipe.generators.items():
+        model = models[name] | {"condition_size": models[LANGUAGE]["hidden_size"]}
+        few = min(generator.queries, _MOST_QUERIES), min(generator.skipped_tokens, _MOST_SKIPPED)
+        data["generators"][name] |= {
+            "placement": "colocated" if name in layout.colocated else "disjoint",
+            "grid": _grid(layout, name),
+            "model": model,
+            "queries": few[0],
+            "skipped_tokens": few[1],
+        }
+        drawn = type(all_settings[name])(**model)
+        copy = generator.model_copy(update={"queries": few[0]})
+        outputs.append(Outputs(generator.media, targets(drawn, copy)))
     divisor = sequence_multiple(language.cp, language.tp, language.sp)
     longest = -(-_SEQUENCE_LENGTH // divisor) * divisor
     by_tokens = recipe.data.tokens_per_microbatch is not None
     workload = Workload(
         tuple(items),
+        tuple(outputs),
         NUM_STEPS,
         microbatches,
         samples,
@@ -182,6 +194,7 @@ def _scaled_rate(recipe: Recipe, rate: float | None) -> float:
     """
     train = recipe.train
     rates = [part.learning_rate or train.learning_rate for part in recipe.modules.values()]
+    rates += [part.query_learning_rate or 0.0 for part in recipe.generators.values()]
     share = (rate or train.learning_rate) / max(rates)
     return _LEARNING_RATE[train.optimizer] * max(share, _SMALLEST_RATE)
 
@@ -195,11 +208,16 @@ def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     warmups = _scaled_warmups(recipe)
     for name, module in recipe.modules.items():
-        part = data["language"] if name == LANGUAGE else data["encoders"][name]
+        section = str(recipe.key_of(name)[0])
+        part = data[section] if name == LANGUAGE else data[section][name]
         if module.learning_rate is not None:
             part["learning_rate"] = _scaled_rate(recipe, module.learning_rate)
         if module.warmup_steps is not None:
             part["warmup_steps"] = warmups[module.warmup_steps]
+    for name, generator in recipe.generators.items():
+        if generator.query_learning_rate is not None:
+            rate = _scaled_rate(recipe, generator.query_learning_rate)
+            data["generators"][name]["query_learning_rate"] = rate
     data["train"] |= {
         # Not among the steps that run: the last one, which saves, and the decay of a rate.
         "steps": max(NUM_STEPS, *warmups.values()) + 1,
@@ -240,17 +258,17 @@ def _multiple(usual: int, size: int) -> int:
 def _num_microbatches(layout: Layout) -> int:
     """Return enough microbatches to fill the pipeline and every encoder's run-ahead."""
     language, step = layout.language, layout.language.pp if layout.language.vpp > 1 else 1
-    count = math.lcm(step, _USUAL_MICROBATCHES)
+    count, pp, ahead = math.lcm(step, _USUAL_MICROBATCHES), language.pp, layout.ahead
     # One more than needed is what `run_ahead: auto` means.
-    while count <= language.pp + minimum_run_ahead(language.pp, language.vpp, count) + 1:
+    while count <= pp + ahead + minimum_run_ahead(pp, language.vpp, count, ahead) + 1:
         count += step
     return count
 
 
 def _samples_per_microbatch(layout: Layout) -> int:
-    """Return the samples of all lanes: two per lane or more, and about one per encoder lane."""
+    """Return the samples of all lanes: two per lane or more, and about one per other lane."""
     lanes = layout.language.dp
-    needed = max(2 * lanes, *(grid.dp for grid in layout.encoders.values()), 0)
+    needed = max(2 * lanes, *(grid.dp for grid in layout.item_grids.values()), 0)
     is_usual = _USUAL_SAMPLES % lanes == 0 and needed <= _USUAL_SAMPLES
     return _USUAL_SAMPLES if is_usual else -(-needed // lanes) * lanes
 
@@ -259,8 +277,9 @@ def _run_ahead(value: int | str, layout: Layout, microbatches: int) -> int | str
     """Return 'auto', or the recipe's number, raised to what is needed or cut to what fits."""
     if value == "auto":
         return value
-    needed = minimum_run_ahead(layout.language.pp, layout.language.vpp, microbatches)
-    return min(max(int(value), needed), microbatches - layout.language.pp - 1)
+    language, ahead = layout.language, layout.ahead
+    needed = minimum_run_ahead(language.pp, language.vpp, microbatches, ahead)
+    return min(max(int(value), needed), microbatches - language.pp - ahead - 1)
 
 
 def _encode_group(value: int | str, language: GridSpec) -> int | str:
@@ -277,8 +296,10 @@ def reference_recipe(scaled: ScaledRecipe) -> Recipe:
     alone = {"grid": {"dp": 1}, "recompute": "none"}
     alone |= {"reshard_after_forward": True, "reduce_gradients": "step"}
     data["language"] |= alone
+    for module in (*data["encoders"].values(), *data["generators"].values()):
+        module |= alone | {"placement": "disjoint"}
     for encoder in data["encoders"].values():
-        encoder |= alone | {"placement": "disjoint", "run_ahead": "auto", "encode_group": "all"}
+        encoder |= {"run_ahead": "auto", "encode_group": "all"}
     data["bridge"] = {}
     tokens = scaled.workload.tokens
     if tokens is None:
@@ -294,53 +315,3 @@ def _validated(data: dict[str, Any]) -> Recipe:
     except ValidationError as error:
         problems = (f"{dotted(e['loc'])}: {e['msg']}; got {e['input']!r}" for e in error.errors())
         raise RecipeError(*problems) from error
-
-
-def _tiny_checkpoint(
-    recipe: Recipe, layout: Layout, folder: Path
-) -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """Return a tiny checkpoint in ``folder`` and its modules' settings; None without fsdp modules.
-
-    Raises RecipeError for an architecture without a tiny checkpoint.
-    """
-    if all(grid.engine != "fsdp" for grid in layout.grids.values()):
-        return None, {}
-    architecture = _architecture_of(recipe)
-    if architecture is None or architecture.model_type not in FAMILIES:
-        families = [recipe.language.family, *(e.family for e in recipe.encoders.values())]
-        raise RecipeError(
-            f"engine: fsdp is compared on a tiny checkpoint of the recipe's architecture, but for "
-            f"the families {', '.join(families)} there is none"
-        )
-    tower = architecture.tower_of(recipe)
-    grids = [grid for name, grid in layout.grids.items() if name in (LANGUAGE, tower)]
-    # Every stage has a layer of each kind.
-    multiple = _TINY_LAYER_KINDS * math.lcm(*(grid.pp * grid.vpp for grid in grids))
-    settings = TinyCheckpoint(
-        architecture.model_type,
-        tied=language_settings(recipe).tie_word_embeddings,
-        width=math.lcm(*(grid.tp // math.gcd(grid.tp, _TINY_KEY_GROUPS) for grid in grids)),
-        num_layers=-(-_TINY_LAYERS // multiple) * multiple,
-    )
-    tied = "tied" if settings.tied else "untied"
-    checkpoint = folder / f"{settings.family}_{settings.num_layers}_{settings.width}_{tied}"
-    if not checkpoint.exists():
-        from transformers.utils import logging  # late: it takes seconds to import
-
-        logging.disable_progress_bar()
-        write_tiny(settings, checkpoint)
-    config = read_config(checkpoint)
-    models = {LANGUAGE: architecture.language_family().settings_from_hf(config)}
-    models[LANGUAGE] |= {"vocab_multiple": math.lcm(_VOCAB_MULTIPLE, layout.language.tp)}
-    if tower is not None:
-        models[tower] = tower_settings(architecture, config, checkpoint) or {}
-    return checkpoint, models
-
-
-def _architecture_of(recipe: Recipe) -> Architecture | None:
-    """Return the architecture of the recipe's folder, or without one of its families."""
-    if recipe.init_from is not None and Path(recipe.init_from).is_dir():
-        return architecture_of_folder(Path(recipe.init_from), recipe.language.family)
-    towers = {encoder.family for encoder in recipe.encoders.values()} or {None}
-    known = (a for a in ARCHITECTURES.values() if a.language == recipe.language.family)
-    return next((a for a in known if a.encoder in towers), None)

@@ -1,14 +1,14 @@
 """Scale a layout down but keep its character, in pure integers.
 
 Every axis above 1 stays above 1. Placements, SP, interleaving and the kind of lane ratio between
-each encoder and the language model stay. A layout that still needs too many ranks is covered by
-several layouts, each with some of the parallel axes.
+each encoder or generator and the language model stay. A layout that still needs too many ranks is
+covered by several layouts, each with some of the parallel axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
@@ -20,7 +20,7 @@ Axis = tuple[str, str]
 
 _AXES = ("tp", "cp", "pp", "dp")
 _SMALL = (2, 3, 4)  # sizes to try for an axis above 1, before its actual size
-_FEW_LANES = range(2, 9)  # of a disjoint encoder
+_FEW_LANES = range(2, 9)  # of a disjoint module
 
 
 class Part(NamedTuple):
@@ -42,29 +42,33 @@ class Cover(NamedTuple):
     uncovered: list[tuple[Axis, Axis]]
 
 
-def lane_ratio(encoder_lanes: int, language_lanes: int) -> str:
+def lane_ratio(module_lanes: int, language_lanes: int) -> str:
     """Return the kind of lane ratio, which determines how rows and gradients are routed."""
-    if encoder_lanes == language_lanes:
+    if module_lanes == language_lanes:
         return "equal"
-    if encoder_lanes % language_lanes == 0:
+    if module_lanes % language_lanes == 0:
         return "fan-in"
-    if language_lanes % encoder_lanes == 0:
+    if language_lanes % module_lanes == 0:
         return "fan-out"
-    return "non-dividing, " + ("more" if encoder_lanes > language_lanes else "fewer")
+    return "non-dividing, " + ("more" if module_lanes > language_lanes else "fewer")
 
 
 def place(
     language: GridSpec,
-    encoders: dict[str, GridSpec],
+    modules: Mapping[str, GridSpec],
     colocated: Collection[str],
     in_blocks: bool = False,
+    generators: Collection[str] = (),
 ) -> Layout:
     """Return a layout of these grids without gaps.
 
     Disjoint modules stand in the order of their offsets; where these are equal, encoders come
-    first. in_blocks: with the fewest blocks of lanes above one, if the lanes can be divided.
+    first and generators last. modules: all but the language model. in_blocks: with the fewest
+    blocks of lanes above one, if the lanes can be divided. generators: names of those modules that
+    are no encoders.
     """
-    grids, start = {**encoders, LANGUAGE: language}, 0
+    encoders = {name: grid for name, grid in modules.items() if name not in generators}
+    grids, start = {**encoders, LANGUAGE: language, **modules}, 0
     disjoint = [name for name in grids if name not in colocated]
     for name in sorted(disjoint, key=lambda name: grids[name].rank_offset):
         grids[name] = replace(grids[name], rank_offset=start)
@@ -72,12 +76,13 @@ def place(
     language = grids.pop(LANGUAGE)
     for name in colocated:
         grids[name] = replace(grids[name], rank_offset=language.rank_offset)
-    layout = Layout(language, grids, start, frozenset(colocated))
+    placed = {name: grids.pop(name) for name in generators}
+    layout = Layout(language, grids, start, frozenset(colocated), generators=placed)
     return replace(layout, blocks=_fewest_blocks(layout)) if in_blocks else layout
 
 
 def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
-    """Return the axes above 1, without dp of colocated encoders: it follows from other axes."""
+    """Return the axes above 1, without dp of colocated modules: it follows from other axes."""
     return tuple(
         (name, axis)
         for name, grid in layout.grids.items()
@@ -87,7 +92,7 @@ def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
 
 
 def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
-    """Set other axes than ``axes`` to 1; None if a colocated encoder does not fit then."""
+    """Set other axes than ``axes`` to 1; None if a colocated module does not fit then."""
 
     def reduced(grid: GridSpec) -> GridSpec:
         sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}
@@ -95,14 +100,14 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
         return replace(grid, sp=grid.sp and grid.tp > 1, vpp=grid.vpp if grid.pp > 1 else 1)
 
     language = reduced(layout.language)
-    encoders = {name: reduced(grid) for name, grid in layout.encoders.items()}
+    modules = {name: reduced(grid) for name, grid in layout.item_grids.items()}
     for name in layout.colocated:
-        lanes, rest = divmod(language.size, encoders[name].tp)
+        lanes, rest = divmod(language.size, modules[name].tp)
         if rest:
             return None
-        copies = _replicas(layout.encoders[name], lanes) or 1
-        encoders[name] = replace(encoders[name], dp=lanes, dp_replicate=copies)
-    return place(language, encoders, layout.colocated, layout.blocks > 1)
+        copies = _replicas(layout.item_grids[name], lanes) or 1
+        modules[name] = replace(modules[name], dp=lanes, dp_replicate=copies)
+    return _placed_like(layout, language, modules)
 
 
 def shrink(layout: Layout) -> Layout:
@@ -113,12 +118,16 @@ def shrink(layout: Layout) -> Layout:
         if (copies := _replicas(language, axes["dp"])) is None:
             continue
         candidate = replace(language, **axes, vpp=min(language.vpp, 2), dp_replicate=copies)
-        encoders = {name: _shrink_encoder(layout, name, candidate) for name in layout.encoders}
-        fitting = {name: grid for name, grid in encoders.items() if grid is not None}
-        if len(fitting) == len(encoders):
-            placed = place(candidate, fitting, layout.colocated, layout.blocks > 1)
+        modules = {name: _shrink_module(layout, name, candidate) for name in layout.item_grids}
+        fitting = {name: grid for name, grid in modules.items() if grid is not None}
+        if len(fitting) == len(modules):
+            placed = _placed_like(layout, candidate, fitting)
             candidates[placed.world_size, sum(sizes), sizes] = placed
     return candidates[min(candidates)]  # the layout's sizes are among them
+
+
+def _placed_like(layout: Layout, language: GridSpec, modules: Mapping[str, GridSpec]) -> Layout:
+    return place(language, modules, layout.colocated, layout.blocks > 1, layout.generators)
 
 
 def cover(layout: Layout, max_ranks: int) -> Cover:
@@ -146,9 +155,9 @@ def _sizes(size: int) -> tuple[int, ...]:
     return (1,) if size == 1 else tuple(sorted({*_SMALL, size}))
 
 
-def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec | None:
-    """Return the encoder's smallest grid that fits this language grid; None if there is none."""
-    grid = layout.encoders[name]
+def _shrink_module(layout: Layout, name: str, language: GridSpec) -> GridSpec | None:
+    """Return a module's smallest grid that fits this language grid; None if there is none."""
+    grid = layout.item_grids[name]
     kind = lane_ratio(grid.dp, layout.language.dp)
     blocks = 1 if layout.blocks_of(name) == 1 else _fewest_blocks(layout)
 
@@ -174,7 +183,7 @@ def _shrink_encoder(layout: Layout, name: str, language: GridSpec) -> GridSpec |
 
 def _fewest_blocks(layout: Layout) -> int:
     """Return the fewest blocks above one that divide the lanes of disjoint modules; else 1."""
-    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
+    disjoint = [grid for name, grid in layout.item_grids.items() if name not in layout.colocated]
     lanes = math.gcd(layout.language.dp, *(grid.dp for grid in disjoint)) if disjoint else 1
     return next((number for number in range(2, lanes + 1) if lanes % number == 0), 1)
 

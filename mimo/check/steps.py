@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast, override
 
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from data.batch import pack_lane, plan_microbatch, queries_of, read_items, sizes_in_order
-from data.packing import Used, packs_of_samples, packs_of_tokens
+from data.packing import Used
 from mimo.check.compare import Fault, RankSteps, Reference, ReferenceParameter, Shard, update_floor
+from mimo.check.packs import losses_of_pack, packs_of_step
 from mimo.check.workload import Workload
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.config.schema import Recipe, Train
@@ -32,10 +31,10 @@ from mimo.engines.contract import Module, Piece
 from mimo.engines.fsdp.context import Wrapper
 from mimo.engines.fsdp.module import FsdpModule
 from mimo.engines.fsdp.sharding import Rectangle
-from mimo.families.registry import trainable_names
+from mimo.families.registry import QUERIES, trainable_names
 from mimo.generate.one_rank import LocalModel
-from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer, token_budget
-from mimo.parallel.grids import Layout
+from mimo.model.dataset import Dataset, item_processors, open_dataset, open_tokenizer
+from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.parallel.groups import build_topology
 from mimo.train.loop import Trainer
 from mimo.train.rank import collective_timeout, join_world
@@ -142,6 +141,9 @@ class _KeepFp64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:  # in a call the mode is off, but this one may recompute
+            with self:
+                return torch.autograd.backward(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
@@ -178,14 +180,20 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
     reference = {piece.key: ReferenceParameter() for p in params for piece in p.pieces(p.parameter)}
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
-        packs = _packs(recipe, dataset, used)
+        packs = packs_of_step(recipe, dataset, used)
         used = used.with_packs(packs)
-        parts = [_loss(recipe, local, dataset, pack) for pack in packs]
-        tokens = sum(count for _, count in parts)
-        losses: Any = sum(loss for loss, _ in parts)
-        (losses / tokens).backward()
-        gradients = [g for p in trainable if (g := p.parameter.grad) is not None]
-        assert len(gradients) == len(trainable), "a parameter got no gradient"
+        parts = [losses_of_pack(recipe, local, dataset, pack, step) for pack in packs]
+        tokens = sum(count for _, count, _ in parts)
+        text: Any = sum(loss for loss, _, _ in parts)
+        means = {LANGUAGE: text / max(tokens, 1)}
+        for name in recipe.generators:
+            of_items = [loss for *_, drawn in parts for loss in drawn[name]]
+            means[name] = torch.stack(of_items).mean()
+        weights = {name: part.loss_weight for name, part in recipe.generators.items()}
+        total: Any = sum(weights.get(name, 1.0) * mean for name, mean in means.items())
+        if total.requires_grad:
+            total.backward()
+        gradients = [_gradient(recipe, p) for p in trainable]
         norm = float(torch.stack([g.double().pow(2).sum() for g in gradients]).sum().sqrt())
         for name, whole in _whole(trainable, gradients).items():
             reference[name].gradients.append(whole)
@@ -202,11 +210,21 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
             before = reference[name].weight_floors
             before.append(sum(before[-1:]) + floor)
         optimizer.step()
-        loss = float(losses.detach()) / tokens
-        steps.append({"loss": loss, "loss_tokens": tokens, "grad_norm": norm})
+        scalars = {"loss": float(total.detach()), "loss_tokens": tokens, "grad_norm": norm}
+        if recipe.generators:
+            scalars |= {f"loss_{name}": float(mean.detach()) for name, mean in means.items()}
+        steps.append(scalars)
         for name, whole in _whole(params, [p.parameter for p in params]).items():
             reference[name].weights.append(whole)
     return Reference(steps, reference)
+
+
+def _gradient(recipe: Recipe, param: _NamedParam) -> Tensor:
+    """Return a trainable parameter's gradient; a generator's that its loss does not need is 0."""
+    if param.parameter.grad is None:
+        assert param.module in recipe.generators, f"a parameter of {param.module} got no gradient"
+        param.parameter.grad = torch.zeros_like(param.parameter)
+    return param.parameter.grad
 
 
 def scheduled_rate(train: Train, peak: float, warmup_steps: int, step: int) -> float:
@@ -276,7 +294,7 @@ def _optimizer(recipe: Recipe, params: Sequence[_NamedParam]) -> torch.optim.Opt
         {
             "names": {piece.key for piece in p.pieces(p.parameter)},
             "params": [p.parameter],
-            "peak": recipe.module(p.module).learning_rate or train.learning_rate,
+            "peak": _peak_rate(recipe, p),
             "warmup_steps": recipe.warmup_steps(p.module),
             "weight_decay": train.weight_decay if p.parameter.dim() > 1 else 0.0,
         }
@@ -289,51 +307,9 @@ def _optimizer(recipe: Recipe, params: Sequence[_NamedParam]) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_eps)
 
 
-def _packs(recipe: Recipe, dataset: Dataset, used: Used) -> list[np.ndarray]:
-    """Return the packs of the next step; samples are positions in the order."""
-    train, budget = recipe.train, token_budget(recipe)
-    if budget is None:
-        size = train.micro_batch_size
-        return packs_of_samples(used, train.global_batch_size // size, size)
-    sizes = sizes_in_order(dataset.indexes, dataset.order)
-    return packs_of_tokens(used, train.global_batch_size, budget, sizes)
-
-
-def _loss(
-    recipe: Recipe, local: LocalModel, dataset: Dataset, pack: np.ndarray
-) -> tuple[Tensor, int]:
-    """Return the summed loss of a pack and its number of tokens, after one forward pass."""
-    samples = plan_microbatch(dataset.indexes, dataset.order, [pack])
-    readers = [dataset.readers[source] for source in samples.source]
-    plans = [
-        [reader.plan(item) for item in samples.item[samples.item_sample == n].tolist()]
-        for n, reader in enumerate(readers)
-    ]
-    chat = readers[0].chat
-    queries = queries_of(samples, slice(None), list(chain.from_iterable(plans)))
-    encoded = [reader.sample(int(s)) for reader, s in zip(readers, samples.sample, strict=True)]
-    encoded = [read_items(sample, items) for sample, items in zip(encoded, plans, strict=True)]
-    plans = [[plan for plan in items if not plan.is_output] for items in plans]
-    lane = pack_lane(
-        encoded,
-        [[plan.row_grid for plan in items] for items in plans],
-        samples.loss_tokens.tolist(),
-        int(samples.lane_tokens[0]),
-        chat.pad_token_id,
-        time_steps=[[plan.time_step for plan in items] for items in plans],
-        queries=queries,
-    )
-    rows = {}
-    for name, encoder in recipe.encoders.items():
-        numbers = samples.items_of_media(*encoder.media_tokens)
-        items = [(readers[samples.item_sample[n]], int(samples.item[n])) for n in numbers]
-        if items:
-            # The towers of a layout convert bytes to values on their device, not on the host.
-            patches = [r.media(item).wire.values(r.patches(item)) for r, item in items]
-            grids = np.array([r.plan(item).grid for r, item in items], np.int64)
-            tokens = [chat.placeholder_ids[media] for media in encoder.media_tokens]
-            places = np.flatnonzero(np.isin(lane.input_ids, tokens))
-            rows[name] = local.encode(name, np.concatenate(patches), grids), places
-    per_token = local.forward(lane, rows, with_labels=True)
-    loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
-    return loss, int(samples.loss_tokens.sum())
+def _peak_rate(recipe: Recipe, param: _NamedParam) -> float:
+    rate = recipe.module(param.module).learning_rate or recipe.train.learning_rate
+    for name, generator in recipe.generators.items():
+        if param.pieces(param.parameter)[0].key == f"{LANGUAGE}.{QUERIES}{name}":
+            rate = generator.query_learning_rate or rate
+    return rate

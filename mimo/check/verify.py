@@ -32,6 +32,7 @@ from mimo.runtime.ranks import run_on_cpu, warm_up_on_cpu
 # Named, not imported: only the fork server loads the engine.
 _LAYOUT, _REFERENCE = "mimo.check.steps:run_layout", "mimo.check.steps:run_reference"
 _PRELOAD = ("mimo.engines.megatron.preload", "mimo.check.steps", "mimo.model.fsdp")
+_PRELOAD_OF_GENERATORS = ("mimo.model.generators", "diffusers.models.transformers")
 _TIMEOUT_SECONDS = 300.0
 # An fp32 error up to this many tolerances may be rounding: fp64 decides. A larger one is not.
 _DOUBTFUL = 10.0
@@ -159,7 +160,8 @@ def main(
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
         for cell in cells:  # report what a family refuses before anything runs
             scale_recipe(cell.recipe, cell.layout, Path(folder), precision)
-        warm_up_on_cpu(_PRELOAD)
+        draws = any(cell.recipe.generators for cell in cells)
+        warm_up_on_cpu((*_PRELOAD, *(_PRELOAD_OF_GENERATORS if draws else ())))
         print("\n".join(notes))
         verifier = Verifier(Path(folder), precision)
         for number, cell in enumerate(cells, 1):

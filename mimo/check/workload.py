@@ -4,6 +4,9 @@ Noise of several sizes in chats, in tar shards like any other data. Every step h
 several items, with one and with none, items of every modality in one sample, a microbatch without
 any item, and one with a single item, which leaves all but one encoder lane empty. Several data
 sources take turns within a step, even in the middle of a microbatch.
+
+With generators, answers have items likewise: of two sizes, several, one or none, beside items to
+read or alone, with words or without any.
 """
 
 from __future__ import annotations
@@ -22,14 +25,20 @@ from webdataset.writer import TarWriter
 
 from data.modalities.image_files import png_bytes
 from data.modalities.processor import Media, Part
+from data.modalities.targets import TargetImages
 from data.order import SampleOrder
 from data.text.digits import conversation, write_tokenizer
 
 _ITEMS = (2, 0, 1, 3, 0, 1)  # items of a modality in a microbatch's samples, before shuffling
 _QUESTIONS = ("read the digits", "what is this ?", "there are digits in order .")
 _MAX_ANSWER = 6  # words
+_BETWEEN = "then"  # two items in an answer
 _TEMPLATE_TOKENS = 6  # of a question and an answer: where each begins and ends, and whose it is
+# Likewise of items that answers have; the first sample has some to read, too.
+_DRAWN_ITEMS = (1, 0, 2, 1, 0, 3)
+_DRAWN_SIZES = ((2, 3), (4, 3))  # columns and lines of tokens
 _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
+_ONLY_DRAWN, _ONLY_READ = 3, 4  # with an item and no word in each answer, and without any in these
 _SEEDS = 1000  # seeds to try; a tenth is enough for any weights in use
 _TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of a fourth
 
@@ -49,6 +58,19 @@ class Items:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """The items of a generator: parts of this type in answers. files: reads them."""
+
+    media: str
+    files: TargetImages
+
+    def random_file(self, rng: np.random.Generator) -> bytes:
+        columns, lines = _DRAWN_SIZES[int(rng.integers(len(_DRAWN_SIZES)))]
+        side = self.files.patch_size
+        return png_bytes(rng.integers(0, 256, (lines * side, columns * side, 3), dtype=np.uint8))
+
+
+@dataclass(frozen=True)
 class Item:
     """An item of one file. media: the type of its content part."""
 
@@ -59,26 +81,35 @@ class Item:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about items, and its answer."""
+    """A question about items, and its answer. drawn: items in the answer, with text between."""
 
     items: tuple[Item, ...]
     question: str
     answer: str
+    drawn: tuple[Item, ...] = ()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        return conversation([item.media for item in self.items], self.question, self.answer)
+        asked, reply = conversation([i.media for i in self.items], self.question, self.answer)
+        parts = [*reply["content"]] if self.answer else []
+        for number, item in enumerate(self.drawn):
+            # A prompt is the text before an item and behind the last one.
+            parts += [{"type": "text", "text": _BETWEEN}] if number else []
+            parts.append({"type": item.media})
+        return [asked, {**reply, "content": parts or reply["content"]}]
 
 
 @dataclass(frozen=True)
 class Workload:
     """The parameters of the data; equal workloads have equal files.
 
+    items: that encoders read. outputs: that generators make.
     weights: of the data sources. tokens: of a packed sequence, if samples are packed by tokens.
     lanes: packed sequences in a microbatch, in that case.
     """
 
     items: tuple[Items, ...]
+    outputs: tuple[Outputs, ...]
     steps: int
     microbatches: int
     samples_per_microbatch: int
@@ -92,6 +123,7 @@ class Workload:
         items = [(i.media, i.placeholder, i.files.fingerprint()) for i in self.items]
         sizes = (self.steps, self.microbatches, self.samples_per_microbatch, self.weights)
         sizes += (self.tokens, self.lanes)
+        items += [(o.media, o.files.fingerprint()) for o in self.outputs]
         return f"data_{hashlib.sha256(repr((items, sizes)).encode()).hexdigest()[:16]}"
 
     @property
@@ -146,8 +178,9 @@ class Workload:
                 # Samples as long as a packed sequence cost most, so they run together. There are
                 # two microbatches of them: without items, and with one in its last sample.
                 num_full = {_EMPTY: 2 * self.lanes - 1, _SINGLE: 1}.get(microbatch, 0)
+                drawn = self._drawn_counts(microbatch).T.tolist()
                 block += [
-                    self._sample(counts, rng, fills=self.tokens is not None and number < num_full)
+                    self._sample(counts, drawn[number], rng, number < num_full, microbatch)
                     for number, counts in enumerate(self._item_counts(microbatch, rng).T.tolist())
                 ]
             samples += block[: self.block]
@@ -156,7 +189,7 @@ class Workload:
     def _item_counts(self, microbatch: int, rng: np.random.Generator) -> np.ndarray:
         """Return (modalities, samples) items in each sample of one microbatch."""
         counts = np.zeros((len(self.items), self.samples_per_microbatch), np.int64)
-        if microbatch == _EMPTY or not self.items:
+        if microbatch == _EMPTY or not self.items or (self.outputs and microbatch == _ONLY_DRAWN):
             return counts
         if microbatch == _SINGLE:
             counts[0, 0] = 1
@@ -168,8 +201,29 @@ class Workload:
                 row[[0, row.argmax()]] = row[[row.argmax(), 0]]
         return counts
 
-    def _sample(self, counts: Sequence[int], rng: np.random.Generator, fills: bool) -> Sample:
-        """Return a sample with these items of each modality. fills: whether it has ``tokens``."""
+    def _drawn_counts(self, microbatch: int) -> np.ndarray:
+        """Return (outputs, samples) items in each answer of one microbatch."""
+        counts = np.zeros((len(self.outputs), self.samples_per_microbatch), np.int64)
+        if microbatch == _ONLY_DRAWN:
+            counts[:] = 1
+        elif microbatch == _SINGLE:
+            counts[:1, 0] = 1
+        elif microbatch not in (_EMPTY, _ONLY_READ):
+            counts[:] = np.resize(_DRAWN_ITEMS, self.samples_per_microbatch)
+        return counts
+
+    def _sample(
+        self,
+        counts: Sequence[int],
+        drawn_counts: Sequence[int],
+        rng: np.random.Generator,
+        is_full: bool,
+        microbatch: int,
+    ) -> Sample:
+        """Return a sample with these items of each modality, to read and to draw.
+
+        is_full: whether it has ``tokens``, if samples are packed by tokens.
+        """
         items = [
             Item(kind.media, kind.files.suffixes[0], kind.files.random_file(rng))
             for kind, count in zip(self.items, counts, strict=True)
@@ -178,11 +232,19 @@ class Workload:
         digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
         shuffled = tuple(items[i] for i in rng.permutation(len(items)))
         question = _QUESTIONS[int(rng.integers(len(_QUESTIONS)))]
-        if fills and self.tokens is not None:
+        drawn = tuple(
+            Item(kind.media, "png", kind.random_file(rng))
+            for kind, count in zip(self.outputs, drawn_counts, strict=True)
+            for _ in range(count)
+        )
+        if drawn and microbatch == _ONLY_DRAWN:
+            digits = digits[:0]
+        if is_full and self.tokens is not None:
             item_tokens = sum(_num_tokens(self.items[0].files, item) for item in items)
+            item_tokens += sum(_num_tokens(self.outputs[0].files, item) for item in drawn)
             words = self.tokens - item_tokens - len(digits) - _TEMPLATE_TOKENS
             question = " ".join(np.resize(question.split(), words).tolist())
-        return Sample(shuffled, question, " ".join(str(digit) for digit in digits))
+        return Sample(shuffled, question, " ".join(str(digit) for digit in digits), drawn)
 
     def write(self, directory: Path) -> None:
         """Write the shards and ``tokenizer/``, unless they exist."""
@@ -206,7 +268,7 @@ def write_shard(path: Path, samples: Sequence[Sample]) -> None:
         for number, sample in enumerate(samples):
             members: dict[str, Any] = {"__key__": f"sample{number:04d}"}
             members["json"] = json.dumps({"messages": sample.messages}).encode()
-            for position, item in enumerate(sample.items):
+            for position, item in enumerate((*sample.items, *sample.drawn)):
                 members[f"{position}.{item.suffix}"] = item.content
             tar.write(members)
 

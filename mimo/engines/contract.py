@@ -99,7 +99,7 @@ class Draw:
     grid: height and width in tokens. patches: of the targets, `mimo.families.wire.WirePatches`.
     noise: (B, S, C) fp32. times: (B,) fp32 in 0..1. rows: (B, T) int64, the rows of each condition
     among the lane's; their number stands for a blank one. lengths: (B,) int64, the rows of each.
-    weights: (B,) fp32, the factor of each loss in the backward. counted: (B,) fp32, 0 for a blank
+    weights: (B,) fp64, the factor of each loss in the backward. counted: (B,) fp32, 0 for a blank
     item, else 1.
     """
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mimo.config.schema import Recipe, descriptions
+from mimo.config.schema import LANGUAGE, Recipe, descriptions
 from mimo.config.source import Location
 from mimo.errors import RecipeError, suggestion
 from mimo.families.contracts import (
     EncoderFamily,
     EncoderSettings,
+    FamilySettings,
     GeneratorFamily,
     GeneratorSettings,
     LanguageFamily,
@@ -101,6 +102,14 @@ def generator_settings(recipe: Recipe, generator: str) -> GeneratorSettings:
     if lines := [recipe.problem((*key, name), message) for name, message in problems]:
         raise RecipeError(*lines)
     return settings
+
+
+def module_settings(recipe: Recipe, module: str) -> FamilySettings:
+    """Return the checked settings of any module. Raises RecipeError."""
+    if module == LANGUAGE:
+        return language_settings(recipe)
+    is_generator = module in recipe.generators
+    return (generator_settings if is_generator else encoder_settings)(recipe, module)
 
 
 QUERIES = "queries."

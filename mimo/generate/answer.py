@@ -8,9 +8,8 @@ drawn once the answer is complete.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from data.batch import PackedLane, pack_lane, read_items
 from data.index.samples import Processors
+from data.modalities.image_files import png_bytes
 from data.modalities.processor import Part, PartPlan
 from data.text.chat import ChatTokenizer, EncodedSample, ItemRows
 from data.text.messages import Mention, PlaceholderError
@@ -29,7 +28,16 @@ from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.resume import open_checkpoint
 from mimo.errors import InputError
-from mimo.generate.drawing import DEFAULT, Drawer, Drawing
+from mimo.generate.drawing import (
+    DEFAULT,
+    Answer,
+    Drawer,
+    Drawing,
+    Output,
+    answer_of,
+    draw_all,
+    queries_of,
+)
 from mimo.generate.one_rank import LocalModel
 from mimo.model.dataset import item_processors, open_tokenizer
 
@@ -78,41 +86,12 @@ class _Item:
 
 
 @dataclass(frozen=True)
-class _Output:
-    """An item that the model answers with. first, rows: its condition in the sequence.
-
-    at: the position of its start token. queries: whether the condition is learned queries.
-    """
-
-    generator: str
-    at: int
-    first: int
-    rows: int
-    queries: bool
-
-
-@dataclass(frozen=True)
 class _Prompt:
     """queries: of earlier output items, as in `PackedLane.queries`."""
 
     sample: EncodedSample
     items: Sequence[_Item]
     queries: Sequence[tuple[str, int, int]]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """parts: texts and images uint8 (height, width, 3), in order."""
-
-    parts: Sequence[str | np.ndarray]
-
-    @property
-    def text(self) -> str:
-        return " ".join(part for part in self.parts if isinstance(part, str) and part)
-
-    @property
-    def images(self) -> list[np.ndarray]:
-        return [part for part in self.parts if not isinstance(part, str)]
 
 
 class Generator:
@@ -130,22 +109,14 @@ class Generator:
         self.chat: ChatTokenizer = open_tokenizer(recipe)
         self.processors = item_processors(recipe)
         self.media = {name: [*part.media_tokens] for name, part in recipe.encoders.items()}
-        # By the id of the start token: generator and id of the end token.
-        self.outputs = {
-            start: (name, end)
-            for name, part in recipe.generators.items()
-            for start, end in [self.chat.output_ids[part.output]]
-        }
-        self.recipe = recipe
         self.model = LocalModel.from_checkpoint(
             checkpoint, recipe, stored, self.chat.vocab_size, average
         )
-
-    @functools.cached_property
-    def drawers(self) -> dict[str, Drawer]:
-        """The generators, by name."""
         modules = self.model.model.modules
-        return {n: Drawer(self.recipe, n, modules[n].whole) for n in self.recipe.generators}
+        self.drawers = {  # by the id of the start token
+            self.chat.output_ids[part.output][0]: Drawer(recipe, name, self.chat, modules[name])
+            for name, part in recipe.generators.items()
+        }
 
     def answer(
         self,
@@ -176,91 +147,32 @@ class Generator:
         sequences = [prompt.sample.input_ids.tolist() for prompt in prompts]
         limit, stops = math.inf if max_length is None else max_length, self.chat.stop_token_ids
         open_requests = [r for r, sequence in enumerate(sequences) if len(sequence) < limit]
-        outputs: list[list[_Output]] = [[] for _ in requests]
+        outputs: list[list[Output]] = [[] for _ in requests]
         for _ in range(max_new_tokens):
             if not open_requests:
                 break
-            lane, placed, last = self._lane(open_requests, sequences, prompts, outputs, rows)
-            logits = self.model.forward(lane, placed, with_labels=False, at=last)
-            # Padding entries of the vocabulary are not tokens.
-            nexts = logits[0, :, : self.model.model.num_tokens].argmax(-1).tolist()
+            nexts = self._next_tokens(open_requests, sequences, prompts, outputs, rows)
             for request, token in zip(open_requests, nexts, strict=True):
                 sequences[request].append(token)
-                if token in self.outputs:
-                    self._open_output(token, sequences[request], outputs[request])
+                if token in self.drawers:
+                    self.drawers[token].open_output(sequences[request], outputs[request])
             open_requests = [
                 r
                 for r in open_requests
                 if sequences[r][-1] not in stops and len(sequences[r]) < limit
             ]
-        images = iter(self._draw(sequences, prompts, outputs, rows, how) if how else ())
-        return [
-            self._answer(
-                sequence, len(prompt.sample.input_ids), of_request, images if how else None
-            )
-            for sequence, prompt, of_request in zip(sequences, prompts, outputs, strict=True)
-        ]
-
-    def _open_output(self, start: int, sequence: list[int], outputs: list[_Output]) -> None:
-        """Append the query positions and the end token of an output item to a sequence."""
-        name, end = self.outputs[start]
-        part, at = self.recipe.generators[name], len(sequence) - 1
-        if part.num_queries:
-            sequence += [self.chat.pad_token_id] * part.num_queries
-            outputs.append(_Output(name, at, at + 1, part.num_queries, True))
-        else:
-            before = [o.at + 2 for o in outputs if o.generator == name]
-            first = min(max([part.skipped_tokens, *before]), at)
-            outputs.append(_Output(name, at, first, at - first, False))
-        sequence.append(end)
-
-    def _draw(
-        self,
-        sequences: Sequence[list[int]],
-        prompts: Sequence[_Prompt],
-        outputs: Sequence[Sequence[_Output]],
-        rows: Mapping[str, Sequence[torch.Tensor]],
-        how: Drawing,
-    ) -> list[np.ndarray]:
-        """Return the images of all requests, in order."""
+        images: list[list[np.ndarray]] = [[] for _ in requests]
         drawing = [r for r, of_request in enumerate(outputs) if of_request]
-        if not drawing:
-            return []
-        lane, placed, last = self._lane(drawing, sequences, prompts, outputs, rows)
-        hidden = self.model.hidden_states(lane, placed)
-        starts = [
-            end + 1 - len(sequences[r]) for end, r in zip(last.tolist(), drawing, strict=True)
-        ]
-        every = [
-            (o.generator, hidden[start + o.first : start + o.first + o.rows])
-            for start, r in zip(starts, drawing, strict=True)
-            for o in outputs[r]
-        ]
-        images = dict[int, np.ndarray]()
-        for name, drawer in self.drawers.items():
-            numbers = [number for number, (generator, _) in enumerate(every) if generator == name]
-            if numbers:
-                drawn = drawer.draw([every[number][1] for number in numbers], how)
-                images |= dict(zip(numbers, drawn, strict=True))
-        return [images[number] for number in range(len(every))]
-
-    def _answer(
-        self,
-        sequence: Sequence[int],
-        begin: int,
-        outputs: Sequence[_Output],
-        images: Iterator[np.ndarray] | None,
-    ) -> Answer:
-        """Return the texts of a sequence from ``begin`` on, and the next images between them."""
-        parts, stops = list[str | np.ndarray](), self.chat.stop_token_ids
-        for output in (*outputs, None):
-            end = len(sequence) if output is None else output.at
-            parts.append(self.chat.decode([t for t in sequence[begin:end] if t not in stops]))
-            if output is not None:
-                begin = output.at + output.rows * output.queries + 2
-                if images is not None:
-                    parts.append(next(images))
-        return Answer([part for part in parts if not isinstance(part, str) or part])
+        if drawing and how is not None:
+            lane, placed, _ = self._lane(drawing, sequences, prompts, outputs, rows)
+            hidden = self.model.hidden_states(lane, placed)
+            lengths = [len(sequences[r]) for r in drawing]
+            drawn = draw_all(hidden.split(lengths), [outputs[r] for r in drawing], how)
+            for r, of_request in zip(drawing, drawn, strict=True):
+                images[r] = of_request
+        begins = (len(prompt.sample.input_ids) for prompt in prompts)
+        answers = zip(sequences, begins, outputs, images, strict=True)
+        return [answer_of(self.chat, *answer) for answer in answers]
 
     def _encode_prompt(self, request: Request) -> _Prompt:
         try:
@@ -313,12 +225,19 @@ class Generator:
         values = self.model.encode(encoder, patches, grids)
         return values.split([sum(item.plan.num_rows for item in items) for items in of_prompts])
 
+    def _next_tokens(self, open_requests: list[int], *arguments: Any) -> list[int]:
+        """Return the next token of each sequence. The arguments are those of `_lane`."""
+        lane, placed, last = self._lane(open_requests, *arguments)
+        logits = self.model.forward(lane, placed, with_labels=False, at=last)
+        # Padding entries of the vocabulary are not tokens.
+        return logits[0, :, : self.model.model.num_tokens].argmax(-1).tolist()
+
     def _lane(
         self,
         open_requests: list[int],
         sequences: Sequence[list[int]],
         prompts: Sequence[_Prompt],
-        outputs: Sequence[Sequence[_Output]],
+        outputs: Sequence[Sequence[Output]],
         rows: Mapping[str, Sequence[torch.Tensor]],
     ) -> tuple[PackedLane, dict[str, tuple[torch.Tensor, np.ndarray]], np.ndarray]:
         """Pack some of the sequences; returns the lane, the encoders' rows, and the last tokens."""
@@ -344,7 +263,7 @@ class Generator:
             queries=[
                 (media, start + first, count)
                 for start, r in zip(starts.tolist(), open_requests, strict=True)
-                for media, first, count in (*prompts[r].queries, *self._queries(outputs[r]))
+                for media, first, count in (*prompts[r].queries, *queries_of(outputs[r]))
             ],
         )
         for encoder, rows_of_prompts in rows.items():
@@ -359,10 +278,6 @@ class Generator:
             values = torch.cat([rows_of_prompts[r] for r in open_requests])
             placed[encoder] = values, np.concatenate(places)
         return lane, placed, np.cumsum(lengths) - 1
-
-    def _queries(self, outputs: Sequence[_Output]) -> list[tuple[str, int, int]]:
-        media = {name: part.output for name, part in self.recipe.generators.items()}
-        return [(media[o.generator], o.first, o.rows) for o in outputs if o.queries]
 
 
 def main(
@@ -397,7 +312,7 @@ def main(
             path, number = output / f"drawn_{number}.png", number + 1
             try:
                 output.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(part).save(path)
+                path.write_bytes(png_bytes(part))
             except OSError as error:
                 problem = f"--output {output}: {path.name} cannot be written: {error}"
                 raise InputError(problem) from error

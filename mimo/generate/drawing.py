@@ -1,4 +1,4 @@
-"""Draw what a generator makes of its conditions, in one process.
+"""Answers with images: what a generator draws from its conditions, in one process.
 
 Letters: B items, S tokens of each with C numbers, T rows of the longest condition, H their size.
 """
@@ -9,15 +9,16 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data.text.chat import ChatTokenizer
 from mimo.checkpoint.hf.pipelines import schedule_of
 from mimo.config.schema import Recipe
-from mimo.engines.contract import Draw
+from mimo.engines.contract import Draw, Module
 from mimo.errors import InputError
 from mimo.families.contracts import Autoencoder
 from mimo.families.flow import euler_step, guided, unpack
@@ -52,14 +53,99 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+@dataclass(frozen=True)
+class Output:
+    """An item that a model answers with, by its place in the sequence of prompt and answer.
+
+    drawer: its generator. at: its start token. queries: number of its query positions, which
+    follow. first, rows: the positions of its condition.
+    """
+
+    drawer: Drawer
+    at: int
+    queries: int
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """parts: texts and images uint8 (height, width, 3), in order."""
+
+    parts: Sequence[str | np.ndarray]
+
+    @property
+    def text(self) -> str:
+        return " ".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def images(self) -> list[np.ndarray]:
+        return [part for part in self.parts if not isinstance(part, str)]
+
+
+def queries_of(outputs: Sequence[Output]) -> list[tuple[str, int, int]]:
+    """Return `PackedLane.queries` of one sequence."""
+    return [(o.drawer.generator.output, o.first, o.queries) for o in outputs if o.queries]
+
+
+def draw_all(
+    states: Sequence[Tensor], outputs: Sequence[Sequence[Output]], how: Drawing
+) -> list[list[np.ndarray]]:
+    """Return the images of several sequences. states: hidden states (T, H) of each."""
+    every = [
+        (output.drawer, of_sequence[output.first : output.first + output.rows])
+        for of_sequence, items in zip(states, outputs, strict=True)
+        for output in items
+    ]
+    images: dict[int, np.ndarray] = {}
+    for drawer in dict.fromkeys(drawer for drawer, _ in every):
+        numbers = [number for number, (owner, _) in enumerate(every) if owner is drawer]
+        drawn = drawer.draw([every[number][1] for number in numbers], how)
+        images |= dict(zip(numbers, drawn, strict=True))
+    number = itertools.count()
+    return [[images[next(number)] for _ in items] for items in outputs]
+
+
+def answer_of(
+    chat: ChatTokenizer,
+    sequence: Sequence[int],
+    begin: int,
+    outputs: Sequence[Output],
+    images: Sequence[np.ndarray],
+) -> Answer:
+    """Return the texts of a sequence from ``begin`` on with the images between them, if any."""
+    parts, stops = list[str | np.ndarray](), chat.stop_token_ids
+    bounds = [(output.at, output.at + output.queries + 2) for output in outputs]
+    for number, (end, following) in enumerate([*bounds, (len(sequence), 0)]):
+        parts.append(chat.decode([t for t in sequence[begin:end] if t not in stops]))
+        parts += images[number : number + 1]
+        begin = following
+    return Answer([part for part in parts if not isinstance(part, str) or part])
+
+
 class Drawer:
     """A generator of a trained model, on this one rank."""
 
-    def __init__(self, recipe: Recipe, name: str, module: Any) -> None:
-        self.settings, self.module = generator_settings(recipe, name), module
+    def __init__(self, recipe: Recipe, name: str, chat: ChatTokenizer, module: Module) -> None:
+        self.settings, self.model = generator_settings(recipe, name), cast("Any", module.whole)
         self.generator, self.name = recipe.generators[name], name
+        self.end, self.padding = chat.output_ids[self.generator.output][1], chat.pad_token_id
         self.autoencoder: Autoencoder | None = open_autoencoder(recipe, name)
         self.schedule = schedule_of(recipe, name)
+
+    def open_output(self, sequence: list[int], outputs: list[Output]) -> None:
+        """Append query positions and the end token to a sequence that ends with a start token.
+
+        The new output item is appended to those of the sequence.
+        """
+        at, queries = len(sequence) - 1, self.generator.num_queries
+        first, rows = at + 1, queries
+        if not queries:  # the tokens since the last item
+            before = [output.at + 2 for output in outputs if output.drawer is self]
+            first = min(max([self.generator.skipped_tokens, *before]), at)
+            rows = at - first
+        outputs.append(Output(self, at, queries, first, rows))
+        sequence += [*[self.padding] * queries, self.end]
 
     @torch.no_grad()
     def draw(self, conditions: Sequence[Tensor], how: Drawing) -> list[np.ndarray]:
@@ -99,9 +185,9 @@ class Drawer:
         times = self.schedule.times(how.steps, grid[0] * grid[1]).tolist()
         for time, next_time in itertools.pairwise(times):
             at = torch.full((len(conditions),), time, device=device)
-            velocity = self.module.predict(tokens, at, rows, draw)
+            velocity = self.model.predict(tokens, at, rows, draw)
             if how.guidance != 1.0:
-                without = self.module.predict(tokens, at, rows, blank)
+                without = self.model.predict(tokens, at, rows, blank)
                 velocity = guided(velocity, without, how.guidance)
             tokens = euler_step(tokens, velocity, time, next_time)
         images = unpack(tokens, grid)

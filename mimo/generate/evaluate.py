@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
 
 from data.index.reader import SampleReader, UnreadableSample
+from data.modalities.image_files import png_bytes
 from data.text.chat import EncodedSample
 from data.text.messages import is_answer, item_parts
 from data.text.outputs import output_of
@@ -138,7 +138,7 @@ def _save_drawn(sample: Answered, folder: Path) -> list[str]:
         folder.mkdir(exist_ok=True)
         name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{Path(sample.shard).stem}_{sample.key}")
         paths.append(f"{folder.name}/{name}.{number}.png")
-        Image.fromarray(image).save(folder.parent / paths[-1])
+        (folder.parent / paths[-1]).write_bytes(png_bytes(image))
     return paths
 
 

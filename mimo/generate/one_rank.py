@@ -86,7 +86,9 @@ class LocalModel:
     ) -> None:
         recipe = one_rank_recipe(recipe)
         topology = build_topology(one_rank_layout(recipe))
-        self.model: MimoModel = build_model(recipe, topology, tokenizer_size, initial, provided)
+        self.model: MimoModel = build_model(
+            recipe, topology, tokenizer_size, initial, provided, trains=False
+        )
         self.device = self.model.device
 
     @classmethod

@@ -60,12 +60,13 @@ def build_model(
     tokenizer_size: int,
     initial: InitialWeights | None = None,
     provided: Collection[str] = (),
+    trains: bool = True,
 ) -> MimoModel:
     """Build the modules that this rank owns; every rank of the world calls it.
 
     initial: weights to start from. provided: parameters that the caller is about to fill, as
-    ``<module>.<parameter>``; others are drawn. Raises RecipeError for a tokenizer with too many
-    tokens, and for a feature that this rank's GPU lacks.
+    ``<module>.<parameter>``; others are drawn. trains: whether to build optimizers. Raises
+    RecipeError for a tokenizer with too many tokens, and for a feature that this rank's GPU lacks.
     """
     check_device(recipe)
     prepare_engine(recipe.train.seed)
@@ -93,7 +94,7 @@ def build_model(
         item_rules=settings.item_rules,
         num_tokens=num_tokens,
     )
-    optimizer = _optimizer_settings(recipe)
+    optimizer = _optimizer_settings(recipe) if trains else None
     for name in topology.modules:
         filled = {key.removeprefix(f"{name}.") for key in provided if key.startswith(f"{name}.")}
         build_module = _megatron_module
@@ -127,7 +128,7 @@ def _megatron_module(
     recipe: Recipe,
     topology: Topology,
     name: str,
-    optimizer: OptimizerSettings,
+    optimizer: OptimizerSettings | None,
     num_tokens: int,
     initial: InitialWeights | None,
     filled: set[str],
@@ -176,7 +177,8 @@ def _megatron_module(
             whole_name = stored_name(global_name(parameter_name, chunk.config, *at), chunk)
             param.requires_grad_(is_trainable(whole_name))
     module = MegatronModule(name, groups, chunks, chunks, None, recipe.trains(name))
-    if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
+    trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
+    if optimizer is None or not trains:
         return module
     reduce, gather = overlap_of(train, has_gpu())
     wrapped = wrap_data_parallel(chunks, groups, reduce, train.distributed_optimizer, gather)
@@ -296,11 +298,11 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
             to_language=not is_output,
         )
         if is_output and is_alone:
-            model.output_receivers[link] = OutputReceiver(end, lane)
+            model.outputs.receivers[link] = OutputReceiver(end, lane)
         elif is_output and name in layout.colocated:
-            model.colocated_outputs[link] = ColocatedOutput(end, lane)
+            model.outputs.colocated[link] = ColocatedOutput(end, lane)
         elif is_output:
-            model.output_senders[link] = OutputSender(end, layout.ahead)
+            model.outputs.senders[link] = OutputSender(end, layout.ahead)
         elif is_alone:
             model.senders[link] = BridgeSender(end, lane, model.modules[name].run_ahead)
         elif topology.owns(name):

@@ -24,11 +24,12 @@ from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer
 from data.text.messages import MediaText
 from data.text.outputs import OutputText
-from mimo.config.modules import MediaTokens
+from mimo.config.modules import Generator, MediaTokens
 from mimo.config.schema import Recipe
 from mimo.config.source import Location, dotted
 from mimo.config.training import Source
 from mimo.errors import InputError, RecipeError, StartError, file_system_failed, kind_of
+from mimo.families.contracts import GeneratorSettings
 from mimo.families.registry import (
     encoder_settings,
     generator_settings,
@@ -143,15 +144,19 @@ def item_processors(recipe: Recipe) -> dict[str, Media[Any]]:
     return inputs | outputs
 
 
-def _targets(recipe: Recipe, name: str) -> Media[Any]:
-    settings, part = generator_settings(recipe, name), recipe.generators[name]
+def targets(settings: GeneratorSettings, part: Generator) -> TargetImages:
+    """Return the modality that a generator makes. Raises ValueError for too few pixels."""
+    return _TARGETS[part.media](
+        patch_size=settings.token_pixels,
+        max_pixels=settings.max_pixels,
+        num_queries=part.num_queries,
+        tower_width=settings.hidden_size,
+    )
+
+
+def _targets(recipe: Recipe, name: str) -> TargetImages:
     try:
-        return _TARGETS[part.media](
-            patch_size=settings.token_pixels,
-            max_pixels=settings.max_pixels,
-            num_queries=part.num_queries,
-            tower_width=settings.hidden_size,
-        )
+        return targets(generator_settings(recipe, name), recipe.generators[name])
     except ValueError as error:
         location = ("generators", name, "model", "max_pixels")
         raise RecipeError(recipe.problem(location, str(error))) from error

@@ -59,16 +59,16 @@ def fsdp_module(
     recipe: Recipe,
     topology: Topology,
     name: str,
-    optimizer: OptimizerSettings,
+    optimizer: OptimizerSettings | None,
     num_tokens: int,
     initial: InitialWeights | None,
     filled: set[str],
 ) -> FsdpModule:
     """Build this rank's part of a module, with weights and optimizer; no collective.
 
-    optimizer: its settings. num_tokens: of the language model. filled: parameters that the caller
-    is about to fill; all others come from ``initial``. A lone rank, without a mesh, gets the plain
-    module of transformers. Raises RecipeError for a module that cannot run.
+    optimizer: its settings; None for none. num_tokens: of the language model. filled: parameters
+    that the caller is about to fill; all others come from ``initial``. A lone rank, without a mesh,
+    gets the plain module of transformers. Raises RecipeError for a module that cannot run.
     """
     assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train

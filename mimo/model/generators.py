@@ -32,7 +32,7 @@ def generator_module(
     recipe: Recipe,
     topology: Topology,
     name: str,
-    optimizer: OptimizerSettings,
+    optimizer: OptimizerSettings | None,
     num_tokens: int,
     initial: InitialWeights | None,
     filled: set[str],

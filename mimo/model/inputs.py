@@ -14,13 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bridge import (
+    BridgeSender,
+    ColocatedBridge,
+    FlatEmbeddings,
+    ItemRows,
+    UnexpectedRows,
+    split_levels,
+    split_sizes_of,
+)
 from data.batch import PackedLane
 from mimo.device import Staging
+from mimo.engines.contract import Draw
 from mimo.families.contracts import ItemRules
 from mimo.families.wire import WirePatches
 from mimo.model.decoding import EncoderItems
 from mimo.ops.attention_plan import LayerForm
 from mimo.ops.segments import PackedSegments, insert_embeddings, to_device
+from mimo.parallel.grids import Link
 from mimo.parallel.partition import PartitionAdapter
 
 
@@ -69,6 +80,22 @@ class EncoderBatch:
 
     patches: WirePatches | None
     items: Any
+
+
+Batch = LanguageBatch | WholeBatch
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of this rank's modules in one step, on the device.
+
+    language: its microbatches. items: by encoder, its microbatches, or groups of them. draws: by
+    generator, the forwards of each microbatch.
+    """
+
+    language: list[Batch]
+    items: dict[str, list[EncoderBatch]]
+    draws: dict[str, list[list[Draw]]]
 
 
 def stage_lane(
@@ -235,3 +262,20 @@ def cut_levels(
         whole = insert_embeddings(level.new_zeros(length, batch, level.shape[1]), level, places)
         parts.append(cut(whole).transpose(0, 1).flatten(0, 1))
     return torch.stack(parts), torch.arange(parts[0].shape[0], device=places.device)
+
+
+def flat_embeddings(
+    output: ItemRows,
+    bridges: Mapping[Link, BridgeSender] | Mapping[Link, ColocatedBridge],
+    microbatches: range,
+) -> list[FlatEmbeddings]:
+    """Split a tower's output into rows of each bridge; raises UnexpectedRows unless planned."""
+    link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows
+    runs, first = bridge.runs(microbatches), microbatches.start
+    sizes = split_sizes_of(output.rows_per_item, runs, bridge.lane, link.module, first)
+    try:
+        parts = split_levels(output.values, [link.levels for link in bridges])
+        return [FlatEmbeddings(part, sizes, output.parts) for part in parts]
+    except ValueError as error:
+        what = f"encoder {link.module}, microbatch {first}: {error}"
+        raise UnexpectedRows(what, first) from error

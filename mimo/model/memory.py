@@ -17,6 +17,7 @@ The device's context, memory of libraries such as NCCL, and fragmentation come o
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ import numpy as np
 
 from data.modalities.processor import Part
 from mimo.config.schema import Recipe
-from mimo.families.contracts import FamilySettings
 from mimo.families.keymap import Weight, num_elements
 from mimo.families.registry import (
     GENERAL,
@@ -36,6 +36,7 @@ from mimo.families.registry import (
     generator_settings,
     language_family,
     language_settings,
+    module_settings,
     query_weights,
     trainable_names,
 )
@@ -135,14 +136,6 @@ def weights_of(
     return encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
 
 
-def settings_of(recipe: Recipe, module: str) -> FamilySettings:
-    """Return the checked settings of a module. Raises RecipeError."""
-    if module == LANGUAGE:
-        return language_settings(recipe)
-    is_generator = module in recipe.generators
-    return (generator_settings if is_generator else encoder_settings)(recipe, module)
-
-
 def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     """Return the inputs of a tower, such as patches, per embedding of an item of noise."""
     settings = encoder_settings(recipe, encoder)
@@ -150,6 +143,9 @@ def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     file = modality.random_file(np.random.default_rng(0))
     plan = modality.plan(Part(modality.size_of(modality.decode(file))))
     return settings.num_inputs(plan.grid) / plan.num_rows
+
+
+_IN_LAYER = re.compile(r"(^|\.)(layers|transformer_blocks)\.").search
 
 
 class _Module:
@@ -169,17 +165,18 @@ class _Module:
         self.wide = max(4, self.size)
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
-        self.layers = settings_of(recipe, name).num_layers // self.grid.pp
-        self.held, self.trained = Counter[str](), Counter[str]()
-        if name in recipe.generators:
-            self._count_generator()
-            return
-        last = (_OUTPUT,) if name == LANGUAGE else encoder_family(recipe, name).PROJECTOR
+        self.layers = module_settings(recipe, name).num_layers // self.grid.pp
+        last: tuple[str, ...] = (_OUTPUT,) if name == LANGUAGE else ()
+        if name in recipe.encoders:
+            last = encoder_family(recipe, name).PROJECTOR
+        elif name in recipe.generators:
+            self.hidden = module_settings(recipe, name).hidden_size
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
             for weight in weights_of(recipe, name, known, num_layers=1)
         }
+        self.held, self.trained = Counter[str](), Counter[str]()
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
         # Models of transformers list all layers, because these may differ; their mean counts.
         is_general = self.part.family == GENERAL
@@ -187,7 +184,7 @@ class _Module:
         self.is_one_unit = is_general and name != LANGUAGE
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(last) or "final_layernorm" in weight
-            place = "layer" if ".layers." in weight else "last" if is_last else "first"
+            place = "layer" if _IN_LAYER(weight) else "last" if is_last else "first"
             if self.is_one_unit:
                 place = "first"
             cut = tp if weight.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
@@ -204,26 +201,6 @@ class _Module:
         for counter in (self.held, self.trained):
             counter["layer"], rest = divmod(counter["layer"], self.listed)
             counter["first"] += rest
-
-    def _count_generator(self) -> None:
-        """Count a generator's parameters: a layer is what two layers have more than one."""
-        recipe, name = self.recipe, self.name
-        one, two = (weights_of(recipe, name, None, num_layers=count) for count in (1, 2))
-        names, is_trainable = {weight.name for weight in one}, trainable_names(recipe, name)
-        self.listed, self.is_one_unit, self.hidden = 1, True, settings_of(recipe, name).hidden_size
-        self.shapes = {
-            weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
-            for weight in two
-            if weight.name not in names
-        }
-        for name, (rows, columns) in self.shapes.items():
-            self._count("layer", rows * columns, is_trainable(name))
-            self._count("first", -rows * columns, is_trainable(name))
-        for weight in one:
-            self._count("first", num_elements([weight]), is_trainable(weight.name))
-        if (lora := self.part.lora) is not None:
-            for name, sizes in self.shapes.items():
-                self._count("layer", lora.rank * sum(sizes) * lora.adapts(name), True)
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
@@ -368,17 +345,15 @@ class _Module:
         if self.name == LANGUAGE:
             return tokens
         if self.name in self.layout.generators:
-            return self._tokens_of_generator
+            return self._tokens_of_generator()
         lanes = self.layout.language.dp / self.grid.dp
         return tokens * lanes * inputs_per_embedding(self.recipe, self.name)
 
-    @property
     def _tokens_of_generator(self) -> float:
         """Tokens and condition rows of a lane, with one of the largest items for each sample."""
-        recipe, part = self.recipe, self.recipe.generators[self.name]
-        settings = generator_settings(recipe, self.name)
-        samples = max(1.0, recipe.longest_microbatch / recipe.data.sequence_length)
-        rows = part.num_queries or recipe.data.sequence_length
+        settings, data = generator_settings(self.recipe, self.name), self.recipe.data
+        samples = max(1.0, self.recipe.longest_microbatch / data.sequence_length)
+        rows = self.recipe.generators[self.name].num_queries or data.sequence_length
         of_item = settings.max_pixels / settings.token_pixels**2 + rows
         return samples * of_item * max(1.0, self.layout.language.dp / self.grid.dp)
 
@@ -392,7 +367,7 @@ class _Module:
     def _widths(self) -> tuple[float, float]:
         """Elements of a token on a rank: between layers, and kept in a layer for backward."""
         part = self.grid.tp if self.grid.sp else 1
-        layer = {n: s for n, s in self.shapes.items() if ".layers." in n or self.is_one_unit}
+        layer = {n: s for n, s in self.shapes.items() if _IN_LAYER(n) or self.is_one_unit}
         linears = {n.split(".")[-2]: shape for n, shape in layer.items() if n.endswith(".weight")}
         is_fsdp, in_fp32 = self.grid.engine == "fsdp", self.wide // self.size
         # Norms of transformers keep their input, its fp32 copy, and the normalized copy.

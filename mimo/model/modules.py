@@ -15,68 +15,46 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bridge import (
-    BridgeEnd,
     BridgeSender,
     ColocatedBridge,
-    ColocatedOutput,
-    FlatEmbeddings,
-    ItemRows,
     LevelReceiver,
-    OutputReceiver,
-    OutputSender,
     SampleKeys,
     TransferWatch,
-    UnexpectedRows,
     check_plans,
-    split_levels,
-    split_sizes_of,
     take_chunk,
 )
 from data.batch import PackedLane
 from mimo.device import Staging, memory_in_use
-from mimo.engines.contract import Chunk, Draw, Module
+from mimo.engines.contract import Chunk, Module
 from mimo.families.contracts import ItemRules
 from mimo.model.decoding import EncoderItems
 from mimo.model.inputs import (
+    Batch,
     EncoderBatch,
+    Inputs,
     LanguageBatch,
     ReceivedRows,
     WholeBatch,
     cut_levels,
+    flat_embeddings,
     join_levels,
     place_embeddings,
     stage_items,
     stage_lane,
     stage_whole,
 )
+from mimo.model.output_runs import OutputRuns
 from mimo.model.outputs import HostDraw
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Link
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
-
-Batch = LanguageBatch | WholeBatch
-Bridge = (
-    BridgeSender | LevelReceiver | ColocatedBridge | OutputSender | OutputReceiver | ColocatedOutput
-)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of this rank's modules in one step, on the device.
-
-    language: its microbatches. items: by encoder, its microbatches, or groups of them. draws: by
-    generator, the forwards of each microbatch.
-    """
-
-    language: list[Batch]
-    items: dict[str, list[EncoderBatch]]
-    draws: dict[str, list[list[Draw]]]
 
 
 @dataclass
@@ -87,16 +65,14 @@ class MimoModel:
     cuts sequences, on language ranks. senders: of disjoint encoders, on their last stage.
     receivers: of disjoint encoders, on stages of the language model that need their rows.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
-    output_senders: of disjoint generators, on the language model's last stage. output_receivers: on
-    their own ranks. colocated_outputs: of colocated generators. query_media: by generator with
-    queries, the modality of its items.
+    outputs: what this rank does for generators. query_media: by generator with queries, the
+    modality of its items.
     passes_gradients: whether anything trains before the language model, on any rank: gradients then
     pass through all of its stages, frozen or not.
     watch: watches transfers on a device where waiting does not block the host.
     takes_rows: whether the language model takes rows itself, as models of transformers do.
     whole_rows: with `delivery: replicated`, all rows of the lane arrive and are placed in whole
     sequences, which are cut afterwards.
-    losses: of this rank's modules in the present or last `run`.
     doing: the current activity of this rank's modules, and its microbatch; None outside of `run`.
     squared_changes: by module, this rank's share of the last update's squared change of weights,
     until it is reported.
@@ -111,9 +87,6 @@ class MimoModel:
     receivers: dict[Link, LevelReceiver] = field(default_factory=dict)
     colocated: dict[Link, ColocatedBridge] = field(default_factory=dict)
     encode_group: int | None = None
-    output_senders: dict[Link, OutputSender] = field(default_factory=dict)
-    output_receivers: dict[Link, OutputReceiver] = field(default_factory=dict)
-    colocated_outputs: dict[Link, ColocatedOutput] = field(default_factory=dict)
     query_media: dict[str, str] = field(default_factory=dict)
     passes_gradients: bool = False
     watch: TransferWatch | None = None
@@ -122,8 +95,10 @@ class MimoModel:
     takes_rows: bool = False
     squared_changes: dict[str, float | Tensor] = field(default_factory=dict)
     doing: tuple[str, int] | None = None
-    losses: dict[str, float | Tensor] = field(default_factory=dict)
     describe_batch: Callable[[int | None], str] = lambda microbatch: ""
+
+    def __post_init__(self) -> None:
+        self.outputs = OutputRuns(self.modules, self._note)
 
     def stage(
         self,
@@ -193,18 +168,17 @@ class MimoModel:
                 check_plans(bridge.end, plans, sample_keys)
             bridge.end.begin_step()
             bridge.begin(plans, forward_only)
-        self.losses = dict.fromkeys(self.modules, 0.0)
+        self.outputs.losses, losses = {}, dict[str, float | Tensor]()
         for name, module in self.modules.items():
             if name == LANGUAGE:
-                self.losses[name] = self._run_groups(module, inputs, forward_only)
+                losses[name] = self._run_groups(module, inputs, forward_only)
             elif name in inputs.items and not self._colocated_bridges(name):
                 self._run_encoder(module, inputs.items[name], forward_only)
-            elif receiver := self._of_module(self.output_receivers, name):
-                self._run_generator(module, receiver, inputs.draws[name], forward_only)
+        self.outputs.run(inputs.draws, forward_only)
         for bridge in bridges.values():
             bridge.finish()
         self.doing = None
-        return self.losses
+        return losses | self.outputs.losses
 
     def finish_gradients(self, num_loss_tokens: int) -> None:
         """Complete every module's gradients and divide them once by the global token count."""
@@ -233,7 +207,7 @@ class MimoModel:
         sizes = Counter[tuple[str, str]]()
         for link, bridge in self._bridges().items():
             end, name = bridge.end, link.module
-            at_other_end = link in self.receivers or link in self.output_senders
+            at_other_end = link in self.receivers or link in self.outputs.senders
             least = 0 if at_other_end else end.least_bytes(plan.bridges[link])
             sizes["sent", f"{name}_forward"] += end.clock.sent_bytes["rows"]
             sizes["sent", f"{name}_backward"] += end.clock.sent_bytes["gradients"]
@@ -241,13 +215,12 @@ class MimoModel:
             sizes["least", f"{name}_backward"] += least * end.trainable
         return sizes
 
-    def _bridges(self) -> dict[Link, Bridge]:
-        outputs = {**self.output_senders, **self.output_receivers, **self.colocated_outputs}
-        return {**self.senders, **self.receivers, **self.colocated, **outputs}
+    def _bridges(self) -> dict[Link, Any]:
+        """Return all bridge ends, which have `begin`, `finish` and ``end``."""
+        return {**self.senders, **self.receivers, **self.colocated, **self.outputs.bridges}
 
-    def _of_module[B](self, bridges: Mapping[Link, B], name: str) -> B | None:
-        """Return the only bridge of a generator, if it is among these."""
-        return next((bridge for link, bridge in bridges.items() if link.module == name), None)
+    def _note(self, activity: str, microbatch: int) -> None:
+        self.doing = activity, microbatch
 
     def _note_backward(self, output: Tensor, part: str, microbatch: int) -> Tensor:
         """Return ``output``, whose backward first notes in `doing` that it began."""
@@ -274,7 +247,7 @@ class MimoModel:
             with SPANS.span(module.name, "encode", number=number):
                 output = tower(batch.patches, batch.items)
                 if senders:
-                    rows = _flat_embeddings(output, senders, range(number, number + 1))
+                    rows = flat_embeddings(output, senders, range(number, number + 1))
                     pairs = zip(senders.values(), rows, strict=True)
                     tokens = [sender.send(number, part_of_rows) for sender, part_of_rows in pairs]
                     output = torch.stack(tokens).sum()  # its backward reaches every link
@@ -337,7 +310,7 @@ class MimoModel:
         with SPANS.span(name, "encode"):
             with torch.set_grad_enabled(module.trains and not forward_only):
                 output = module.encode(batch.patches, batch.items)
-                rows = _flat_embeddings(output, bridges, group)
+                rows = flat_embeddings(output, bridges, group)
             for bridge, part_of_rows in zip(bridges.values(), rows, strict=True):
                 bridge.deliver(group, part_of_rows)
             return [part_of_rows.values for part_of_rows in rows]
@@ -364,7 +337,7 @@ class MimoModel:
                     packed_seq_params=batch.segments,
                     place=partial(self._place, batch, received) if chunk.is_first else None,
                     levels=self._levels(batch, received),
-                    emit=self._emit(inputs, number, chunk, forward_only),
+                    emit=self.outputs.emitter(inputs.draws, number, chunk, forward_only),
                 )
             return self._note_backward(output, part, number)
 
@@ -418,82 +391,3 @@ class MimoModel:
             return levels
         size, length = batch.input_ids.shape
         return cut_levels(levels, size, length, partial(self._cut, batch))
-
-    # ------------------------------------------------------------ generators
-
-    def _run_generator(
-        self,
-        module: Module,
-        receiver: OutputReceiver,
-        draws: Sequence[Sequence[Draw]],
-        forward_only: bool,
-    ) -> None:
-        for number in range(len(draws)):
-            rows = receiver.receive(number)
-            gradient = self._draw(module, draws, number, rows, receiver.end, forward_only)
-            receiver.answer(number, gradient)
-
-    def _draw(
-        self,
-        module: Module,
-        draws: Sequence[Sequence[Draw]],
-        number: int,
-        rows: Tensor,
-        end: BridgeEnd,
-        forward_only: bool,
-    ) -> Tensor:
-        """Run a generator's forwards of a microbatch, and backwards; returns the rows' gradient.
-
-        rows: (N, H) of this lane, without a graph.
-        """
-        rows = rows.detach().requires_grad_(end.trainable and not forward_only)
-        has_backward = (module.trains or end.trainable) and not forward_only
-        num_left = sum(map(len, draws[number + 1 :]))
-        self.doing = f"forward of {module.name}", number
-        for done, draw in enumerate(draws[number], 1):
-            with torch.set_grad_enabled(has_backward):
-                with SPANS.span(module.name, "forward", number=number):
-                    losses = module.whole(draw, rows)
-                self.losses[module.name] += (losses.detach() * draw.counted).sum().double()
-                if has_backward:
-                    is_last = done == len(draws[number]) and num_left == 0
-                    with SPANS.span(module.name, "backward", number=number):
-                        module.learn((losses * draw.weights).sum(), is_last=is_last)
-        return torch.zeros_like(rows) if rows.grad is None else rows.grad
-
-    def _emit(
-        self, inputs: Inputs, number: int, chunk: Chunk, forward_only: bool
-    ) -> Callable[[Tensor], Tensor] | None:
-        """Return what hands hidden states to the generators, on the language model's last chunk."""
-        bridges = {**self.output_senders, **self.colocated_outputs}
-        if not any(chunk.number in link.chunks for link in bridges):
-            return None
-
-        def emit(hidden: Tensor) -> Tensor:
-            flat = hidden.transpose(0, 1).flatten(0, 1)
-            tokens = [sender.send(number, flat) for sender in self.output_senders.values()]
-            for link, bridge in self.colocated_outputs.items():
-                module, draws = self.modules[link.module], inputs.draws[link.module]
-                rows = bridge.exchange(number, flat)
-                gradient = self._draw(module, draws, number, rows, bridge.end, forward_only)
-                tokens.append(bridge.answer(number, gradient, flat))
-            return torch.stack(tokens).sum()
-
-        return emit
-
-
-def _flat_embeddings(
-    output: ItemRows,
-    bridges: Mapping[Link, BridgeSender] | Mapping[Link, ColocatedBridge],
-    microbatches: range,
-) -> list[FlatEmbeddings]:
-    """Split a tower's output into rows of each bridge; raises UnexpectedRows unless planned."""
-    link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows
-    runs, first = bridge.runs(microbatches), microbatches.start
-    sizes = split_sizes_of(output.rows_per_item, runs, bridge.lane, link.module, first)
-    try:
-        parts = split_levels(output.values, [link.levels for link in bridges])
-        return [FlatEmbeddings(part, sizes, output.parts) for part in parts]
-    except ValueError as error:
-        what = f"encoder {link.module}, microbatch {first}: {error}"
-        raise UnexpectedRows(what, first) from error

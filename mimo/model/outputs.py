@@ -142,10 +142,12 @@ class OutputPlanner:
         index = torch.full((count, longest), num_rows, dtype=torch.int64)
         lengths = torch.ones(count, dtype=torch.int64)
         noise = torch.zeros(count, size[0] * size[1], self.channels)
-        times, weights, counted = torch.full((count,), 0.5), torch.zeros(count), torch.zeros(count)
+        times, counted = torch.full((count,), 0.5), torch.zeros(count)
+        weights = torch.zeros(count, dtype=torch.float64)
         patches = [(form, torch.zeros(size[0] * size[1], form.width, dtype=torch.uint8))]
         for b, (_, _, numbers, first, rows) in enumerate(items):
-            lengths[b], times[b], noise[b] = rows, numbers.time, numbers.noise
+            lengths[b] = 0 if numbers.dropped else rows
+            times[b], noise[b] = numbers.time, numbers.noise
             weights[b], counted[b] = weight, 1.0
             if not numbers.dropped:
                 index[b, :rows] = torch.arange(first, first + rows)

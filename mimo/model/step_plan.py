@@ -261,7 +261,7 @@ class StepPlanner:
             num_loss_tokens=int(sum(m.samples.loss_tokens.sum() for m in finished)),
             num_tokens=int(sum(m.samples.length.sum() for m in finished)),
             encoder_imbalance=max(
-                (imbalance(self.encoder_loads(name, finished)) for name in self.layout.encoders),
+                (imbalance(self.lane_loads(name, finished)) for name in self.layout.encoders),
                 default=1.0,
             ),
             bridges=bridges,
@@ -271,14 +271,14 @@ class StepPlanner:
             },
         )
 
-    def encoder_loads(self, encoder: str, microbatches: Sequence[PlannedMicrobatch]) -> np.ndarray:
-        """Return (groups, lanes) the cost that each lane encodes in one go."""
-        lanes = self.layout.encoders[encoder].dp
-        loads = np.zeros((-(-len(microbatches) // self._group_size(encoder)), lanes))
+    def lane_loads(self, module: str, microbatches: Sequence[PlannedMicrobatch]) -> np.ndarray:
+        """Return (groups, lanes) the cost of the items that each lane works on in one go."""
+        lanes, size = self.layout.item_grids[module].dp, self._group_size(module)
+        loads = np.zeros((-(-len(microbatches) // size), lanes))
         for m, planned in enumerate(microbatches):
-            items = planned.items[encoder]
+            items = planned.items[module]
             cost = planned.samples.item_cost[items.item]
-            loads[m // self._group_size(encoder)] += np.bincount(items.lane, cost, lanes)
+            loads[m // size] += np.bincount(items.lane, cost, lanes)
         return loads
 
 

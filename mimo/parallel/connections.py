@@ -26,7 +26,10 @@ from mimo.parallel.grids import GridSpec, Layout, Link
 
 
 def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]:
-    """Return, for each block of lanes, the ranks of a link's module and of the language model."""
+    """Return, for each block of lanes, the ranks that send a link's rows, and those that get them.
+
+    An encoder sends rows to the language model, which sends rows to a generator.
+    """
     module, language = layout.item_grids[link.module], layout.language
     blocks = layout.blocks_of(link.module)
 
@@ -39,10 +42,11 @@ def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]
             for tp in range(grid.tp)
         ]
 
-    return [
+    ends = [
         (ranks(module, block, module.pp - 1), ranks(language, block, link.stage))
         for block in range(blocks)
     ]
+    return [(b, a) for a, b in ends] if link.module in layout.generators else ends
 
 
 def sender_receiver_pairs(layout: Layout) -> dict[str, list[tuple[int, int]]]:

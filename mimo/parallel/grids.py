@@ -34,7 +34,7 @@ class Link:
     @property
     def name(self) -> str:
         """Name in messages to users."""
-        if self.levels == (0,) and self.stage == 0:
+        if self.levels == (0,):
             return self.module
         return f"{self.module} (levels {', '.join(map(str, self.levels))})"
 

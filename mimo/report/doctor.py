@@ -164,8 +164,8 @@ def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
     costs = [m.length * (linear + m.length) for m in microbatches]
     pairs = zip(microbatches, costs, strict=True)
     loads = {"language": [np.bincount(m.lane, cost, lanes) for m, cost in pairs]}
-    for name in planner.layout.encoders:
-        loads[name] = [v for s in steps for v in planner.encoder_loads(name, s.microbatches)]
+    for name in planner.layout.item_grids:
+        loads[name] = [v for s in steps for v in planner.lane_loads(name, s.microbatches)]
     uneven = {name: [*map(imbalance, values)] for name, values in loads.items()}
     budget = recipe.data.tokens_per_microbatch
     return {

@@ -76,12 +76,14 @@ class RanksFailed(RuntimeError):
         failed = {error.rank for error in errors}
 
         def distance_to_cause(error: RankError) -> tuple[bool, bool, bool, float]:
-            names_silent_rank = not failed.issuperset(error.waits_for)
-            is_vague = not error.waits_for
-            return error.is_consequence, not names_silent_rank, is_vague, error.time_seconds
+            names_silent = not failed.issuperset(error.waits_for)
+            return error.is_consequence, not names_silent, not error.waits_for, error.time_seconds
 
         self.errors = sorted(errors, key=distance_to_cause)
         super().__init__(f"{self.errors[0].traceback}{self.errors[0]}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errors,)
 
 
 class RanksHung(RuntimeError):
@@ -241,8 +243,7 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR2)
     if stacks is not None:
         seconds, path = stacks
-        file = path.open("w")  # open for as long as this process lives
-        faulthandler.dump_traceback_later(seconds, file=file)
+        faulthandler.dump_traceback_later(seconds, file=path.open("w"))  # which it keeps open
     threading.Thread(target=_read_requests, args=(pipe,), name="stop requests", daemon=True).start()
     end_with_failed_thread(
         lambda error: _send_and_exit(pipe, pickle.dumps(_describe(rank, error)), code=1)

@@ -19,6 +19,8 @@ from mimo.parallel.grids import LANGUAGE, Layout
 class Component:
     """Nodes of one kind: `encoders` and `language` in a heterogeneous job, `all` in any other.
 
+    Disjoint generators are on the nodes of the language model.
+
     places: ranks that a node has room for. nodes: the ranks of each node, ascending.
     """
 
@@ -66,19 +68,22 @@ def place(phased: PhasedRecipe, layouts: Sequence[Layout], hetjob: bool = False)
 
 
 def _num_encoder_ranks(phased: PhasedRecipe, layouts: Sequence[Layout]) -> int:
-    """Count the ranks of disjoint encoders, which precede those of the language model."""
+    """Count the ranks of disjoint encoders, which precede those of all other modules."""
     first = 0
     for phase, layout in zip(phased.phases, layouts, strict=True):
-        start = layout.language.rank_offset
-        if layout.colocated >= set(layout.encoders):
+        others = {n: g.rank_offset for n, g in layout.grids.items() if n not in layout.encoders}
+        earliest = min(others, key=lambda name: others[name])
+        start, disjoint = others[earliest], layout.encoders.keys() - layout.colocated
+        if not disjoint:
             message = (
                 "a heterogeneous job has its disjoint encoders on other nodes, but no encoder is "
                 "disjoint; set placement: disjoint, or leave out --hetjob and cluster.encoder_nodes"
             )
             raise RecipeError(phase.recipe.problem(("encoders",), message))
-        if layout.language.ranks.stop != layout.world_size:
+        if start != sum(layout.encoders[name].size for name in disjoint):
             message = f"got {start}, but a heterogeneous job's encoders come before; remove it"
-            raise RecipeError(phase.recipe.problem((LANGUAGE, "grid", "rank_offset"), message))
+            key = (*phase.recipe.key_of(earliest), "grid", "rank_offset")
+            raise RecipeError(phase.recipe.problem(key, message))
         if first and start != first:
             message = (
                 f"leaves {start} ranks to encoders, but {phased.phases[0].title} {first}, and all "
@@ -105,7 +110,7 @@ def _units(layouts: Sequence[Layout], ranks: range, places: int) -> Iterator[ran
     group that no node holds is cut into pieces of ``places`` ranks.
     """
     grids = [layout.language for layout in layouts]
-    grids += [grid for layout in layouts for grid in layout.encoders.values()]
+    grids += [grid for layout in layouts for grid in layout.item_grids.values()]
     starts = set(ranks)
     for grid in grids:
         inner = set[int]()  # ranks that follow another one of their group, on the same node

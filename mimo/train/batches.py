@@ -38,7 +38,8 @@ from mimo.device import Staging, copy_stream, local_device, send
 from mimo.families.registry import GENERAL
 from mimo.model.dataset import Dataset
 from mimo.model.decoding import gather_items, pack_language
-from mimo.model.modules import Inputs, MimoModel
+from mimo.model.inputs import Inputs
+from mimo.model.modules import MimoModel
 from mimo.model.outputs import output_planner
 from mimo.model.step_plan import StepFlops, StepPlan, pads_samples, step_planner
 from mimo.parallel.grids import LANGUAGE

@@ -268,9 +268,13 @@ def _taken(messages: dict[tuple[int, int], list[Row]], rank: int, exchange: Exch
 
 
 @st.composite
-def cases(draw, deliveries: Sequence[Delivery] = ("sequence_parallel", "shared_out", "replicated")):
+def cases(
+    draw,
+    deliveries: Sequence[Delivery] = ("sequence_parallel", "shared_out", "replicated"),
+    most_encoder_tp: int = 4,
+):
     """Any layout: fan-in, fan-out, non-dividing; disjoint, colocated or partly both."""
-    encoder_lanes, encoder_tp = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    encoder_lanes, encoder_tp = draw(st.integers(1, 5)), draw(st.integers(1, most_encoder_tp))
     lanes = draw(st.integers(1, 5))
     cp, tp = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4]))
     item = st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, encoder_lanes - 1))

@@ -6,8 +6,6 @@ Letters: T tokens of a language lane, N rows of an encoder lane, H hidden.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +31,7 @@ from tests.bridge.two_grids import (
     encoder_part,
     local_slice,
     receive_all,
+    recorded,
     rows_of,
     send_all,
 )
@@ -53,22 +52,6 @@ LARGE_CASES = {
 
 
 # ------------------------------------------------------- functions that run inside ranks
-
-
-@contextmanager
-def recorded() -> Iterator[list[tuple[str, int, Any]]]:
-    """Every message that starts meanwhile: (what, peer, group)."""
-    batch, messages = dist.batch_isend_irecv, []
-
-    def record(operations):
-        messages.extend((op.op.__name__, op.peer, op.group) for op in operations)
-        return batch(operations)
-
-    dist.batch_isend_irecv = record
-    try:
-        yield messages
-    finally:
-        dist.batch_isend_irecv = batch
 
 
 def check_rows_and_gradients(rank: int, case: Case, is_watched: bool = False) -> None:

@@ -9,7 +9,8 @@ Letters: T tokens of a language lane, N rows of an encoder lane, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,18 +52,25 @@ class Case:
     timeout_seconds: float | None = None
     samples: tuple[tuple[int, ...], ...] = SAMPLES
     hidden: int = HIDDEN
+    packed: bool = True
+    colocated: bool = False  # with as many encoder ranks as the language model has
 
     @property
     def encoder_ranks(self) -> int:
         return self.lanes * self.tp
 
     @property
+    def first_language_rank(self) -> int:
+        return 0 if self.colocated else self.encoder_ranks
+
+    @property
     def num_ranks(self) -> int:
-        return self.encoder_ranks + self.language_lanes * self.language_cp * self.language_tp
+        size = self.language_lanes * self.language_cp * self.language_tp
+        return self.first_language_rank + size
 
     def place(self, rank: int) -> tuple[int, int]:
         """A language rank's lane, and its number there."""
-        return divmod(rank - self.encoder_ranks, self.language_cp * self.language_tp)
+        return divmod(rank - self.first_language_rank, self.language_cp * self.language_tp)
 
     def runs(self, microbatch: int) -> ItemRuns:
         """One item per sample with rows, dealt out over lanes; a placeholder run per sample."""
@@ -81,16 +89,22 @@ class Case:
     @property
     def tokens(self) -> int:
         """T, for every lane."""
-        return 16 * len(self.samples[0]) // self.language_lanes
+        return sum(self.segments)
+
+    @property
+    def segments(self) -> list[int]:
+        """Tokens of the sequences of every lane: one packed sequence, or one of each sample."""
+        count = len(self.samples[0]) // self.language_lanes
+        return [16 * count] if self.packed else [16] * count
 
     def plan(self, microbatch: int) -> BridgePlan:
         runs = self.runs(microbatch)
         rows = np.array([sum(runs.split_sizes(lane)) for lane in range(self.lanes)])
         kind = cut_alone if self.sequence_sharded else ReplicatedSource
         source = kind(rows, np.arange(self.encoder_ranks).reshape(-1, self.tp))
-        ranks = np.arange(self.encoder_ranks, self.num_ranks)
+        ranks = np.arange(self.first_language_rank, self.num_ranks)
         destination = sharded_destination(
-            lanes_of([[self.tokens]] * self.language_lanes),
+            lanes_of([self.segments] * self.language_lanes, self.packed),
             ranks.reshape(self.language_lanes, self.language_cp, self.language_tp),
             self.sequence_parallel,
             runs,
@@ -100,15 +114,15 @@ class Case:
     def plans(self) -> list[BridgePlan]:
         return [self.plan(microbatch) for microbatch in range(len(self.samples))]
 
-    def end(self, rank: int, forward: Any = None, backward: Any = None, gather: Any = None):
+    def end(self, rank: int, forward: Any = None, backward: Any = None, **options: Any):
         return make_end(
             rank,
             (forward, backward),
             self.hidden,
             self.wire_dtype,
             trainable=self.trainable,
-            gather=gather,
             timeout_seconds=self.timeout_seconds,
+            **options,
         )
 
     def dense(self, microbatch: int, seed: int) -> torch.Tensor:
@@ -154,28 +168,49 @@ CASES = {
 # ------------------------------------------------------- functions that run inside ranks
 
 
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, int, Any]]]:
+    """Every message that starts meanwhile: (what, peer, group)."""
+    batch, messages = dist.batch_isend_irecv, []
+
+    def record(operations):
+        messages.extend((op.op.__name__, op.peer, op.group) for op in operations)
+        return batch(operations)
+
+    dist.batch_isend_irecv = record
+    try:
+        yield messages
+    finally:
+        dist.batch_isend_irecv = batch
+
+
 def build_end(rank: int, case: Case) -> BridgeSender | BridgeReceiver:
-    """This rank's end of the bridge; every rank calls it."""
+    """This rank's end of an encoder's bridge; every rank calls it."""
+    end = transport(rank, case)
+    return (
+        BridgeSender(end, rank // case.tp, run_ahead=2)
+        if rank < case.encoder_ranks
+        else BridgeReceiver(end, run_ahead=2, posted_ahead=1)
+    )
+
+
+def transport(rank: int, case: Case, **options: Any) -> BridgeEnd:
+    """The groups of this rank's end; every rank calls it."""
     ranks = list(range(case.num_ranks))
     forward, backward = (cast("dist.ProcessGroup", dist.new_group(ranks)) for _ in range(2))
     gather = None
     language = case.language_lanes * case.language_cp
-    sides = ((0, case.lanes, case.tp), (case.encoder_ranks, language, case.language_tp))
+    sides = ((0, case.lanes, case.tp), (case.first_language_rank, language, case.language_tp))
     for first, lanes, tp in sides:
         for lane in range(lanes):
             lane_ranks = [first + lane * tp + t for t in range(tp)]
             group = dist.new_group(lane_ranks) if tp > 1 else None
             if rank in lane_ranks:
                 gather = group
-    sends = rank < case.encoder_ranks
-    if case.sequence_sharded if sends else case.sequence_parallel:
+    encodes = rank < case.first_language_rank
+    if case.sequence_sharded if encodes else case.sequence_parallel:
         gather = None
-    end = case.end(rank, forward, backward, gather)
-    return (
-        BridgeSender(end, rank // case.tp, run_ahead=2)
-        if sends
-        else BridgeReceiver(end, run_ahead=2, posted_ahead=1)
-    )
+    return case.end(rank, forward, backward, gather=gather, **options)
 
 
 def make_end(
@@ -241,9 +276,12 @@ def receive_all(receiver: BridgeReceiver, case: Case) -> list[torch.Tensor]:
 
 
 def local_slice(case: Case, sequence: torch.Tensor, number: int) -> torch.Tensor:
-    """A language rank's part of its lane's sequence (T, H)."""
+    """A language rank's part of its lane's sequences (T, H)."""
     c, t = divmod(number, case.language_tp)
+    sequences = sequence.unflatten(0, (len(case.segments), -1))
     if case.language_cp > 1:
-        chunks = sequence.chunk(2 * case.language_cp)
-        sequence = torch.cat((chunks[c], chunks[2 * case.language_cp - 1 - c]))
-    return sequence.chunk(case.language_tp)[t] if case.sequence_parallel else sequence
+        chunks = sequences.chunk(2 * case.language_cp, dim=1)
+        sequences = torch.cat((chunks[c], chunks[2 * case.language_cp - 1 - c]), dim=1)
+    if case.sequence_parallel:
+        sequences = sequences.chunk(case.language_tp, dim=1)[t]
+    return sequences.flatten(0, 1)

@@ -17,14 +17,17 @@ from mimo.config.schema import Recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.device_model.nccl import behave_like_nccl
+from tests.mimo.check.draws import draws_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SWEPT = {cell.name: cell for cell in SWEEP}
-# Cells with an encoder on ranks of its own; other bridges exchange everything in one batch.
+# Cells with a module on ranks of its own; other bridges exchange everything in one batch.
 WITH_BRIDGE = {
     name: cell
     for name, cell in SWEPT.items()
-    if not all(grid.startswith("colocated") for grid in (cell.encoder, cell.second or cell.encoder))
+    if not all(
+        grid is None or grid.startswith("colocated") for grid in (*cell.encoders, cell.generator)
+    )
 }
 
 
@@ -107,6 +110,46 @@ def in_one_queue() -> None:
     behave_like_nccl(one_queue=True)
 
 
+def one_ahead() -> None:
+    """Hold the language model to the order of a schedule that runs one microbatch ahead."""
+    behave_like_nccl()
+    _expect_order(ahead=1)
+
+
+def not_ahead() -> None:
+    """Hold it to one that waits for the gradient of each microbatch."""
+    behave_like_nccl()
+    _expect_order(ahead=0)
+
+
+def _expect_order(ahead: int) -> None:
+    from bridge import OutputSender
+
+    forward, backward, finish = OutputSender._forward, OutputSender._backward, OutputSender.finish
+    events = list[tuple[str, int]]()
+
+    def send(self: Any, microbatch: int, *rest: Any) -> Any:
+        events.append(("rows", microbatch))
+        return forward(self, microbatch, *rest)
+
+    def wait(self: Any, microbatch: int, *rest: Any) -> Any:
+        events.append(("gradients", microbatch))
+        return backward(self, microbatch, *rest)
+
+    def check_order(self: Any) -> None:
+        finish(self)
+        steps, expected = range(len(events) // 2 + ahead), list[tuple[str, int]]()
+        for m in steps:
+            expected += [("rows", m)] * (m < steps.stop - ahead)
+            expected += [("gradients", m - ahead)] * (m >= ahead)
+        assert len(events) > 2, "several microbatches"
+        assert events == expected
+        events.clear()
+
+    OutputSender._forward, OutputSender._backward = send, wait  # type: ignore[method-assign]
+    OutputSender.finish = check_order  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------------- tests
 
 
@@ -117,7 +160,9 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
 
 
 def recipe_for(verifier: Verifier, cell: SweepCell) -> Recipe:
-    """Modules of transformers need a checkpoint; the quickstart has none."""
+    """Modules of transformers and diffusers need a checkpoint; the quickstart has none."""
+    if cell.generator is not None:
+        return draws_recipe(verifier.folder)
     if "fsdp" not in cell.name:
         return load_recipe(RECIPES / "quickstart.yaml")
     folder = verifier.folder / "checkpoint"
@@ -144,7 +189,12 @@ def check(result: CellResult) -> None:
     assert result.passed, str(result.comparison.first)
 
 
-@pytest.mark.parametrize("cell", quick_values(WITH_BRIDGE, "dp3 + colocated → tp2 sp · recompute"))
+@pytest.mark.parametrize(
+    "cell",
+    quick_values(
+        WITH_BRIDGE, "dp3 + colocated → tp2 sp · recompute", "dp2 → pp2 → dp2 · recompute"
+    ),
+)
 def test_every_layout_with_a_bridge_takes_the_steps_of_one_rank_under_the_rules_of_nccl(
     verifier: Verifier, cell: SweepCell
 ) -> None:
@@ -169,12 +219,30 @@ def test_an_explicit_run_ahead_is_as_safe_as_the_automatic_one(
         ("dp3 → tp2 sp pp2 vpp2", None),
         ("tp2 dp2 → tp2 sp pp2 · recompute", None),
         ("dp2 → dp3 · recompute", 6),
+        ("1 rank → tp2 sp → dp2", None),
     ],
 )
 def test_no_message_holds_up_the_one_queue_of_a_device_for_ever(
     verifier: Verifier, name: str, run_ahead: int | None
 ) -> None:
     check(run(verifier, SWEPT[name], in_one_queue, run_ahead))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("1 rank → dp2 → 1 rank", one_ahead),
+        ("none → tp2 sp → 1 rank", one_ahead),
+        ("dp2 → pp2 → dp2 · recompute", one_ahead),
+        ("fsdp dp2 → fsdp dp2 → dp2 · reduced each time", one_ahead),
+        ("dp3 → pp2 vpp2 → dp2", not_ahead),
+    ],
+)
+def test_the_language_model_runs_one_microbatch_ahead_unless_it_is_interleaved(
+    verifier: Verifier, name: str, order: Fault
+) -> None:
+    check(run(verifier, SWEPT[name], order))
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,11 @@ def test_the_peak_follows_from_the_name_of_the_card(
 
 
 @pytest.mark.gpu
+def test_ranks_that_share_a_gpu_may_initialise_it(run_ranks_on_gpu: RunRanks) -> None:
+    assert run_ranks_on_gpu(cuda_is_unusable, 2) == [False, False]
+
+
+@pytest.mark.gpu
 def test_staged_tensors_are_on_the_device_when_they_are_used_and_not_overwritten() -> None:
     stream, host = device.copy_stream(), torch.arange(1 << 24)
     with ThreadPoolExecutor(1) as background:

@@ -62,6 +62,7 @@ class FsdpModule:
     """Implements `mimo.engines.contract.Module`, which documents the methods.
 
     wrapper: a `Wrapper`, sharded and with its weights; frozen ones do not require gradients.
+    settings: of the optimizer; None for a module that is not updated.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class FsdpModule:
         wrapper: nn.Module,
         ctx: FsdpContext,
         names: Names,
-        settings: OptimizerSettings,
+        settings: OptimizerSettings | None,
         learning_rate: float,
         run_ahead: int = 0,
     ) -> None:
@@ -81,8 +82,8 @@ class FsdpModule:
         self._parameters = [self._parameter(*named) for named in wrapper.named_parameters()]
         self._trained = [param for param in self._parameters if param.local is not None]
         self.trains = self.has_trainable_params = bool(self._trained)  # equal on all ranks
-        self._optimizer, self._ema_decay = None, settings.ema_decay
-        if self._trained:
+        self._optimizer, self._ema_decay = None, settings and settings.ema_decay
+        if self._trained and settings is not None:
             assert ctx.stored_dtype.itemsize >= 4, "a module that trains in bf16 needs a mesh"
             weights = [(param.key, cast("nn.Parameter", param.local)) for param in self._trained]
             self._optimizer = torch_optimizer(weights, settings, learning_rate)

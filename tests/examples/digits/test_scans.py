@@ -17,9 +17,9 @@ from examples.digits.conversations import image_conversation, text_conversation
 from examples.digits.scans import (
     CANVASES,
     TEXT_RUN,
-    _load_scans,
     draw_digit,
     is_text_only,
+    load_scans,
     prepare_digits,
     split_of_scan,
 )
@@ -71,12 +71,12 @@ def test_the_splits_share_no_scan():
         "train": 1347,
     }
     assert all(splits[number] == "test" for number in range(0, 1797, 5))
-    sizes = {name: len(_load_scans(name)[1]) for name in ("train", "validation", "test")}
+    sizes = {name: len(load_scans(name)[1]) for name in ("train", "validation", "test")}
     assert sum(sizes.values()) == 1797
 
 
 def test_an_image_shows_the_scan_it_was_drawn_from():
-    scans, _ = _load_scans("test")
+    scans, _ = load_scans("test")
     rng = random.Random(0)
     likeness: list[float] = []
     for number in range(100):

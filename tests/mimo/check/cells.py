@@ -12,15 +12,8 @@ from mimo.check.scale import ScaledRecipe
 from mimo.check.verify import CellResult, Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
-from mimo.model.dataset import (
-    item_processors,
-    linear_tokens,
-    open_dataset,
-    open_tokenizer,
-    token_budget,
-)
-from mimo.model.step_plan import StepPlan, StepPlanner
-from mimo.parallel.grids import num_microbatches
+from mimo.model.dataset import item_processors, open_dataset, open_tokenizer
+from mimo.model.step_plan import StepPlan, step_planner
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = RECIPES / "quickstart.yaml"
@@ -88,14 +81,5 @@ def plan_first_step(scaled: ScaledRecipe) -> StepPlan:
     scaled.workload.write(scaled.directory)
     dataset = open_dataset(recipe, "sources", open_tokenizer(recipe), item_processors(recipe))
     assert dataset is not None
-    planner = StepPlanner(
-        scaled.layout,
-        {name: tuple(encoder.media_tokens) for name, encoder in recipe.encoders.items()},
-        dataset.indexes,
-        dataset.order,
-        recipe.train.micro_batch_size,
-        num_microbatches(recipe, scaled.layout),
-        budget=token_budget(recipe),
-        linear_tokens=linear_tokens(recipe),
-    )
+    planner = step_planner(recipe, scaled.layout, dataset)
     return planner.finish(planner.microbatches(0))

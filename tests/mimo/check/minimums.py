@@ -8,7 +8,7 @@ import numpy as np
 
 from mimo.config.schema import Recipe
 from mimo.families.contracts import FamilySettings
-from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.registry import encoder_settings, generator_settings, language_settings
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 
@@ -17,13 +17,13 @@ def check_minimums(recipe: Recipe, layout: Layout, plan: StepPlan) -> None:
     """Raise AssertionError if the comparison would be trivial.
 
     Every pipeline chunk has a layer of every kind; there are more microbatches than pipeline
-    depth and run-ahead; language lanes differ in rows and loss tokens, encoder lanes in rows;
+    depth and run-ahead; language lanes differ in rows and loss tokens, those of others in rows;
     samples have several items, one or none, one microbatch has none at all, and a lane packs
     several samples.
     """
     _check_stages(recipe, layout)
     ahead = [run_ahead(recipe, layout, n) for n in layout.encoders if n not in layout.colocated]
-    needed = layout.language.pp + max(ahead, default=0)
+    needed = layout.language.pp + max(ahead, default=layout.ahead)
     microbatches = num_microbatches(recipe, layout)
     assert microbatches > needed, f"{microbatches} microbatches, but {needed} are under way at once"
     together = (np.bincount(planned.samples.lane).max() for planned in plan.microbatches)
@@ -36,6 +36,7 @@ def _check_stages(recipe: Recipe, layout: Layout) -> None:
     settings: dict[str, FamilySettings] = {
         name: encoder_settings(recipe, name) for name in layout.encoders
     }
+    settings |= {name: generator_settings(recipe, name) for name in layout.generators}
     settings[LANGUAGE] = language_settings(recipe)
     for name, grid in layout.grids.items():
         kinds = settings[name].layer_kinds()
@@ -47,7 +48,7 @@ def _check_stages(recipe: Recipe, layout: Layout) -> None:
 
 
 def _check_items(recipe: Recipe, plan: StepPlan) -> None:
-    if not recipe.encoders:
+    if not recipe.encoders and not recipe.generators:
         return
     microbatches = [m.samples for m in plan.microbatches]
     # (samples, media): items of each media in each sample of the step.
@@ -78,9 +79,9 @@ def _check_lanes(layout: Layout, plan: StepPlan) -> None:
         of_item = m.lane[m.item_sample]
         rows.append(np.bincount(of_item, weights=m.item_rows, minlength=lanes))
     _assert_lanes_differ(np.array(tokens), "loss tokens of the language model")
-    if layout.encoders:
+    if layout.item_grids:
         _assert_lanes_differ(np.array(rows), "rows of the language model")
-    for name, grid in layout.encoders.items():
+    for name, grid in layout.item_grids.items():
         encoded = []
         for planned in plan.microbatches:
             encoder = planned.items[name]

@@ -87,7 +87,7 @@ def _answer_both(rank: int, folder: Path) -> None:
 def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: list) -> None:
     from data.index.reader import SampleReader
     from mimo.generate import evaluate
-    from mimo.generate.answer import Answer, Generator
+    from mimo.generate.answer import Generator
 
     budget, events = 100, []
     read, respond = SampleReader.decoded, Generator.respond
@@ -96,7 +96,7 @@ def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: li
         events.append("file")
         return read(self, *arguments)
 
-    def answers(self: Generator, requests: list, *arguments: Any) -> list[Answer]:
+    def responds(self: Generator, requests: list, *arguments: Any) -> list[Any]:
         num_tokens = sum(len(self._encode_prompt(r).sample.input_ids) + 4 for r in requests)
         assert len(requests) == 1 or num_tokens <= budget
         events.append(len(requests))
@@ -105,7 +105,7 @@ def _check_that_samples_are_read_as_they_are_answered(folder: Path, expected: li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "BATCH_TOKENS", budget)
         patch.setattr(SampleReader, "decoded", reads)
-        patch.setattr(Generator, "respond", answers)
+        patch.setattr(Generator, "respond", responds)
         answered = list(evaluate.answer_split(folder, "test", 4))
     assert [sample.expected for sample in answered] == [sample.expected for sample in expected]
     sizes = [event for event in events if event != "file"]
@@ -194,7 +194,8 @@ def _evaluate_average(rank: int, folder: Path) -> None:
 
     from mimo.checkpoint import reading
     from mimo.cli.main import app
-    from mimo.generate.answer import Answer, Generator
+    from mimo.generate.answer import Generator
+    from mimo.generate.drawing import Answer
 
     checkpoint = folder / "checkpoints" / "step_1"
     stored = reading.read(checkpoint)
@@ -205,7 +206,7 @@ def _evaluate_average(rank: int, folder: Path) -> None:
     def respond(self: Generator, requests: list, *_: object) -> list[Answer]:
         pieces = self.model.model.modules["language"].pieces("load", with_optimizer=False)
         used.extend(piece.values.clone() for piece in pieces if piece.key == key)
-        return [Answer([])] * len(requests)
+        return [Answer(())] * len(requests)
 
     for options, expected in (([], stored[key]), (["--ema"], stored[f"ema.{key}"])):
         used.clear()
@@ -268,32 +269,43 @@ def test_evaluate_allows_the_longest_answer_and_cuts_at_max_new_tokens(
 
 
 def _evaluate_long_answers(rank: int, folder: Path, chats: list[list[dict]]) -> None:
-    from mimo.checkpoint.assets import portable_recipe
-    from mimo.checkpoint.folder import find_checkpoint
+    from mimo.generate.answer import Generator
     from mimo.generate.evaluate import answer_split
-    from mimo.model.dataset import open_tokenizer
-    from tests.mimo.generate.forced import forced, known
 
-    chat = open_tokenizer(portable_recipe(find_checkpoint(folder)))
     expected = [messages[-1]["content"].split() for messages in chats]
     longest = len(expected[1])
     steps: list[int] = []
 
-    def answers(token: Callable[[list[int]], int], limit: int | None) -> list[list[str]]:
+    def answers(token: Callable[[Generator, list[int]], int], limit: int | None) -> list[list[str]]:
         """Return the answers of a model that writes ``token`` after its sequence."""
-        with forced(token) as lanes:
-            found = [sample.answer.split() for sample in answer_split(folder, "test", limit)]
-        steps[:] = [max(lane.lengths) for lane in lanes]
-        return found
 
-    knows = known([chat.encode(messages, [], "k").input_ids.tolist() for messages in chats])
-    nine = chat.encode_prompt([{"role": "user", "content": "9"}], []).input_ids.tolist()
-    (token,) = (token for token in nine if chat.decode([token]) == "9")
+        def next_tokens(
+            self: Generator, requests: list[int], sequences: list[list[int]], *_: object
+        ) -> list[int]:
+            steps.append(max(len(sequences[r]) for r in requests))
+            return [token(self, sequences[r]) for r in requests]
+
+        steps.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Generator, "_next_tokens", next_tokens)
+            return [sample.answer.split() for sample in answer_split(folder, "test", limit)]
+
+    def knows(self: Generator, sequence: list[int]) -> int:
+        for messages in chats:
+            whole = self.chat.encode(messages, [], "k").input_ids.tolist()
+            if whole[: len(sequence)] == sequence:
+                return whole[len(sequence)]
+        raise AssertionError("no sample goes on like this")
+
+    def babbles(self: Generator, sequence: list[int]) -> int:
+        nine = self.chat.encode_prompt([{"role": "user", "content": "9"}], []).input_ids
+        return next(token for token in nine.tolist() if self.chat.decode([token]) == "9")
+
     assert answers(knows, None) == expected
     assert len(steps) == longest + 1, "the longest answer and its end of turn"
     assert answers(knows, 5) == [expected[0], expected[1][:5]]
     # Answers that do not end are cut at the sequence length; prompts have 14 tokens.
-    assert answers(lambda _: token, 1000) == [["9"] * (48 - 14)] * 2
+    assert answers(babbles, 1000) == [["9"] * (48 - 14)] * 2
     assert steps == [*range(14, 48)]
 
 

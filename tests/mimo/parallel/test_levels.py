@@ -66,7 +66,9 @@ def test_an_encoder_without_levels_has_one_link_to_the_first_stage(tmp_path: Pat
 Event = tuple[str, int, int, int]  # (what, stage, chunk, microbatch)
 
 
-def schedule(pp: int, vpp: int, microbatches: int, stage: int) -> Iterator[tuple[str, int, int]]:
+def schedule(
+    pp: int, vpp: int, microbatches: int, stage: int, language_ahead: int
+) -> Iterator[tuple[str, int, int]]:
     """The order of one stage: ("forward" or "backward", chunk, microbatch)."""
     order = [
         (chunk, m)
@@ -75,7 +77,8 @@ def schedule(pp: int, vpp: int, microbatches: int, stage: int) -> Iterator[tuple
         for m in range(first, min(first + pp, microbatches))
     ]
     behind = pp - 1 - stage
-    warmup = min(behind if vpp == 1 else 2 * behind + (vpp - 1) * pp, len(order))
+    warmup = behind + language_ahead if vpp == 1 else 2 * behind + (vpp - 1) * pp
+    warmup = min(warmup, len(order))
     for chunk, m in order[:warmup]:
         yield "forward", chunk, m
     for n in range(len(order)):
@@ -85,8 +88,19 @@ def schedule(pp: int, vpp: int, microbatches: int, stage: int) -> Iterator[tuple
         yield "backward", vpp - 1 - chunk, m
 
 
-def finishes(pp: int, vpp: int, microbatches: int, links: tuple[Link, ...], ahead: int) -> bool:
-    """Whether encoder and stages all come to their end, each waiting for what it needs."""
+def finishes(
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    links: tuple[Link, ...],
+    ahead: int,
+    has_generator: bool = False,
+    language_ahead: int = 0,
+) -> bool:
+    """Whether encoder, stages and generator all end, each waiting for what it needs.
+
+    ahead: of the encoder. language_ahead: of the language model, for the generator.
+    """
     done: set[Event] = set()
 
     def encoder() -> Iterator[list[Event]]:
@@ -99,7 +113,7 @@ def finishes(pp: int, vpp: int, microbatches: int, links: tuple[Link, ...], ahea
                 yield answers
 
     def language(stage: int) -> Iterator[list[Event]]:
-        for what, chunk, m in schedule(pp, vpp, microbatches, stage):
+        for what, chunk, m in schedule(pp, vpp, microbatches, stage, language_ahead):
             part, needs = chunk * pp + stage, []
             if what == "forward":
                 if part > 0:
@@ -108,11 +122,19 @@ def finishes(pp: int, vpp: int, microbatches: int, links: tuple[Link, ...], ahea
                     needs.append(("rows", 0, 0, m))
             elif part < pp * vpp - 1:
                 needs.append(("backward", (part + 1) % pp, (part + 1) // pp, m))
+            elif has_generator:
+                needs.append(("drawn", 0, 0, m))
             yield needs
             done.add((what, stage, chunk, m))
 
-    parties = [encoder(), *(language(stage) for stage in range(pp))]
-    waiting: list[list[Event] | None] = [next(party) for party in parties]
+    def generator() -> Iterator[list[Event]]:
+        for m in range(microbatches * has_generator):
+            yield [("forward", pp - 1, vpp - 1, m)]
+            done.add(("drawn", 0, 0, m))
+
+    stages = [language(stage) for stage in range(pp)]
+    parties = [encoder(), *stages, generator()]
+    waiting: list[list[Event] | None] = [next(party, None) for party in parties]
     moved = True
     while moved:
         moved = False
@@ -141,6 +163,19 @@ def test_the_least_run_ahead_is_enough_for_all_receiving_stages_and_one_less_is_
         what = f"pp {pp}, vpp {vpp}, {microbatches} microbatches, {links}"
         assert finishes(pp, vpp, microbatches, links, needed), what
         assert needed == 0 or not finishes(pp, vpp, microbatches, links, needed - 1), what
+
+
+def test_a_generator_costs_encoders_a_microbatch_of_run_ahead_and_never_deadlocks() -> None:
+    for pp, vpp, microbatches, links in layouts_with_links():
+        ahead = int(vpp == 1)  # `Layout.ahead`
+        needed = minimum_run_ahead(pp, vpp, microbatches, ahead)
+        assert vpp > 1 or needed == min(pp, microbatches - 1)
+        assert vpp == 1 or needed == minimum_run_ahead(pp, vpp, microbatches)
+        sizes, what = (pp, vpp, microbatches, links), f"pp {pp}, vpp {vpp}, {microbatches}, {links}"
+        assert finishes(*sizes, needed, True, ahead), what
+        assert needed == 0 or not finishes(*sizes, needed - 1, True, ahead), what
+        # Nor does the language model have to run ahead at all.
+        assert finishes(*sizes, minimum_run_ahead(pp, vpp, microbatches), True, 0), what
 
 
 # ---------------------------------------------------------------------- bad recipes

@@ -24,7 +24,7 @@ from mimo.model.dataset import (
 from mimo.report import doctor
 from mimo.report.doctor import examine, histogram, main, pieces, read_columns, render_reports
 from mimo.report.page import Piece
-from tests.mimo import tiny
+from tests.mimo import drawings, tiny
 
 LANES = ["language.grid.dp=2", "encoders.vision.grid.dp=2", "train.micro_batch_size=2"]
 HOSTILE = '"><img src=x onerror=alert(1)><script>'
@@ -109,6 +109,21 @@ def test_figures_of_steps_are_those_of_their_samples(recipe: Path) -> None:
     plan = examine(load_recipe(recipe, [*by_tokens, "language.grid.cp=2"]), None)[0]["packing"]
     assert plan["of_budget"] == pytest.approx(plan["tokens_per_microbatch"]["mean"] / 128)
     assert 0.5 < plan["full"] < 1
+
+
+def test_images_to_draw_are_counted_shown_and_dealt_out_to_lanes(tmp_path: Path) -> None:
+    path = drawings.write_recipe(tmp_path)
+    lanes = ["language.grid.dp=2", "generators.image.grid.dp=2", "train.micro_batch_size=2"]
+    size = ["train.global_batch_size=8"]
+    figures, shown = examine(load_recipe(path, [drawings.GENERATOR, *lanes, *size]), None)
+    counts = [len(sizes) for sizes in drawings.DRAWN]
+    mix = {row["holds"]: row["samples"] for row in figures["modality_mix"]}
+    both, drawn = "image + output.image", "output.image"
+    assert mix[both] + mix[drawn] == sum(map(bool, counts)) / len(counts)
+    assert figures["histograms"]["output.image: embeddings of an item"]["most"] == 3
+    assert figures["packing"]["imbalance"]["image"]["mean"] >= 1
+    assert sum(len(sample["pictures"]) for sample in shown) == sum(counts) + 2
+    assert render_reports([("tiny", (figures, shown))]).count("data:image") == sum(counts) + 2
 
 
 def test_a_bounded_number_of_samples_is_read_from_a_large_index(recipe: Path) -> None:

@@ -17,6 +17,7 @@ from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Layout
 from mimo.slurm.placement import Component, Placement, explain, place, split_groups
 from tests.mimo import tiny
+from tests.mimo.drawings import GENERATOR
 
 UNEVEN = ("language.grid={tp: 4, dp: 4}", "train.global_batch_size=16")
 BOTH_KINDS = ("cluster.gpus_per_node=4", "cluster.encoder_nodes={ranks_per_node: 2}")
@@ -98,11 +99,36 @@ def test_a_heterogeneous_job_has_its_encoders_on_separate_nodes(path: Path) -> N
     assert placement.node_of() == (0, 0, 1, 2, 2, 2, 2, 3, 3)
 
 
+def test_disjoint_generators_are_on_the_nodes_of_the_language_model(path: Path) -> None:
+    phased, layouts = loaded(
+        path, GENERATOR, "generators.image.grid.dp=2", "encoders.vision.grid.dp=3",
+        "language.grid={tp: 2, dp: 3}", *BOTH_KINDS,
+    )  # fmt: skip
+    placement = place(phased, layouts, hetjob=True)
+    assert placement.components == (
+        Component("encoders", 2, ((0, 1), (2,))),
+        Component("language", 4, ((3, 4, 5, 6), (7, 8, 9, 10))),
+    )
+    table = [line.split() for line in explain(phased, layouts, placement).splitlines()]
+    assert ["7-8", "3", "language", "2", "0-1", "0", "0"] in table
+    assert [["9", "3", "image", *"0000"], ["10", "3", "image", *"1000"]] == table[-2:]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "reason"),
     [
         (("encoders.vision.placement=colocated",), "encoders: ", "no encoder is disjoint"),
+        (
+            ("encoders.vision.placement=colocated", GENERATOR),
+            "encoders: ",
+            "no encoder is disjoint",
+        ),
         (("language.grid.rank_offset=0",), "language.grid.rank_offset: got 0", "come before"),
+        (
+            (GENERATOR, "generators.image.grid.rank_offset=0"),
+            "generators.image.grid.rank_offset: got 0",
+            "come before",
+        ),
     ],
 )
 def test_a_heterogeneous_job_needs_encoders_that_come_first(

@@ -194,13 +194,15 @@ class Outcome:
     rows: list[Tensor]
 
 
-def plain_outcome(name: str, config: Any, lanes: list[Lane]) -> Outcome:
+def plain_outcome(
+    name: str, config: Any, lanes: list[Lane], dtype: torch.dtype = torch.float32
+) -> Outcome:
     """The outcome of the plain module, one sample at a time."""
-    model = plain_model(config)
+    model = plain_model(config).to(dtype)
     text = getattr(model.model, "language_model", model.model)
     losses, of_rows = [], []
     for lane in lanes:
-        rows = lane.rows.clone().requires_grad_()
+        rows = lane.rows.to(dtype, copy=True).requires_grad_()
         states, start = [], 0
         for length in lane.lengths:
             inside = slice(start, start + length)

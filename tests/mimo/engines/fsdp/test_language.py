@@ -292,31 +292,48 @@ def test_with_fsdp2_data_tensor_and_sequence_parallel_ranks_are_exact(run_ranks:
     run_ranks(exact_on_four_ranks, 4, timeout_seconds=150)
 
 
-# ------------------------------------------------------------------ on a GPU
+# ------------------------------------------------------------------ in bf16
 
-BF16 = 0.05  # of three layers, relative to the largest loss or gradient
+TIMES_PLAIN = 2
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_on_a_gpu_losses_and_gradients_in_bf16_are_near_those_of_the_plain_module(
-    name: str,
-) -> None:
-    from mimo.device import initialize_distributed, local_device
+def near_the_plain_module_in_bf16(_: int, name: str) -> None:
+    """On one rank: errors against fp32 are like those of the plain module in bf16.
 
-    if not dist.is_initialized():
-        initialize_distributed(0, 1, dist.HashStore(), timeout_seconds=60)  # type: ignore[attr-defined]
+    On a CPU those are up to 0.05 of a gradient's largest element for llama, and 0.11 for gemma3.
+    """
+    from mimo.device import local_device
+
     device = local_device()
     axes = (DP_REPLICATE, DP_SHARD, TP)
     ctx = FsdpContext(init_device_mesh(device.type, (1, 1, 1), mesh_dim_names=axes), torch.bfloat16)
     config, lane = config_of(name), lane_of("llama", 0)  # of text alone
     model = build(config, ctx, str(device), sharded=True)
-    expected = plain_outcome("llama", config, [lane])
+    exact, rounded = (
+        plain_outcome("llama", config, [lane], dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     inputs = inputs_of(model, lane)[2]
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     inputs["packed_seq_params"] = PackedSegments.from_lengths(lane.lengths, device)
     losses = model(**inputs)
     (losses * lane.factors.to(device)).sum().backward()
-    assert error(losses.detach().cpu(), expected.losses[0]) < BF16
-    for key, gradient in gradients(model).items():
-        assert error(gradient.cpu(), expected.gradients[key]) < BF16, key
+    allowed = TIMES_PLAIN * error(rounded.losses[0], exact.losses[0])
+    assert error(losses.detach().cpu(), exact.losses[0]) < allowed
+    allowed = TIMES_PLAIN * max(errors(rounded.gradients, exact.gradients).values())
+    ours = {name: gradient.cpu() for name, gradient in gradients(model).items()}
+    assert max(errors(ours, exact.gradients).values()) < allowed
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_in_bf16_losses_and_gradients_are_near_those_of_the_plain_module(
+    run_ranks: RunRanks, name: str
+) -> None:
+    run_ranks(near_the_plain_module_in_bf16, 1, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_on_a_gpu_losses_and_gradients_in_bf16_are_near_those_of_the_plain_module(
+    run_ranks_on_gpu: RunRanks, name: str
+) -> None:
+    run_ranks_on_gpu(near_the_plain_module_in_bf16, 1, name)
