@@ -14,9 +14,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from data.index.reader import SampleReader
+from mimo.checkpoint.assets import portable_recipe
+from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.initial import convert_from_hf
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+from mimo.config.schema import Recipe
 from mimo.errors import InputError
 from mimo.families.flow import pack
 from mimo.generate.drawing import Drawing, parse_size
@@ -81,9 +85,9 @@ def draw_with_folder(
 
     keys = ["generators.image.condition_dropout=0.1"]
     recipe = load_recipe(checkpoint / "recipe.yaml", keys)
-    stored, size = open_checkpoint(checkpoint), open_tokenizer(recipe).vocab_size
-    local = LocalModel.from_checkpoint(checkpoint, recipe, stored, size)
-    drawer = Drawer(recipe, "image", local.model.modules["image"].whole)
+    stored, chat = open_checkpoint(checkpoint), open_tokenizer(recipe)
+    local = LocalModel.from_checkpoint(checkpoint, recipe, stored, chat.vocab_size)
+    drawer = Drawer(recipe, "image", chat, local.model.modules["image"])
     assert drawer.autoencoder is not None
     decode, latents = drawer.autoencoder.decode, list[Tensor]()
 
@@ -120,6 +124,14 @@ def trained(
     return directory / "runs" / "tiny"
 
 
+def samples_to_answer(run_dir: Path) -> tuple[Recipe, SampleReader]:
+    """The recipe of a run's checkpoint, and its test split."""
+    recipe = portable_recipe(find_checkpoint(run_dir))
+    data = recipe.data.model_copy(update={"sources": recipe.data.test})
+    (reader,) = tiny.open_sources(recipe.model_copy(update={"data": data})).readers
+    return recipe, reader
+
+
 def test_answers_have_texts_and_images_in_the_order_of_training(
     run_ranks: RunRanks, trained: Path
 ) -> None:
@@ -132,13 +144,7 @@ def answer_and_compare(rank: int, run_dir: Path) -> None:
     from mimo.generate.one_rank import LocalModel
     from tests.mimo.generate.forced import forced, known
 
-    generator = Generator(run_dir)
-    recipe = generator.recipe.model_copy(
-        update={
-            "data": generator.recipe.data.model_copy(update={"sources": generator.recipe.data.test})
-        }
-    )
-    (reader,) = tiny.open_sources(recipe).readers
+    generator, (recipe, reader) = Generator(run_dir), samples_to_answer(run_dir)
     encoded = [reader.sample(number) for number in range(len(ANSWERS))]
     requests = []
     for number in range(len(ANSWERS)):
@@ -198,8 +204,6 @@ def test_generate_saves_images_and_its_options_change_them(
 def generate_by_command(rank: int, run_dir: Path, folder: Path) -> None:
     from typer.testing import CliRunner, Result
 
-    from mimo.checkpoint.assets import portable_recipe
-    from mimo.checkpoint.folder import find_checkpoint
     from mimo.cli.main import app
     from mimo.model.dataset import open_tokenizer
     from tests.mimo.generate.forced import forced
@@ -291,12 +295,9 @@ def evaluate_by_command(rank: int, run_dir: Path) -> str:
     from typer.testing import CliRunner
 
     from mimo.cli.main import app
-    from mimo.generate.answer import Generator
     from tests.mimo.generate.forced import forced, known
 
-    generator = Generator(run_dir)
-    data = generator.recipe.data.model_copy(update={"sources": generator.recipe.data.test})
-    (reader,) = tiny.open_sources(generator.recipe.model_copy(update={"data": data})).readers
+    _, reader = samples_to_answer(run_dir)
     whole = [reader.sample(number).input_ids.tolist() for number in range(len(ANSWERS))]
     with forced(known(whole)):
         done = CliRunner().invoke(app, ["evaluate", str(run_dir), "--steps", "2"])
