@@ -93,15 +93,13 @@ class Schedule:
 _OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 
 
-def guided(with_condition: Tensor, without: Tensor, scale: float, rescale: bool = False) -> Tensor:
-    """Return without + scale · (with - without), the velocity of guidance (arXiv:2207.12598).
+def guided(with_condition: Tensor, without: Tensor, scale: float) -> Tensor:
+    """Return the velocity of guidance: without + scale · (with - without) (arXiv:2207.12598).
 
-    Both: (B, S, C). rescale: give each token the norm that it has with the condition, as
-    Qwen-Image does.
+    Both: (B, S, C). Each token keeps the norm that it has with the condition, as in the pipelines
+    of Qwen-Image and Lumina 2.
     """
     velocity = without + scale * (with_condition - without)
-    if not rescale:
-        return velocity
     norms = [v.norm(dim=-1, keepdim=True) for v in (with_condition, velocity)]
     return velocity * (norms[0] / norms[1])
 

@@ -310,7 +310,12 @@ def main(
     for part in answer.parts:
         if not isinstance(part, str):
             path, number = output / f"drawn_{number}.png", number + 1
-            path.write_bytes(png_bytes(part))
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(png_bytes(part))
+            except OSError as error:
+                problem = f"--output {output}: {path.name} cannot be written: {error}"
+                raise InputError(problem) from error
             part = str(path)
         print(part)
     if not answer.parts:

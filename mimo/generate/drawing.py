@@ -141,7 +141,7 @@ class Drawer:
         at, queries = len(sequence) - 1, self.generator.num_queries
         first, rows = at + 1, queries
         if not queries:  # the tokens since the last item
-            before = [output.at + 2 for output in outputs if output.drawer is self]
+            before = [output.at + output.queries + 2 for output in outputs]
             first = min(max([self.generator.skipped_tokens, *before]), at)
             rows = at - first
         outputs.append(Output(self, at, queries, first, rows))
