@@ -3,8 +3,6 @@
 Only this file and the CPU adapter of Megatron name a device or a backend.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Still images as patches: Qwen's by area, Gemma-3's as squares."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import ABC, abstractmethod

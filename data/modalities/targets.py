@@ -1,7 +1,5 @@
 """Images that a generator learns to make, in the squares that its tokens stand for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar

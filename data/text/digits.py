@@ -1,7 +1,5 @@
 """Chats about digits, and a word-level tokenizer for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

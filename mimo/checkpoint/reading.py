@@ -5,8 +5,6 @@ one turn of a round, and an all-gather gives the round to all of them. Pieces th
 wants, such as its share of a distributed optimizer, it reads alone.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import traceback

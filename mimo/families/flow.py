@@ -7,8 +7,6 @@ Letters: B items, c channels of pixels or latents, h and w the grid in tokens, S
 C numbers of each, N steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

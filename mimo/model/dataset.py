@@ -1,7 +1,5 @@
 """Open the data of a recipe: tokenizer, processors, indexes, readers and order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

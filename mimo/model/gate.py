@@ -5,8 +5,6 @@ two halves, on this process's CPU, in seconds. The verdict is cached by the copy
 the version of transformers and the code, so a class is compared once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Index the shards of a recipe, in processes of this machine; `mimo data index`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -4,8 +4,6 @@ A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the 
 `mimo.checkpoint.hf.conversion` finds them on disk.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ is in memory at a time. Adapters are merged; `mimo.checkpoint.hf.adapter` writes
 A model with a generator becomes a folder of diffusers, see `mimo.checkpoint.hf.pipelines`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The weights of a Hugging Face folder that a recipe starts from; `mimo convert from-hf`."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

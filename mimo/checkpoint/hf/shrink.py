@@ -4,8 +4,6 @@ The copy has a layer of each kind that the original has, in the same order. Size
 names of keys, which the classes share; `_EXCEPTIONS` has what a few classes need beyond that.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

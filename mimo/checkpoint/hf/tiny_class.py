@@ -5,8 +5,6 @@ configuration by their names. The special tokens are those that the processor's 
 model's tower says how many rows an image has.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

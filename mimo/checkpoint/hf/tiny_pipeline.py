@@ -3,8 +3,6 @@
 As there, no number is the default of a class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint of ours whose model has a form in Hugging Face format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

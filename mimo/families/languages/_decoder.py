@@ -1,7 +1,5 @@
 """Decoders with grouped queries and a gated MLP: settings, construction, published names."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
