@@ -33,7 +33,7 @@ class QwenSettings(PatchSettings):
     """Recipe keys of all Qwen-VL towers. Sizes are numbers of elements or pixels."""
 
     changeable_keys: ClassVar = PatchSettings.changeable_keys | {
-        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")
     }
 
     merge_size: Patches = 2

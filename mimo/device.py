@@ -90,11 +90,7 @@ def bridge_group_options() -> Any:
 
 
 def initialize_distributed(
-    rank: int,
-    world_size: int,
-    rendezvous: str | Store,
-    timeout_seconds: float,
-    local_rank: int = 0,
+    rank: int, world_size: int, rendezvous: str | Store, timeout_seconds: float, local_rank: int = 0
 ) -> None:
     """Join the world; every rank calls it once.
 

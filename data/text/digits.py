@@ -62,9 +62,7 @@ def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[
 
 
 def write_tokenizer(
-    directory: Path,
-    placeholders: Mapping[str, str] = PLACEHOLDERS,
-    more_words: Sequence[str] = (),
+    directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS, more_words: Sequence[str] = ()
 ) -> None:
     """Write a word-level tokenizer for these texts in Hugging Face format, with the chat template.
 

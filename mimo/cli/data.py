@@ -158,8 +158,7 @@ def convert_to_hf(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     adapter: Annotated[
-        bool,
-        typer.Option("--adapter", help="Write only the LoRA adapters, for peft."),
+        bool, typer.Option("--adapter", help="Write only the LoRA adapters, for peft.")
     ] = False,
     ema: EmaOption = False,
 ) -> None:

@@ -18,8 +18,7 @@ def verify(
         bool, typer.Option("--full", help="Keep the layout; shrink only the model.")
     ] = False,
     layouts: Annotated[
-        Literal["recipe", "sweep"],
-        typer.Option(help="The recipe's, or a built-in matrix."),
+        Literal["recipe", "sweep"], typer.Option(help="The recipe's, or a built-in matrix.")
     ] = "recipe",
     precision: Annotated[
         Literal["fp32", "fp64"], typer.Option(help="fp64 compares to 1e-10, fp32 to 1e-5.")

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mimo.config.schema import LANGUAGE, Recipe
-from mimo.families.contracts import (
-    LanguageFamily,
-    PublishedEncoderFamily,
-)
+from mimo.families.contracts import LanguageFamily, PublishedEncoderFamily
 from mimo.families.keymap import Weight
 from mimo.families.registry import GENERAL, encoder_settings, language_settings
 

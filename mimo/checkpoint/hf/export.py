@@ -39,10 +39,7 @@ from mimo.families.hf_config import (
     read_processors,
     write_json,
 )
-from mimo.families.registry import (
-    encoder_settings,
-    language_settings,
-)
+from mimo.families.registry import encoder_settings, language_settings
 from mimo.runtime.progress import counter_of
 
 # Settings that no configuration of theirs has: initialization of weights, and padding.

@@ -19,12 +19,7 @@ from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError
 from mimo.families.keymap import Weight, adapter_names, is_adapter, merged_weight, plain
-from mimo.families.registry import (
-    QUERIES,
-    generator_family,
-    generator_settings,
-    language_settings,
-)
+from mimo.families.registry import QUERIES, generator_family, generator_settings, language_settings
 
 
 @dataclass(frozen=True)
