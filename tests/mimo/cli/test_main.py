@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mimo.checkpoint.hf.tiny import FAMILIES
-from mimo.checkpoint.hf.tiny_pipeline import TEXT_ENCODERS
+from mimo.checkpoint.hf.tiny import FAMILIES, PIPELINES
 from mimo.cli.main import app
 from tests.mimo import tiny
 from tests.mimo.config.test_recipe import RECIPE
@@ -180,4 +179,4 @@ def test_a_removed_command_or_option_is_refused_with_its_replacement(
 def test_the_help_of_tiny_names_every_family() -> None:
     result = CliRunner().invoke(app, ["tiny", "--help"])
     text = " ".join(result.output.replace("│", " ").split())
-    assert f"One of {', '.join(FAMILIES)}. Or {', '.join(TEXT_ENCODERS)}, a folder" in text
+    assert f"One of {', '.join(FAMILIES)}. Or {', '.join(PIPELINES)}, a folder" in text
