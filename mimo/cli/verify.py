@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mimo.cli.options import JsonOption, OverridesArgument, RecipeArgument
+from mimo.cli.options import ClusterOption, JsonOption, OverridesArgument, RecipeArgument
 
 
 def verify(
@@ -74,10 +74,7 @@ def experiment(
     submit: Annotated[
         bool, typer.Option("--submit", help="Submit the runs to SLURM as an array.")
     ] = False,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help="With --submit: a file of `cluster:` keys, merged over the recipe's."),
-    ] = None,
+    cluster: ClusterOption = None,
 ) -> int | None:
     """Train a recipe in several layouts, compare their losses, and write an HTML page."""
     from mimo.report.experiment import main

@@ -64,11 +64,6 @@ class Schedule:
         known = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in config.items() if key in known})
 
-    @property
-    def constant_shift(self) -> float | None:
-        """The shift of all images, None where it depends on their size."""
-        return None if self.use_dynamic_shifting else self.shift
-
     def shift_of(self, num_tokens: int) -> float:
         """Return the shift of times for an image of this many tokens."""
         if not self.use_dynamic_shifting:
@@ -91,17 +86,12 @@ class Schedule:
 _OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 
 
-def guided(with_condition: Tensor, without: Tensor, scale: float, rescale: bool = False) -> Tensor:
+def guided(with_condition: Tensor, without: Tensor, scale: float) -> Tensor:
     """Return without + scale · (with - without), the velocity of guidance (arXiv:2207.12598).
 
-    Both: (B, S, C). rescale: give each token the norm that it has with the condition, as
-    Qwen-Image does.
+    Both: (B, S, C).
     """
-    velocity = without + scale * (with_condition - without)
-    if not rescale:
-        return velocity
-    norms = [v.norm(dim=-1, keepdim=True) for v in (with_condition, velocity)]
-    return velocity * (norms[0] / norms[1])
+    return without + scale * (with_condition - without)
 
 
 def euler_step(tokens: Tensor, velocity: Tensor, time: float, next_time: float) -> Tensor:

@@ -65,12 +65,7 @@ class Verdict:
     shares_calls: bool = True
 
 
-_CRASH = "with its tower on another rank, a rank crashes in torch (SIGSEGV); cause unknown"
-UNSAFE = {
-    "inkling2": _CRASH,
-    "inkling_mm_model": _CRASH,
-    "paligemma": "its mask depends on which tokens are the answer, which the forward does not get",
-}
+UNSAFE = shrinking.TABLES["unsafe"]
 """Classes that are refused although their tiny copy agrees, with the reason."""
 
 

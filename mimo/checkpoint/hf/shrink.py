@@ -167,7 +167,7 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
     if values.get("qk_head_dim"):
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     _shrink_rotary(small)
-    return small | TABLES["configurations"].get(values.get("model_type"), {})
+    return small | TABLES["configurations"].get(values.get("model_type") or "", {})
 
 
 def _of_layers(key: str, value: Any, depth: int) -> list[Any] | None:

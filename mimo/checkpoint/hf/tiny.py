@@ -123,15 +123,15 @@ def byte_level_tokenizer(
 class TinyCheckpoint:
     """Settings of a tiny checkpoint.
 
-    shard_size: the largest safetensors file, such as "1MB"; None for a single one. tied: None for
-    the default of the family's small models. width, num_layers: for a larger model, a factor on the
+    shard_size: of the largest safetensors file. tied: None for the default of the family's small
+    models. width, num_layers: for a larger model, a factor on the
     hidden sizes, and the number of layers of each stack.
     """
 
     family: str
     seed: int = 0
     dtype: Dtype = "float32"
-    shard_size: str | None = None
+    shard_size: str = "50GB"
     tied: bool | None = None
     width: int = 1
     num_layers: int | None = None
@@ -143,7 +143,7 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     Equal settings give equal bytes; a folder of an earlier call is replaced. The family may be any
     `model_type` of AutoModelForImageTextToText, or one of `PIPELINES`, a folder of diffusers;
     ``tied``, ``width`` and ``num_layers`` are for the families of `FAMILIES`. Raises InputError for
-    an unknown family or shard size, for a class of which no tiny model can be made, and for a
+    an unknown family, for a class of which no tiny model can be made, and for a
     folder that holds something else.
     """
     from mimo.checkpoint.hf.tiny_class import classes, make
@@ -244,11 +244,7 @@ def _save(
         eos_token_id=[token for token in ends if token is not None],
         pad_token_id=tokenizer.pad_token_id,
     )
-    size = settings.shard_size
-    try:
-        model.save_pretrained(str(directory), **({} if size is None else {"max_shard_size": size}))
-    except ValueError as error:
-        raise InputError(f"shard size {size!r}: {error}") from error
+    model.save_pretrained(str(directory), max_shard_size=settings.shard_size)
     for name, content in processors.items():
         _write_sorted(directory / name, content)
 
@@ -310,13 +306,3 @@ def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
                 weight.copy_(_BIAS_NOISE * noise)
             else:
                 weight.add_(_NORM_NOISE * noise)
-
-
-def main(settings: TinyCheckpoint, directory: Path) -> int:
-    """Run `mimo tiny FAMILY OUT`."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # of one file
-    num_weights = write_tiny(settings, directory)
-    print(f"{directory}: {settings.family} with {num_weights:,} random weights")
-    return 0

@@ -159,23 +159,6 @@ def test_help_lists_every_command_in_a_group_of_its_purpose() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["launch", "recipes/x.yaml", "--elastic"], "--elastic was removed; after a loss of nodes"),
-        (["tiny", "qwen3_vl", "folder", "--tie"], "--tie was removed; tiny checkpoints tie"),
-        (["bench", "bridge"], "mimo bench was removed; use python -m benchmarks.bridge"),
-        (["top"], "mimo top was removed; use mimo status"),
-    ],
-)
-def test_a_removed_command_or_option_is_refused_with_its_replacement(
-    arguments: list[str], message: str
-) -> None:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.replace("│", " ").split())
-
-
 def test_the_help_of_tiny_names_every_family() -> None:
     result = CliRunner().invoke(app, ["tiny", "--help"])
     text = " ".join(result.output.replace("│", " ").split())
