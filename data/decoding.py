@@ -5,8 +5,6 @@ ranks of a host that need the same share the work: one decodes and hands the res
 (docs/performance.md compares this with PyTorch's DataLoader).
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -3,8 +3,6 @@
 A thread plans steps and hands out the work. Nothing of models or layouts is known here.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

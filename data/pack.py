@@ -3,8 +3,6 @@
 Equal rows give equal bytes.
 """
 
-from __future__ import annotations
-
 import base64
 import codecs
 import glob

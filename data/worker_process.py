@@ -8,8 +8,6 @@ its name once it is complete. Users of the folder hold a lock; the last one, or 
 removes it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

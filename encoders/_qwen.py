@@ -4,8 +4,6 @@ Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D 
 M = merge² patches per row, N = P/M rows, H language hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from PIL import Image
@@ -35,7 +33,7 @@ class QwenSettings(PatchSettings):
     """Recipe keys of all Qwen-VL towers. Sizes are numbers of elements or pixels."""
 
     changeable_keys: ClassVar = PatchSettings.changeable_keys | {
-        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")
     }
 
     merge_size: Patches = 2

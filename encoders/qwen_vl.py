@@ -139,12 +139,7 @@ class QwenVLTower(QwenTower):
         output_size: int,
     ) -> None:
         super().__init__(
-            settings,
-            config,
-            ctx,
-            output_size,
-            bias=False,
-            window_layers=settings.window_layers,
+            settings, config, ctx, output_size, bias=False, window_layers=settings.window_layers
         )
         self.tp_group = ctx.groups.tp
         self.side = None  # of a window, in rows

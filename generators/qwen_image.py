@@ -152,10 +152,7 @@ def settings_from_folder(folder: Path) -> dict[str, Any] | None:
     settings, config = read
     if 4 * config["out_channels"] != config["in_channels"]:
         raise ValueError("transformer/config.json: out_channels must be a quarter of in_channels")
-    return {
-        **settings,
-        "hidden_size": config["num_attention_heads"] * config["attention_head_dim"],
-    }
+    return {**settings, "hidden_size": config["num_attention_heads"] * config["attention_head_dim"]}
 
 
 class _Autoencoder(_shared.ScaledAutoencoder):

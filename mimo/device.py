@@ -3,8 +3,6 @@
 Only this file and the CPU adapter of Megatron name a device or a backend.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import gc
@@ -92,11 +90,7 @@ def bridge_group_options() -> Any:
 
 
 def initialize_distributed(
-    rank: int,
-    world_size: int,
-    rendezvous: str | Store,
-    timeout_seconds: float,
-    local_rank: int = 0,
+    rank: int, world_size: int, rendezvous: str | Store, timeout_seconds: float, local_rank: int = 0
 ) -> None:
     """Join the world; every rank calls it once.
 

@@ -4,8 +4,6 @@ Spans nest; time belongs to the innermost. Only time inside steps is measured: o
 on a device that of its queue, which is known after the host has waited for it, one step later.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

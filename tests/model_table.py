@@ -44,7 +44,7 @@ def write_page(path: Path) -> None:
     """Compare every class and write the page."""
     import transformers
 
-    from mimo.checkpoint.hf import tiny_class
+    from mimo.checkpoint.hf.shrink import TABLES
     from mimo.engines.fsdp.tp_plans import plan_problems
     from mimo.model.gate import compare_halves
     from tests.mimo.model import test_any_folder as folders
@@ -52,7 +52,7 @@ def write_page(path: Path) -> None:
 
     compared = dict.fromkeys(folders.FP64, "fp64") | dict.fromkeys(folders.FP32, "fp32")
     compared |= dict.fromkeys(folders.ROUNDED, "rounded")
-    causes = tiny_class.REFUSED | folders.REFUSED
+    causes = TABLES["refused"] | folders.REFUSED
     causes["cosmos3_omni"] = "transformers has no processor for it"
     accepted, without_folder, refused = [], [], []
     for name in CLASSES:

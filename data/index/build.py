@@ -125,10 +125,7 @@ def index_shards(
 
 
 def index_shard(
-    task: IndexTask,
-    chat: ChatTokenizer,
-    processors: Processors,
-    progress: Callable[[int], None],
+    task: IndexTask, chat: ChatTokenizer, processors: Processors, progress: Callable[[int], None]
 ) -> Problems:
     """Tokenize every sample of a shard, read every item's header, and write its index file.
 

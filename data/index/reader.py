@@ -1,7 +1,5 @@
 """Read single samples and items of an index by byte offset, and decode only these."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache

@@ -8,8 +8,6 @@ no limit in bytes; `filecache` takes whole shards, and processes of `blockcache`
 other's record of blocks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -7,8 +7,6 @@ use: ranks of a machine share one copy. processor.py says how files become items
 Letters: `n` samples, `m` items, in order of mention, and `f` files of all shards; `S` shards.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -7,8 +7,6 @@ Other settings have other files, and patterns share the files of a shard. Where 
 be written, a folder of the cache takes its place. Every file is replaced in one step.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -4,8 +4,6 @@ A sample is the members that share a name up to the first dot of its last part: 
 items `<key>.0.<suffix>`, `<key>.1.<suffix>`, ... in order of mention. Nothing is ever unpacked.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Collection, Iterator

@@ -7,8 +7,6 @@ transformers `WhisperFeatureExtractor`, which pads every clip to 30 s.
 Letters: `n` samples of the waveform at 16 kHz, `P` frames, `C` mel bands, `F` frequencies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import math

@@ -1,7 +1,5 @@
 """Image files: decoding untrusted bytes safely."""
 
-from __future__ import annotations
-
 import base64
 import io
 import warnings

@@ -1,7 +1,5 @@
 """Still images as patches: Qwen's by area, Gemma-3's as squares."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -20,7 +18,7 @@ from data.modalities.image_files import (
     png_bytes,
     to_rgb,
 )
-from data.modalities.processor import Part, PartPlan, Size, WireForm, encoding_cost
+from data.modalities.processor import Part, PartPlan, Size, Triple, WireForm, encoding_cost
 from data.text.messages import ITEM_SLOT
 
 MAX_ASPECT_RATIO = 200
@@ -45,8 +43,15 @@ class StillImages(ABC):
     suffixes = IMAGE_SUFFIXES
     patch_size: int
     merge_size: int
+    mean: Triple
+    std: Triple
     tower_width: int
     jpeg_draft: bool
+
+    @property
+    def wire(self) -> WireForm:
+        """3·P·P bytes of a patch, and as many values."""
+        return WireForm(3 * self.patch_size**2, normalisation_table, self.mean, self.std)
 
     @property
     def row_pixels(self) -> int:
@@ -271,11 +276,6 @@ class SquareImageProcessor(StillImages):
 
     KIND: ClassVar[str] = "gemma3-2"
     RESAMPLING: ClassVar[Image.Resampling] = Image.Resampling.BILINEAR
-
-    @property
-    def wire(self) -> WireForm:
-        """3·P·P bytes of a patch, and as many values."""
-        return WireForm(3 * self.patch_size**2, normalisation_table, self.mean, self.std)
 
     def resized(self, width: int, height: int) -> Size:
         return self.image_size, self.image_size

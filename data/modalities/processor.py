@@ -7,8 +7,6 @@ Letters: `P` patches of one item, `C` numbers per patch, `W` those of them that 
 device, `t, h, w` a grid of frames, lines, columns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,17 +1,13 @@
 """Images that a generator learns to make, in the squares that its tokens stand for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from PIL import Image
 
-from data.modalities.images import StillImages, check_aspect_ratio, normalisation_table
-from data.modalities.processor import Part, PartPlan, Size, WireForm
-
-_HALF = (0.5, 0.5, 0.5)
+from data.modalities.images import StillImages, check_aspect_ratio
+from data.modalities.processor import Part, PartPlan, Size, Triple
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,8 @@ class TargetImages(StillImages):
 
     KIND: ClassVar[str] = "targets-1"
     RESAMPLING: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
+    mean: ClassVar[Triple] = (0.5, 0.5, 0.5)
+    std: ClassVar[Triple] = mean
 
     def __post_init__(self) -> None:
         if self.max_pixels < self.patch_size**2:
@@ -39,11 +37,6 @@ class TargetImages(StillImages):
                 f"got {self.max_pixels}, needs at least the {self.patch_size**2} pixels of the "
                 f"square of one token ({self.patch_size} x {self.patch_size})"
             )
-
-    @property
-    def wire(self) -> WireForm:
-        """3·P·P bytes of a square, and as many values."""
-        return WireForm(3 * self.patch_size**2, normalisation_table, _HALF, _HALF)
 
     def resized(self, width: int, height: int) -> Size:
         """The size within `max_pixels`, in whole squares: at least one in each direction.

@@ -7,8 +7,6 @@ Letters: `P` patch size in pixels, `M` merge size in patches, `T` temporal patch
 h, w` the grid of one item in patches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self

@@ -1,9 +1,8 @@
 """Chats about digits, and a word-level tokenizer for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,19 @@ DIGITS = tuple(str(digit) for digit in range(10))
 
 PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 
-# The form of Qwen2-VL's template, without its default system message.
-_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message['role'] }}
-{% if message['content'] is string -%}
-{{ message['content'] }}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'text' -%}
-{{ part['text'] }}
-MEDIA{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}
-"""
-
 
 def chat_template(placeholders: Mapping[str, str] = PLACEHOLDERS) -> str:
-    """Return the template that writes the placeholder token of each item's modality once."""
+    """Return the template that writes the placeholder token of each item's modality once.
+
+    It has the form of Qwen2-VL's, without its default system message.
+    """
     branches = [
         f"{{%- elif part['type'] == {json.dumps(media)} -%}}\n"
         f"<|vision_start|>{{{{ {json.dumps(token)} }}}}<|vision_end|>\n"
         for media, token in placeholders.items()
     ]
-    return _TEMPLATE.replace("MEDIA", "".join(branches))
+    template = (files("data.text") / "digits.jinja").read_text(encoding="utf-8")
+    return template.replace("MEDIA", "".join(branches))
 
 
 def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[str, Any]]:
@@ -64,9 +47,7 @@ def conversation(items: Sequence[str], question: str, answer: str) -> list[dict[
 
 
 def write_tokenizer(
-    directory: Path,
-    placeholders: Mapping[str, str] = PLACEHOLDERS,
-    more_words: Sequence[str] = (),
+    directory: Path, placeholders: Mapping[str, str] = PLACEHOLDERS, more_words: Sequence[str] = ()
 ) -> None:
     """Write a word-level tokenizer for these texts in Hugging Face format, with the chat template.
 

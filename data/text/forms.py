@@ -1,7 +1,5 @@
 """Convert LLaVA's or ShareGPT's chats and OpenAI's into ours (messages.py); see docs/data.md."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@
 checkpoint answers questions and can be exported, even if those folders are gone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

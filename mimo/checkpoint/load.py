@@ -1,7 +1,5 @@
 """Loading: a run starts from a checkpoint of any layout, from weights alone, or from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

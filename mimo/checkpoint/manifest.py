@@ -5,8 +5,6 @@ by block of `BLOCK_BYTES`, the CRC-32 of the file up to the end of that block. C
 from any earlier value, so a block is checked alone, as it is read, from the value before it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

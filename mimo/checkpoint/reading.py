@@ -5,8 +5,6 @@ one turn of a round, and an all-gather gives the round to all of them. Pieces th
 wants, such as its share of a distributed optimizer, it reads alone.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import traceback
@@ -258,7 +256,8 @@ def read_shared(
     """
     if replicas is None or replicas.size() == 1:
         return read_pieces(folder, index, wanted)
-    named = [(_digest(piece), piece) for piece in wanted]
+    # Short names of the wanted rectangles, the same on every rank.
+    named = [(blake2b(repr(_rectangle(p)).encode(), digest_size=8).digest(), p) for p in wanted]
     names_of_ranks: list[Any] = [None] * replicas.size()
     dist.all_gather_object(names_of_ranks, {name for name, _ in named}, group=replicas)
     common = set.intersection(*names_of_ranks)
@@ -268,11 +267,6 @@ def read_shared(
     num_bytes = _read_in_turns(folder, parts, turn_bytes, replicas, on_progress)
     alone = [piece for name, piece in named if name not in common]
     return num_bytes + read_pieces(folder, index, alone)
-
-
-def _digest(piece: Piece) -> bytes:
-    """Return a short name of the wanted rectangle, the same on every rank."""
-    return blake2b(repr(_rectangle(piece)).encode(), digest_size=8).digest()
 
 
 def _read_in_turns(

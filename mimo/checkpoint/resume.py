@@ -3,8 +3,6 @@
 Needs no engine, so that a launcher can hand a start to its ranks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

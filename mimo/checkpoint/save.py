@@ -10,8 +10,6 @@ With `train.async_save` the thread first copies the state beside the next forwar
 passes: only an update changes it, and waits for the copy (CheckFreq, Mohan et al., FAST 2021).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -7,8 +7,6 @@ the pieces that overlap them, so any layout reads what another wrote. Nothing is
 Letters: R rows, C columns of a whole tensor as a matrix.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -158,8 +158,7 @@ def convert_to_hf(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     adapter: Annotated[
-        bool,
-        typer.Option("--adapter", help="Write only the LoRA adapters, for peft."),
+        bool, typer.Option("--adapter", help="Write only the LoRA adapters, for peft.")
     ] = False,
     ema: EmaOption = False,
 ) -> None:
@@ -188,9 +187,12 @@ def tiny(
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-) -> int | None:
+) -> None:
     """Write a small checkpoint with random weights in Hugging Face format."""
-    from mimo.checkpoint.hf.tiny import TinyCheckpoint
-    from mimo.checkpoint.hf.tiny import main as run
+    from transformers.utils import logging
 
-    return run(TinyCheckpoint(family, seed), out)
+    from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
+
+    logging.disable_progress_bar()  # of one file
+    num_weights = write_tiny(TinyCheckpoint(family, seed), out)
+    print(f"{out}: {family} with {num_weights:,} random weights")

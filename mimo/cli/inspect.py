@@ -18,8 +18,7 @@ def status(run: RunFolder) -> int | None:
 def logs(
     run: RunFolder,
     rank: Annotated[
-        int | None,
-        typer.Option(min=0, help="All of this rank; default: the end of each output."),
+        int | None, typer.Option(min=0, help="All of this rank; default: the end of each output.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Follow until the run ends.")] = False,
     first_error: Annotated[
@@ -63,10 +62,7 @@ def generate(
     frame: Annotated[
         list[Path] | None, typer.Option(help="A frame of a video, in order; all of one size.")
     ] = None,
-    fps: Annotated[
-        float,
-        typer.Option(min=0.001, help="Frames of the video per second."),
-    ] = 2.0,
+    fps: Annotated[float, typer.Option(min=0.001, help="Frames of the video per second.")] = 2.0,
     item: Annotated[
         list[str] | None,
         typer.Option(metavar="MODALITY=FILE", help="A file of any modality; repeatable."),

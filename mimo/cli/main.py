@@ -19,13 +19,12 @@ from mimo.cli.data import (
     tiny,
 )
 from mimo.cli.inspect import compare, evaluate, generate, logs, report, status
-from mimo.cli.options import Command, Group, readable_errors
+from mimo.cli.options import readable_errors
 from mimo.cli.train import check, train
 from mimo.cli.verify import experiment, parity, replay, verify
 from mimo.runtime.ranks import set_variables
 
 app = typer.Typer(
-    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,7 +39,7 @@ for panel, commands in {
     "Cluster": (preflight, launch),
 }.items():
     for command in commands:
-        app.command(cls=Command, rich_help_panel=panel)(readable_errors(command))
+        app.command(rich_help_panel=panel)(readable_errors(command))
 
 for panel, name, purpose, commands in (
     ("Prepare", "data", "Index, inspect and pack samples.", (data_index, data_doctor, data_pack)),
@@ -55,7 +54,7 @@ for panel, name, purpose, commands in (
     group = typer.Typer(no_args_is_help=True, help=purpose)
     for command in commands:
         subcommand = command.__name__.removeprefix(f"{name}_").replace("_", "-")
-        group.command(subcommand, cls=Command)(readable_errors(command))
+        group.command(subcommand)(readable_errors(command))
     app.add_typer(group, name=name, rich_help_panel=panel)
 
 if __name__ == "__main__":

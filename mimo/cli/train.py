@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    num_ranks: NumRanksOption = None,
+    recipe: RecipeArgument, overrides: OverridesArgument = None, num_ranks: NumRanksOption = None
 ) -> None:
     """Validate a recipe and its data, and print ranks, grids and memory. Indexes nothing."""
     gc.disable()  # the collector would scan torch's million objects again and again
@@ -106,8 +104,7 @@ def train(
     ] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint.")] = None,
     max_restarts: Annotated[
-        int,
-        typer.Option(min=0, help="How often to restart all ranks when one of them fails."),
+        int, typer.Option(min=0, help="How often to restart all ranks when one of them fails.")
     ] = 0,
     cluster: ClusterOption = None,
 ) -> int | None:

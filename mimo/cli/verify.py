@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mimo.cli.options import JsonOption, OverridesArgument, RecipeArgument
+from mimo.cli.options import ClusterOption, JsonOption, OverridesArgument, RecipeArgument
 
 
 def verify(
@@ -18,8 +18,7 @@ def verify(
         bool, typer.Option("--full", help="Keep the layout; shrink only the model.")
     ] = False,
     layouts: Annotated[
-        Literal["recipe", "sweep"],
-        typer.Option(help="The recipe's, or a built-in matrix."),
+        Literal["recipe", "sweep"], typer.Option(help="The recipe's, or a built-in matrix.")
     ] = "recipe",
     precision: Annotated[
         Literal["fp32", "fp64"], typer.Option(help="fp64 compares to 1e-10, fp32 to 1e-5.")
@@ -75,10 +74,7 @@ def experiment(
     submit: Annotated[
         bool, typer.Option("--submit", help="Submit the runs to SLURM as an array.")
     ] = False,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help="With --submit: a file of `cluster:` keys, merged over the recipe's."),
-    ] = None,
+    cluster: ClusterOption = None,
 ) -> int | None:
     """Train a recipe in several layouts, compare their losses, and write an HTML page."""
     from mimo.report.experiment import main

@@ -3,8 +3,6 @@
 They catch typing errors (`1e300`) and bound the work of checking a recipe.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field

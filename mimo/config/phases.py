@@ -6,8 +6,6 @@ phase. Mappings merge key by key at every depth; lists and plain values replace 
 mapping over a list changes entries of the list, by their indices or their paths.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

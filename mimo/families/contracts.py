@@ -19,13 +19,7 @@ import numpy as np
 from pydantic import model_validator
 
 from data.modalities.processor import Media
-from mimo.config.bounds import (
-    Heads,
-    PathText,
-    Pixels,
-    Vocabulary,
-    Width,
-)
+from mimo.config.bounds import Heads, PathText, Pixels, Vocabulary, Width
 from mimo.families.flops import Product, causal_pairs, layer_products
 from mimo.families.hf_config import Config, Processors
 from mimo.families.keymap import Weight

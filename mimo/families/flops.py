@@ -3,8 +3,6 @@
 Recomputed activations and padding are not counted: this is the work that the model needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ Letters: B items, c channels of pixels or latents, h and w the grid in tokens, S
 C numbers of each, N steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -65,11 +63,6 @@ class Schedule:
                 raise ValueError(f"scheduler: {key} is {config[key]!r}; only false is supported")
         known = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in config.items() if key in known})
-
-    @property
-    def constant_shift(self) -> float | None:
-        """The shift of all images, None where it depends on their size."""
-        return None if self.use_dynamic_shifting else self.shift
 
     def shift_of(self, num_tokens: int) -> float:
         """Return the shift of times for an image of this many tokens."""

@@ -4,8 +4,6 @@ Defaults of the class of an image or video processor apply where its file is sil
 class of the whole processor always.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 `mimo` never imports `encoders` or `generators`: they are reached by name, so one more is one file.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pkgutil

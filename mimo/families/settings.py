@@ -3,8 +3,6 @@
 Letters: T packed tokens.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass

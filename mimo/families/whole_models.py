@@ -1,7 +1,5 @@
 """Configuration, shapes and matrices of the halves of a vision-language model."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

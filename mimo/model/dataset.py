@@ -1,7 +1,5 @@
 """Open the data of a recipe: tokenizer, processors, indexes, readers and order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,46 +77,35 @@ def linear_tokens(recipe: Recipe) -> int:
 def modality_problems(recipe: Recipe) -> Iterator[str]:
     """Yield what keeps every modality from having one encoder or generator and its own tokens."""
     owners = dict[tuple[str, str], str]()
+
+    def claim(location: Location, shown: str, value: str, *kinds: str) -> Iterator[str]:
+        owner = next((owners[kind, value] for kind in kinds if (kind, value) in owners), None)
+        if owner is not None:
+            message = f"got {shown!r}, which {owner} is already; name another"
+            yield recipe.problem(location, message)
+        for kind in kinds:
+            owners.setdefault((kind, value), dotted(location))
+
     for where, place, modality, tokens in _modalities_of(recipe):
         if modality == "text":
             message = "'text' is the language model's own; name another modality"
             yield recipe.problem(where, message)
-        named = {where: ("media", modality)}
+        yield from claim(where, modality, modality, "media")
         for key in ("placeholder", "template_token"):
-            named[*place, key] = key, getattr(tokens, key)
-        for location, (key, value) in named.items():
-            owner = owners.setdefault((key, value), dotted(location))
-            if value is not None and owner != dotted(location):
-                message = f"got {value!r}, which {owner} is already; name another"
-                yield recipe.problem(location, message)
-    yield from _output_problems(recipe, owners)
-
-
-def _output_problems(recipe: Recipe, owners: dict[tuple[str, str], str]) -> Iterator[str]:
-    """Yield what is wrong with the modalities and tokens of generators.
-
-    owners: by key and value, the place of each modality and token of the encoders.
-    """
-    tokens = {value: owner for (key, value), owner in owners.items() if key != "media"}
-    modalities = {value: owner for (key, value), owner in owners.items() if key == "media"}
+            if (token := getattr(tokens, key)) is not None:
+                yield from claim((*place, key), token, token, key)
     for name, generator in recipe.generators.items():
         place = ("generators", name)
         if generator.media not in _TARGETS:
             message = f"got {generator.media!r}, but generators make only {', '.join(_TARGETS)}"
             yield recipe.problem((*place, "media"), message)
-        for key, value, others in (
-            ("media", generator.output, modalities),
-            ("start_token", generator.start_token, tokens),
-            ("end_token", generator.end_token, tokens),
-        ):
-            if owner := others.get(value):
-                got = getattr(generator, key)
-                message = f"got {got!r}, which {owner} is already; name another"
+        yield from claim((*place, "media"), generator.media, generator.output, "media")
+        for key in ("start_token", "end_token"):
+            token = getattr(generator, key)
+            if len(token) < _SHORTEST_TOKEN:
+                message = f"got {token!r}, which texts have too; name a longer token"
                 yield recipe.problem((*place, key), message)
-            elif len(value) < _SHORTEST_TOKEN:
-                message = f"got {value!r}, which texts have too; name a longer token"
-                yield recipe.problem((*place, key), message)
-            others.setdefault(value, dotted((*place, key)))
+            yield from claim((*place, key), token, token, "placeholder", "template_token")
 
 
 def _modalities_of(recipe: Recipe) -> Iterator[tuple[Location, Location, str, MediaTokens]]:

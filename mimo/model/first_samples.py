@@ -4,8 +4,6 @@ For each item the tower has to return as many embeddings as the processor writes
 compared tower has few and narrow layers; the number of its embeddings is that of the whole tower.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

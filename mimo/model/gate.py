@@ -5,8 +5,6 @@ two halves, on this process's CPU, in seconds. The verdict is cached by the copy
 the version of transformers and the code, so a class is compared once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import itertools
@@ -67,12 +65,7 @@ class Verdict:
     shares_calls: bool = True
 
 
-_CRASH = "with its tower on another rank, a rank crashes in torch (SIGSEGV); cause unknown"
-UNSAFE = {
-    "inkling2": _CRASH,
-    "inkling_mm_model": _CRASH,
-    "paligemma": "its mask depends on which tokens are the answer, which the forward does not get",
-}
+UNSAFE = shrinking.TABLES["unsafe"]
 """Classes that are refused although their tiny copy agrees, with the reason."""
 
 

@@ -1,7 +1,5 @@
 """Index the shards of a recipe, in processes of this machine; `mimo data index`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
@@ -109,10 +107,7 @@ def build_in_processes(
 
 
 def _index_share(
-    dealt: Sequence[Sequence[IndexTask]],
-    chat: ChatTokenizer,
-    processors: Processors,
-    counts: str,
+    dealt: Sequence[Sequence[IndexTask]], chat: ChatTokenizer, processors: Processors, counts: str
 ) -> Problems:
     """Index the share of this process. counts: a file of int64, the bytes done by each process."""
     process, done_by_process = int(os.environ["RANK"]), np.memmap(counts, np.int64, "r+")

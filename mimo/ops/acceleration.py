@@ -5,8 +5,6 @@ a GPU; only `this_machine` looks at the hardware. Light to import, because recip
 it before an engine is imported. Nothing is fused in fp32 or fp64, or on a CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -4,8 +4,6 @@ Letters: Q query rows of a call, T key rows of the lane, N heads, G key/value he
 D head size, B blocks in one dense call, L and K its longest block's queries and keys.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

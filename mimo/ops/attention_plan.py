@@ -10,8 +10,6 @@ each of the two in one call.
 Letters: Q query rows of this rank, T key rows of the lane, N heads, G key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Engine's fused cross-entropy takes whole logits.)
 Letters: n tokens, H hidden, V vocabulary rows, padding included, P tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

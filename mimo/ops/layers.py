@@ -6,8 +6,6 @@ Letters: S tokens that this rank holds, B batch (1 when packed), H hidden, F inn
 I inputs and O outputs of a linear; N heads, D head size, K = D/2 rotary channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast

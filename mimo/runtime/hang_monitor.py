@@ -5,8 +5,6 @@ When a collective fails, the files name the ranks that failed or are silent. Whe
 progress for too long, all write where they are and their stacks, one writes a summary, and all end.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math

@@ -3,8 +3,6 @@
 Ages are differences between file times, so the hosts' clocks do not matter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Progress bars of commands, on terminals only."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Through its key-value store they agree on whether the job can begin; rank 0 prints for all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Files of a run folder that reports read: their names, incidents, the environment of starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

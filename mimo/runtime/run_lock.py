@@ -5,8 +5,6 @@ ranks share it, so it ends with the last of them. It works between hosts on NFS,
 mounted with `flock`; elsewhere there is a warning.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

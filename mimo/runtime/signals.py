@@ -4,8 +4,6 @@ The first SIGTERM, SIGUSR1 or Ctrl-C requests a stop: finish the step, save, lea
 ends at once. SLURM sends one of the first two before a job's time is up.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

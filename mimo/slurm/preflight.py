@@ -4,8 +4,6 @@ Each rank checks its node; then tensor-parallel groups and edges of bridges meas
 The store of the rendezvous carries results, so a stuck rank or network does not delay the report.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -3,8 +3,6 @@
 Values of a recipe are quoted for bash, and refused where a line of SLURM cannot quote them.
 """
 
-from __future__ import annotations
-
 import json
 import os.path
 import re

@@ -3,8 +3,6 @@
 Submitted jobs are recorded in `launch/jobs.jsonl` of their run.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -83,11 +83,6 @@ def test_the_schedulers_own_times_are_even_between_noise_and_its_last() -> None:
     assert scheduler.sigmas[-2] < ours[-2]
 
 
-def test_only_a_schedule_without_dynamic_shift_has_a_constant_one() -> None:
-    assert Schedule.from_config({"shift": 3.0}).constant_shift == 3
-    assert Schedule.from_config(QWEN_IMAGE).constant_shift is None
-
-
 def test_other_sigmas_are_refused_by_key() -> None:
     with pytest.raises(ValueError, match="use_karras_sigmas is True"):
         Schedule.from_config({"use_karras_sigmas": True})

@@ -5,8 +5,6 @@ each gets our `lora_a` and its rows of `lora_b`. An encoder's projector is train
 adapters; its modules are written whole, as peft's `modules_to_save`.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,18 +4,13 @@ A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the 
 `mimo.checkpoint.hf.conversion` finds them on disk.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mimo.config.schema import LANGUAGE, Recipe
-from mimo.families.contracts import (
-    LanguageFamily,
-    PublishedEncoderFamily,
-)
+from mimo.families.contracts import LanguageFamily, PublishedEncoderFamily
 from mimo.families.keymap import Weight
 from mimo.families.registry import GENERAL, encoder_settings, language_settings
 

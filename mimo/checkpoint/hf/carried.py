@@ -3,8 +3,6 @@
 The tensors are not trained, such as further heads; the files are neither weights nor assets.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterable, Mapping

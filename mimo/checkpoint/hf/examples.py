@@ -3,8 +3,6 @@
 Letters: L tokens of a sample.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass

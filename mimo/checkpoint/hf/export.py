@@ -5,8 +5,6 @@ is in memory at a time. Adapters are merged; `mimo.checkpoint.hf.adapter` writes
 A model with a generator becomes a folder of diffusers, see `mimo.checkpoint.hf.pipelines`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,10 +39,7 @@ from mimo.families.hf_config import (
     read_processors,
     write_json,
 )
-from mimo.families.registry import (
-    encoder_settings,
-    language_settings,
-)
+from mimo.families.registry import QUERIES, encoder_settings, language_settings
 from mimo.runtime.progress import counter_of
 
 # Settings that no configuration of theirs has: initialization of weights, and padding.
@@ -102,7 +97,8 @@ def convert_to_hf(
             _write_files(whole / pipelines.TRANSFORMER, generator_files, advance, pipelines.WEIGHTS)
         if trained.queries:
             queries = _merged_tensors(trained, names, trained.queries)
-            save_file(queries, whole / _QUERIES_FILE)
+            by_generator = {name.removeprefix(QUERIES): rows for name, rows in queries.items()}
+            save_file(by_generator, whole / _QUERIES_FILE)
             shutil.copymode(folder / "config.json", whole / _QUERIES_FILE)
     trained.print_left_out()
 

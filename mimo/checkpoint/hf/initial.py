@@ -1,7 +1,5 @@
 """The weights of a Hugging Face folder that a recipe starts from; `mimo convert from-hf`."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -176,21 +174,19 @@ def convert_from_hf(source: Path, target: Path) -> None:
     train = recipe.train.model_copy(update={"precision": precision})
     recipe = recipe.model_copy(update={"train": train})
     settings = language_settings(recipe)
-    tensors: dict[str, tuple[Weight, int]] = {}
-    checkpoints: dict[str, HFCheckpoint] = {}
+    tensors: dict[str, tuple[Weight, int, HFCheckpoint]] = {}
     for module, weights in initial.weights.items():
         for weight in weights:
             rows = weight.num_rows
             if module == LANGUAGE and weight.name in _VOCABULARY:
                 rows = settings.padded_vocab_size(rows)
-            tensors[key := f"{module}.{weight.name}"] = (weight, rows)
-            checkpoints[key] = initial.checkpoint_of(module)
-    ordered = sorted(tensors, key=lambda key: checkpoints[key].order(tensors[key][0]))
-    shapes = {key: _shape(*tensors[key]) for key in ordered}
+            tensors[f"{module}.{weight.name}"] = (weight, rows, initial.checkpoint_of(module))
+    ordered = sorted(tensors, key=lambda key: tensors[key][2].order(tensors[key][0]))
+    shapes = {key: _shape(*tensors[key][:2]) for key in ordered}
 
     def tensor_of(key: str) -> Tensor:
         advance()
-        return whole_tensor(*tensors[key], checkpoints[key], DTYPES[precision])
+        return whole_tensor(*tensors[key], DTYPES[precision])
 
     with new_folder(target) as folder, counter_of("tensors", len(tensors)) as advance:
         sums = write(folder, shapes, DTYPES[precision], tensor_of)

@@ -120,14 +120,10 @@ def _fill_encoders(
                 keys = {} if "placeholder" in section else item_keys(folder)
             for key, value in keys.items():
                 section.setdefault(key, copy.deepcopy(value))
-        elif isinstance(encoders[name], dict) and section.get("family") is None:
-            message = (
-                f"this key is required: the encoder that init_from holds is encoders.{tower_name}; "
-                f"give this one a family and a model, or name further media of "
-                f"encoders.{tower_name} in encoders.{tower_name}.other_media"
-            )
-            yield ("encoders", name, "family"), message
-            section["family"] = _UNREAD  # so that it is not reported twice
+        elif isinstance(encoders[name], dict):
+            held = f"encoders.{tower_name}"
+            more = f", or name further media of {held} in {held}.other_media"
+            yield from _require_family(("encoders", name), section, held, more)
 
 
 def _fill_generators(
@@ -144,13 +140,20 @@ def _fill_generators(
                 keys.pop("skipped_tokens", None)
             for key, value in keys.items():
                 section.setdefault(key, value)
-        elif isinstance(generators[name], dict) and section.get("family") is None:
-            message = (
-                f"this key is required: the generator that init_from holds is generators.{held}; "
-                f"give this one a family and a model"
-            )
-            yield ("generators", name, "family"), message
-            section["family"] = _UNREAD
+        elif isinstance(generators[name], dict):
+            yield from _require_family(("generators", name), section, f"generators.{held}")
+
+
+def _require_family(
+    location: Location, section: dict[str, Any], held: str, more: str = ""
+) -> Iterator[tuple[Location, str]]:
+    """Report a missing family. held: the module of the same kind that init_from holds."""
+    if section.get("family") is None:
+        message = (
+            f"this key is required: init_from holds {held}; give this one a family and a model"
+        )
+        yield (*location, "family"), message + more
+        section["family"] = _UNREAD  # so that it is not reported twice
 
 
 def item_keys(folder: Path) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """Make a tiny random copy of any image-text-to-text class of transformers.
 
 The copy has a layer of each kind that the original has, in the same order. Sizes are chosen by the
-names of keys, which the classes share; `_EXCEPTIONS` has what a few classes need beyond that.
+names of keys, which the classes share; tiny_classes.yaml has what a few need beyond that.
 """
-
-from __future__ import annotations
 
 import copy
 import re
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from mimo.engines.fsdp.halves import MODALITIES
@@ -59,41 +59,10 @@ _VALUES: dict[str, Any] = {
     "insert_layer_id": 1,
 }
 
-# Small values that the rules do not give, by `model_type` of the configuration or of a part. Some
-# are in published configurations, but not in the class's default.
-_VISION_EDGES = {"vision_start_token_id": 630, "vision_end_token_id": 631}
-_EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "aria": {
-        "projector_patch_to_query_dict": {16: 4},
-        "max_value_projector_patch_to_query_dict": 4,
-    },
-    "granite4_vision": {
-        "deepstack_layer_map": [[-1, 0], [-2, 1]],
-        "spatial_target_layers": [0, 0, 1, 1],
-        "downsample_rate": "2/4",
-    },
-    "qwen2_5_omni_thinker": _VISION_EDGES,
-    "qwen3_omni_moe_thinker": _VISION_EDGES,
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
-    "step3p5": {"sliding_window": 8},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0}
-            for kind in ("full_attention", "sliding_attention")
-        }
-    },
-    "paddleocr_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 6, 6]}
-    },
-    "qwen4_exp_text": {
-        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": _TEXT_HEAD},
-        **{"indexer_budget": 8, "indexer_compress_ratio": 2},
-    },
-    "dots3_note_text": {"head_dim": 24},  # dimensions with and without rotation
-    "muse_glimmer": {"out_hidden_size": _WIDTH * 4},
-    "muse_spark": {"out_hidden_size": _WIDTH * 4},
-    "llama4_vision_model": {"intermediate_size": _WIDTH * 4},  # what pixel_shuffle leaves
-}
+TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
+    (files("mimo.checkpoint.hf") / "tiny_classes.yaml").read_text(encoding="utf-8")
+)
+"""What single classes need beyond the rules, by `model_type`."""
 
 
 def sections(config: PretrainedConfig, name: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
@@ -198,7 +167,7 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
     if values.get("qk_head_dim"):
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     _shrink_rotary(small)
-    return small | _EXCEPTIONS.get(values.get("model_type") or "", {})
+    return small | TABLES["configurations"].get(values.get("model_type") or "", {})
 
 
 def _of_layers(key: str, value: Any, depth: int) -> list[Any] | None:

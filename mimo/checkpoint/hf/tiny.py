@@ -20,7 +20,6 @@ import yaml
 
 from data.text.digits import DIGITS, SPECIAL_TOKENS, chat_template, words
 from mimo.checkpoint.hf import pipelines
-from mimo.checkpoint.hf.tiny_pipeline import TEXT_ENCODERS, write_parts
 from mimo.errors import InputError, suggestion
 from mimo.families.hf_config import new_folder
 
@@ -28,9 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 Dtype = Literal["float32", "bfloat16"]
-FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
-    (files("mimo.checkpoint.hf") / "tiny_families.yaml").read_text(encoding="utf-8")
-)
+
+
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    path = files("mimo.checkpoint.hf") / f"tiny_{name}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+FAMILIES, PIPELINES = _table("families"), _table("pipelines")
+_TEXT = FAMILIES.pop("all texts")
 _MARKER = "mimo_tiny.json"
 _MAX_VOCABULARY = 4096
 _VOCAB_MULTIPLE = 64  # as in published models, the embedding has more rows than there are tokens
@@ -41,18 +46,6 @@ _WIDTHS = (
     "out_hidden_size",
 )
 _DEPTHS = ("num_hidden_layers", "depth")
-_TEXT: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 3e-4,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.03,
-}
-
-
 # Special tokens of a family's tokenizer in the order of their ids, each with the tokenizer's
 # attribute under which the family's processor looks for it, or None.
 _QWEN_TOKENS: dict[str, str | None] = {
@@ -130,15 +123,15 @@ def byte_level_tokenizer(
 class TinyCheckpoint:
     """Settings of a tiny checkpoint.
 
-    shard_size: the largest safetensors file, such as "1MB"; None for a single one. tied: None for
-    the default of the family's small models. width, num_layers: for a larger model, a factor on the
+    shard_size: of the largest safetensors file. tied: None for the default of the family's small
+    models. width, num_layers: for a larger model, a factor on the
     hidden sizes, and the number of layers of each stack.
     """
 
     family: str
     seed: int = 0
     dtype: Dtype = "float32"
-    shard_size: str | None = None
+    shard_size: str = "50GB"
     tied: bool | None = None
     width: int = 1
     num_layers: int | None = None
@@ -148,20 +141,20 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     """Write config, weights, tokenizer and processor files; return the number of weights.
 
     Equal settings give equal bytes; a folder of an earlier call is replaced. The family may be any
-    `model_type` of AutoModelForImageTextToText, or one of `TEXT_ENCODERS`, a folder of diffusers;
+    `model_type` of AutoModelForImageTextToText, or one of `PIPELINES`, a folder of diffusers;
     ``tied``, ``width`` and ``num_layers`` are for the families of `FAMILIES`. Raises InputError for
-    an unknown family or shard size, for a class of which no tiny model can be made, and for a
+    an unknown family, for a class of which no tiny model can be made, and for a
     folder that holds something else.
     """
     from mimo.checkpoint.hf.tiny_class import classes, make
 
-    names = {**FAMILIES, **TEXT_ENCODERS, **classes()}
+    names = {**FAMILIES, **PIPELINES, **classes()}
     if settings.family not in names:
         raise InputError(
             f"unknown family {settings.family!r}; {suggestion(settings.family, names)}"
         )
     with new_folder(Path(directory), _MARKER, "mimo tiny") as folder:
-        if settings.family in TEXT_ENCODERS:
+        if settings.family in PIPELINES:
             return _write_pipeline(settings, folder)
         if settings.family in FAMILIES:
             model, tokenizer = _build(settings)
@@ -177,28 +170,41 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
         _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
         _save(settings, folder, model, tokenizer, processors)
         tokenizer.save_pretrained(str(folder))
-        _write_marker(settings, folder)
+        _write_sorted(folder / _MARKER, asdict(settings))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _write_pipeline(settings: TinyCheckpoint, folder: Path) -> int:
-    """Write a folder of diffusers; return the number of weights."""
+    """Write a folder of diffusers; return the number of weights.
+
+    The autoencoder keeps the weights of its class, with which images come through.
+    """
+    import diffusers
     import torch
 
-    model, tokenizer = _build(replace(settings, family=TEXT_ENCODERS[settings.family]))
-    _draw_weights(model, settings.seed, _MATRIX_STD)
+    sizes = deepcopy(PIPELINES[settings.family])
+    text_encoder, tokenizer = _build(replace(settings, family=sizes["text_encoder"]))
+    sizes["transformer"]["joint_attention_dim"] = text_encoder.config.text_config.hidden_size
+    _draw_weights(text_encoder, settings.seed, _MATRIX_STD)
     # As in the published folders, there are no files of processors.
-    _save(settings, folder / pipelines.TEXT_ENCODER, model, tokenizer, {})
+    _save(settings, folder / pipelines.TEXT_ENCODER, text_encoder, tokenizer, {})
     tokenizer.save_pretrained(str(folder / pipelines.TOKENIZER))
-    num_weights = write_parts(
-        folder,
-        model.config.text_config.hidden_size,
-        settings.seed,
-        getattr(torch, settings.dtype),
-        lambda transformer: _draw_weights(transformer, settings.seed + 1, _MATRIX_STD),
-    )
-    _write_marker(settings, folder)
-    return num_weights + sum(parameter.numel() for parameter in model.parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        parts = {
+            name: getattr(diffusers, kind)(**sizes[name]) for name, kind in sizes["classes"].items()
+        }
+    _draw_weights(parts[pipelines.TRANSFORMER], settings.seed + 1, _MATRIX_STD)
+    weights = [
+        w for name in (pipelines.TRANSFORMER, pipelines.VAE) for w in parts[name].parameters()
+    ]
+    for weight in weights:
+        weight.data = weight.data.to(getattr(torch, settings.dtype))
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    pipelines.write_index(folder, sizes["pipeline"])
+    _write_sorted(folder / _MARKER, asdict(settings))
+    return sum(weight.numel() for weight in (*weights, *text_encoder.parameters()))
 
 
 def _build(settings: TinyCheckpoint) -> tuple[Any, PreTrainedTokenizerFast]:
@@ -238,17 +244,9 @@ def _save(
         eos_token_id=[token for token in ends if token is not None],
         pad_token_id=tokenizer.pad_token_id,
     )
-    size = settings.shard_size
-    try:
-        model.save_pretrained(str(directory), **({} if size is None else {"max_shard_size": size}))
-    except ValueError as error:
-        raise InputError(f"shard size {size!r}: {error}") from error
+    model.save_pretrained(str(directory), max_shard_size=settings.shard_size)
     for name, content in processors.items():
         _write_sorted(directory / name, content)
-
-
-def _write_marker(settings: TinyCheckpoint, directory: Path) -> None:
-    _write_sorted(directory / _MARKER, asdict(settings))
 
 
 def _write_sorted(path: Path, content: Mapping[str, Any]) -> None:
@@ -308,13 +306,3 @@ def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
                 weight.copy_(_BIAS_NOISE * noise)
             else:
                 weight.add_(_NORM_NOISE * noise)
-
-
-def main(settings: TinyCheckpoint, directory: Path) -> int:
-    """Run `mimo tiny FAMILY OUT`."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # of one file
-    num_weights = write_tiny(settings, directory)
-    print(f"{directory}: {settings.family} with {num_weights:,} random weights")
-    return 0

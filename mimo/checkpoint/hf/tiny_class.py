@@ -5,8 +5,6 @@ configuration by their names. The special tokens are those that the processor's 
 model's tower says how many rows an image has.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -25,7 +23,7 @@ from transformers.models.auto import video_processing_auto as videos
 
 from data.text.digits import chat_template, conversation
 from mimo.checkpoint.hf.examples import count_rows
-from mimo.checkpoint.hf.shrink import build, sections, shrink
+from mimo.checkpoint.hf.shrink import TABLES, build, sections, shrink
 from mimo.errors import InputError
 
 _NAMED_TOKENS = {
@@ -38,32 +36,6 @@ _NAMED_TOKENS = {
 _SPECIAL = re.compile(r"<[^\s<>{}]+>|\[[A-Z_]+\]")
 _TOKEN_KEY = re.compile(r"(.+?_token)_(?:id|index)")
 _PLACEHOLDERS = ("image_token", "media_placeholder_token")
-REFUSED = {
-    "fuyu": "its processor writes one image before the text of a chat",
-    "pp_chart2table": "its processor does not expand the token of an image",
-    "shieldgemma2": "its processor writes the questions about an image itself",
-    "t5gemma2": "it has an encoder and a decoder of text",
-}
-# Settings that a class's code fixes: of the tower, the whole processor, the image processor.
-_TOWERS: dict[str, dict[str, Any]] = {
-    "aria": {"image_size": 980, "patch_size": 98, "projector_patch_to_query_dict": {100: 4}},
-    "deepseek_ocr2": {"image_size": 256},
-    "got_ocr2": {"image_size": 256},
-}
-_WHOLE_PROCESSORS: dict[str, dict[str, Any]] = {"aria": {"size_conversion": {980: 4}}}
-_IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
-    "deepseek_ocr2": {"tile_size": 192, "max_patches": 2},
-    "step3p7": {"patch_size": 16},  # pixels along an edge of a tile
-}
-# Classes that share another's processors without transformers saying so.
-_LIKE = {
-    "glm4v_moe": "glm4v",
-    "glm_ocr": "glm46v",
-    "glmga": "glm46v",
-    "qwen2_5_omni_thinker": "qwen2_5_omni",
-    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
-    "qwen3_vl_moe": "qwen3_vl",
-}
 # Keys of the configuration, by the name of a processor's setting.
 _SYNONYMS = {
     "merge_size": ("spatial_merge_size", "merge_size", "downsample_factor"),
@@ -96,17 +68,18 @@ def make(model_type: str) -> tuple[PreTrainedModel, Any]:
 
 
 def _make(model_type: str) -> tuple[PreTrainedModel, Any]:
-    if model_type in REFUSED:
-        raise ValueError(REFUSED[model_type])
+    if reason := TABLES["refused"].get(model_type):
+        raise ValueError(reason)
     whole, image, video, audio = _processor_classes(model_type)
     config = shrink(getattr(transformers, classes()[model_type]).config_class())
     for _, part in sections(config):
         if hasattr(part, "position_embedding_size"):
             part.position_embedding_size = 1024  # for images of any shape: Gemma-4 has 630 patches
-        for key in _TOWERS.get(model_type, {}).keys() & vars(part).keys():
-            setattr(part, key, _TOWERS[model_type][key])
-    settings = _processor_settings(whole, config) | _WHOLE_PROCESSORS.get(model_type, {})
-    pixels = _image_settings(image, config) | _IMAGE_PROCESSORS.get(model_type, {})
+        for key, value in TABLES["towers"].get(model_type, {}).items():
+            if key in vars(part):
+                setattr(part, key, value)
+    settings = _processor_settings(whole, config) | TABLES["whole_processors"].get(model_type, {})
+    pixels = _image_settings(image, config) | TABLES["image_processors"].get(model_type, {})
     if not settings.keys() & set(_ROWS):  # PaliGemma's processor reads it there
         pixels["image_seq_length"] = _num_patches(config)
     parts: dict[str, Any] = {k: None for k in whole.get_attributes() if k != "tokenizer"}
@@ -137,9 +110,10 @@ def _processor_classes(model_type: str) -> list[Any]:
 
     The last two may be None.
     """
+    name = TABLES["like"].get(model_type, model_type)
 
     def names(module: Any, table: str) -> Any:
-        return vars(module)[f"{table}_MAPPING_NAMES"].get(_LIKE.get(model_type, model_type))
+        return vars(module)[f"{table}_MAPPING_NAMES"].get(name)
 
     whole, audio = names(wholes, "PROCESSOR"), names(audios, "FEATURE_EXTRACTOR")
     image, video = names(images, "IMAGE_PROCESSOR"), names(videos, "VIDEO_PROCESSOR") or {}

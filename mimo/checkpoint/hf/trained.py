@@ -1,7 +1,5 @@
 """A checkpoint of ours whose model has a form in Hugging Face format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +18,8 @@ from mimo.checkpoint.tensors import StoredTensor, averages
 from mimo.config.modules import LoRA
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError
-from mimo.families.keymap import Weight, adapter_names, is_adapter, merged_weight, plain
-from mimo.families.registry import (
-    QUERIES,
-    generator_family,
-    generator_settings,
-    language_settings,
-)
+from mimo.families.keymap import Weight, adapter_names, is_adapter, merged_weight
+from mimo.families.registry import generator_family, generator_settings, query_weights
 
 
 @dataclass(frozen=True)
@@ -135,13 +128,7 @@ def open_trained(run: Path, average: bool = False) -> TrainedModel:
         settings = generator_settings(recipe, generator)
         family = generator_family(recipe, generator)
         of_generator = [*trained(generator, family.weights(settings))]
-    size = language_settings(recipe).hidden_size
-    queries = [
-        plain(QUERIES + name, name, part.num_queries, size)
-        for name, part in recipe.generators.items()
-        if part.num_queries
-    ]
-    of_queries = [*trained(LANGUAGE, queries)]
+    of_queries = [*trained(LANGUAGE, query_weights(recipe))]
     if missing:
         kind = architecture.model_type
         raise InputError(f"{checkpoint} is not a whole {kind}: it lacks {', '.join(missing)}")

@@ -1,7 +1,5 @@
 """The tensors of a folder in Hugging Face format."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decoders with grouped queries and a gated MLP: settings, construction, published names."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
@@ -16,10 +14,7 @@ from mimo.families.hf_config import Config, expect, refuse_dropout, rope_setting
 from mimo.families.keymap import Weight, grouped_qkv, plain, stacked
 from mimo.ops.layers import MRope
 
-PRE_NORMS = {
-    "input_layernorm": "input_layernorm",
-    "post_attention_layernorm": "pre_mlp_layernorm",
-}
+PRE_NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
 QK_NORMS = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",

@@ -15,12 +15,7 @@ from pydantic import Field
 from mimo.families.contracts import ItemRules, LanguageSettings
 from mimo.families.hf_config import Config
 from mimo.families.keymap import Weight, plain
-from mimo.families.languages._decoder import (
-    PRE_NORMS,
-    QK_NORMS,
-    decoder_weights,
-    named_sizes,
-)
+from mimo.families.languages._decoder import PRE_NORMS, QK_NORMS, decoder_weights, named_sizes
 from mimo.families.whole_models import transformers_config_of
 
 _SIZES = {

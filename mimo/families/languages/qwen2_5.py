@@ -4,8 +4,6 @@ The rotary embedding is Qwen2.5-VL's, in which time, height and width each have 
 so text-only positions give plain Qwen2.5.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

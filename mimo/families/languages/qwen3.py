@@ -3,8 +3,6 @@
 The rotary embedding is Qwen3-VL's interleaved one, so text-only positions give plain Qwen3.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

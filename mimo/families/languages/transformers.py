@@ -40,14 +40,13 @@ class Settings(LanguageSettings):
             for name in shapes
             if name.endswith(end)
         )
-        products = parameter_products(shapes, "token", self.experts_share)
+        products = parameter_products(shapes, "token", self._experts_share())
         pairs = Product(None, "attention pair", (2, self.num_attention_heads * self.head_size))
         of_layers = [product for product in products if product.parameter != head]
         of_head = Product(head, "loss token", (vocab_size, self.hidden_size))
         return [*of_layers, *[pairs] * self.num_layers, of_head]
 
-    @property
-    def experts_share(self) -> float:
+    def _experts_share(self) -> float:
         text = self.config.get("text_config", self.config)
         counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         total = next((count for count in counts if count), None)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mimo.checkpoint.hf.tiny import FAMILIES
-from mimo.checkpoint.hf.tiny_pipeline import TEXT_ENCODERS
+from mimo.checkpoint.hf.tiny import FAMILIES, PIPELINES
 from mimo.cli.main import app
 from tests.mimo import tiny
 from tests.mimo.config.test_recipe import RECIPE
@@ -160,24 +159,7 @@ def test_help_lists_every_command_in_a_group_of_its_purpose() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["launch", "recipes/x.yaml", "--elastic"], "--elastic was removed; after a loss of nodes"),
-        (["tiny", "qwen3_vl", "folder", "--tie"], "--tie was removed; tiny checkpoints tie"),
-        (["bench", "bridge"], "mimo bench was removed; use python -m benchmarks.bridge"),
-        (["top"], "mimo top was removed; use mimo status"),
-    ],
-)
-def test_a_removed_command_or_option_is_refused_with_its_replacement(
-    arguments: list[str], message: str
-) -> None:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.replace("│", " ").split())
-
-
 def test_the_help_of_tiny_names_every_family() -> None:
     result = CliRunner().invoke(app, ["tiny", "--help"])
     text = " ".join(result.output.replace("│", " ").split())
-    assert f"One of {', '.join(FAMILIES)}. Or {', '.join(TEXT_ENCODERS)}, a folder" in text
+    assert f"One of {', '.join(FAMILIES)}. Or {', '.join(PIPELINES)}, a folder" in text

@@ -86,8 +86,7 @@ def test_a_resolved_recipe_does_not_need_the_folder(folder: Path, tmp_path: Path
         ("encoders.vision.family=qwen_vl", "init_from holds 'qwen3_vl'; leave the key out"),
         (
             "encoders.more={grid: {dp: 1}}",
-            "encoders.more.family: this key is required: the encoder that init_from holds is "
-            "encoders.vision",
+            "encoders.more.family: this key is required: init_from holds encoders.vision",
         ),
         ("init_from=nowhere", "init_from: nowhere: no such folder"),
         ("init_from=org/na.me", "init_from: org/na.me: no such folder; .* `hf download org/na.me`"),

@@ -163,18 +163,9 @@ def test_a_folder_that_holds_something_else_is_refused_and_kept(tmp_path: Path) 
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (TinyCheckpoint("qwen3vl"), "did you mean 'qwen3_vl'"),
-        (TinyCheckpoint("gemma3", shard_size="many"), "shard size 'many'"),
-    ],
-)
-def test_bad_input_is_refused_with_a_hint(
-    settings: TinyCheckpoint, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match=message):
-        write_tiny(settings, tmp_path / "x")
+def test_an_unknown_family_is_refused_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'qwen3_vl'"):
+        write_tiny(TinyCheckpoint("qwen3vl"), tmp_path / "x")
     assert not any(tmp_path.iterdir())
 
 

@@ -15,8 +15,9 @@ from data.text.chat import ChatTokenizer
 from data.text.digits import conversation
 from data.text.messages import MediaText
 from mimo.checkpoint.hf.examples import count_rows
+from mimo.checkpoint.hf.shrink import TABLES
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
-from mimo.checkpoint.hf.tiny_class import REFUSED, classes, encode
+from mimo.checkpoint.hf.tiny_class import classes, encode
 from mimo.cli.main import app
 from tests.mimo.checkpoint.hf.folders import FAMILIES
 from tests.mimo.model.tiny_classes import REFUSALS
@@ -92,5 +93,7 @@ def test_a_class_without_a_whole_folder_is_refused_with_its_cause(
 
 
 def test_every_class_that_trains_can_be_made_or_is_refused_with_its_cause() -> None:
-    assert {*classes()} - {*REFUSALS} - {*SUPPORTED} == {*REFUSED, "cosmos3_omni"} - {*REFUSALS}
+    assert {*classes()} - {*REFUSALS} - {*SUPPORTED} == {*TABLES["refused"], "cosmos3_omni"} - {
+        *REFUSALS
+    }
     assert {*QUICK} <= {*SUPPORTED}
