@@ -1,6 +1,6 @@
-"""Run both bridges in turns on the same ranks and rows; every rank executes this module.
+"""Run both contestants in turns on the same ranks and rows; every rank executes this module.
 
-Letters: N rows of the global microbatch, n rows of this rank, H hidden.
+Letters: n rows of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from runpy import run_path
@@ -21,12 +20,19 @@ from megatron.core.pipeline_parallel import bridge_communicator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.bridge import ENCODER, Case
+from benchmarks.bridge import MODULE, Case
 from benchmarks.harness import Contest, Run, take_turns
-from bridge import BridgeEnd, BridgeReceiver, BridgeSender, FlatEmbeddings
+from bridge import (
+    BridgeEnd,
+    BridgeReceiver,
+    BridgeSender,
+    FlatEmbeddings,
+    OutputReceiver,
+    OutputSender,
+)
 from mimo import device
 from mimo.engines.megatron.cpu import adapt_to_machine
-from mimo.parallel.grids import Link, variables_of
+from mimo.parallel.grids import LANGUAGE, variables_of
 from mimo.parallel.groups import Topology, build_topology, comm_grid
 from mimo.runtime.ranks import rank_environment, set_variables
 
@@ -37,21 +43,23 @@ DTYPE = torch.float32
 class Bridge(ABC):
     """One contestant, seen from one rank.
 
-    values: (n, H), the rows that an encoder rank gives; on a rank of the language model the
-    gradients that it sends back, which are set to twice the rows that arrive first.
+    values: (n, H), the rows that a rank gives; on a rank that gets rows the gradients that it sends
+    back, which are set to twice the rows that arrive first.
     """
 
     values: Tensor
 
     def __init__(self, case: Case, topology: Topology) -> None:
         self.case, self.rank = case, topology.rank
-        self.encodes = topology.owns(ENCODER)
-        if self.encodes:
-            encoder = case.layout.encoders[ENCODER]
-            self.lane = encoder.coords(self.rank).dp
-            numbers = torch.arange(case.rows, dtype=DTYPE).chunk(encoder.dp)[self.lane]
+        self.gives = topology.owns(LANGUAGE if case.is_output else MODULE)
+        grid = case.layout.item_grids[MODULE]
+        self.lane = grid.coords(self.rank).dp if topology.owns(MODULE) else 0
+        if self.gives:
+            parts = case.layout.language.size if case.is_output else grid.dp
+            numbers = torch.arange(case.rows, dtype=DTYPE).chunk(parts)
             columns = torch.arange(case.hidden, dtype=DTYPE) / case.hidden
-            self.values = (numbers[:, None] + columns).to(device.local_device())
+            mine = numbers[self.rank if case.is_output else self.lane]
+            self.values = (mine[:, None] + columns).to(device.local_device())
 
     def prepare(self) -> None:  # noqa: B027
         """Do what is not timed, before every run."""
@@ -60,8 +68,8 @@ class Bridge(ABC):
     def run(self, backward: bool) -> Tensor:
         """Move the rows, and with `backward` their gradients back.
 
-        Returns the rows on a rank of the language model, and with `backward` their gradients on a
-        rank of the encoder.
+        Returns the rows on a rank that gets them, and with `backward` their gradients on one that
+        gives them.
         """
 
 
@@ -70,9 +78,9 @@ class OurBridge(Bridge):
 
     def __init__(self, case: Case, topology: Topology) -> None:
         super().__init__(case, topology)
-        groups = topology.bridges[Link(ENCODER)]
+        (groups,), shares = topology.bridges.values(), self.gives and case.module_tp > 1
         self.end = BridgeEnd(
-            name=ENCODER,
+            name=MODULE,
             rank=self.rank,
             forward=groups.forward,
             backward=groups.backward,
@@ -81,14 +89,18 @@ class OurBridge(Bridge):
             wire_dtype=DTYPE,
             device=device.local_device(),
             trainable=True,
-            gather=topology.modules[ENCODER].tp if self.encodes and case.encoder_tp > 1 else None,
+            gather=topology.modules[MODULE].tp if shares else None,
+            to_language=not case.is_output,
         )
-        if self.encodes:
-            self.sender = BridgeSender(self.end, self.lane, run_ahead=1)
+        if self.gives:
             self.sizes = case.runs.split_sizes(self.lane)
             self.values.requires_grad_()
+            sender = BridgeSender(self.end, self.lane, run_ahead=1)
+            self.bridge = OutputSender(self.end, run_ahead=0) if case.is_output else sender
+        elif case.is_output:
+            self.bridge = OutputReceiver(self.end, self.lane)
         else:
-            self.receiver = BridgeReceiver(self.end, run_ahead=1, posted_ahead=1)
+            self.bridge = BridgeReceiver(self.end, run_ahead=1, posted_ahead=1)
 
     def prepare(self) -> None:
         """Make and stage a fresh plan, as training does in the background."""
@@ -97,19 +109,46 @@ class OurBridge(Bridge):
 
     def run(self, backward: bool) -> Tensor:
         """One step of one microbatch."""
-        if not self.encodes:
-            self.receiver.begin([self.plan], forward_only=not backward)
-            rows, _ = self.receiver.receive(0)
+        bridge = self.bridge
+        bridge.begin([self.plan], forward_only=not backward)
+        if isinstance(bridge, BridgeSender | OutputSender):
+            arrived = values = self.values if backward else self.values.detach()
+            is_flat = isinstance(bridge, BridgeSender)
+            rows: Any = FlatEmbeddings(values, self.sizes) if is_flat else values
+            token = bridge.send(0, rows)
             if backward:
-                rows.backward(self.values)
-            self.receiver.finish()
-            return rows
-        self.sender.begin([self.plan], forward_only=not backward)
-        values = self.values if backward else self.values.detach()
-        token = self.sender.send(0, FlatEmbeddings(values, self.sizes))
-        arrived = torch.autograd.grad(token, values)[0] if backward else values
-        self.sender.finish()
+                (arrived,) = torch.autograd.grad(token, values)
+        elif isinstance(bridge, OutputReceiver):
+            arrived = bridge.receive(0)
+            bridge.answer(0, self.values if backward else arrived)
+        else:
+            arrived, _ = bridge.receive(0)
+            if backward:
+                arrived.backward(self.values)
+        bridge.finish()
         return arrived
+
+
+class BareMessages(Bridge):
+    """The messages of a generator's rows alone, between contiguous memory that exists."""
+
+    def __init__(self, case: Case, topology: Topology) -> None:
+        super().__init__(case, topology)
+        plan, (self.groups,) = case.build_plan(), topology.bridges.values()
+        self.exchange = (plan.returns if self.gives else plan.collects)(self.rank)
+        size = self.exchange.num_rows, case.hidden
+        self.arrived = torch.empty(size, device=device.local_device())
+
+    def run(self, backward: bool) -> Tensor:
+        """Start the messages of each way in one batch."""
+        ways = [(self.groups.forward, self.gives), (self.groups.backward, not self.gives)]
+        for group, sends in ways[: 1 + backward]:
+            call, memory = (dist.isend, self.values) if sends else (dist.irecv, self.arrived)
+            parts = zip(memory.split(self.exchange.counts), self.exchange.peers, strict=True)
+            calls = [dist.P2POp(call, part, peer, group) for part, peer in parts]
+            for work in dist.batch_isend_irecv(calls):
+                work.wait()
+        return self.arrived
 
 
 class TheirBridge(Bridge):
@@ -129,16 +168,16 @@ class TheirBridge(Bridge):
         def mapped(make: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: make(*args, **{**kwargs, "backend": device.backend()})
 
-        grids = comm_grid(case.layout.encoders[ENCODER]), comm_grid(case.layout.language)
-        with ExitStack() as patches:
-            for name in ("new_group", "new_subgroups_by_enumeration"):
-                patches.enter_context(mock.patch.object(dist, name, mapped(getattr(dist, name))))
+        grids = comm_grid(case.layout.encoders[MODULE]), comm_grid(case.layout.language)
+        names = ("new_group", "new_subgroups_by_enumeration")
+        calls: dict[str, Any] = {name: mapped(getattr(dist, name)) for name in names}
+        with mock.patch.multiple(dist, **calls):
             self.bridge = build(*grids, comm_dtype=DTYPE, tensor_ndim=2)
 
     def run(self, backward: bool) -> Tensor:
         """The bridge's calls of one microbatch, in the order of a pipeline schedule."""
         with torch.no_grad():
-            if not self.encodes:
+            if not self.gives:
                 rows = self.bridge.recv_forward()
                 if backward:
                     self.bridge.send_backward(self.values)
@@ -150,22 +189,23 @@ class TheirBridge(Bridge):
 def compete(
     case: Case, rounds: int, topology: Topology, rival: Path | None = None
 ) -> dict[str, Contest]:
-    """Check both bridges, count their bytes, then time them each way; every rank calls it.
+    """Check both contestants, count their bytes, then time them each way; every rank calls it.
 
     rival: the file of Megatron's bridge; None for the installed one.
     """
-    bridges: dict[str, Bridge] = {
-        "ours": OurBridge(case, topology),
-        "megatron": TheirBridge(case, topology, rival),
-    }
+    bridges: dict[str, Bridge] = {"ours": OurBridge(case, topology)}
+    if case.is_output:
+        bridges["messages"] = BareMessages(case, topology)
+    else:
+        bridges["megatron"] = TheirBridge(case, topology, rival)
     for name, bridge in bridges.items():
         bridge.prepare()
         rows = bridge.run(backward=False).detach()
-        if not bridge.encodes:
+        if not bridge.gives:
             bridge.values = 2 * rows
         bridge.prepare()
         gradients = bridge.run(backward=True)
-        if bridge.encodes:
+        if bridge.gives:
             assert torch.equal(gradients, 2 * bridge.values), f"{name}: wrong gradients came back"
     contests = {}
     for way, backward in (("forward", False), ("forward + backward", True)):
@@ -193,17 +233,17 @@ def _timed(bridge: Bridge, backward: bool, times_bound: float) -> Run:
 def _times_bound(bridge: Bridge, backward: bool) -> float:
     """Return the bytes that the receiving ranks get in a run, as a multiple of the lower bound.
 
-    Each row must reach one rank of the language model; each gradient every replica of its encoder.
+    Each row must reach one rank at the other end; each gradient every replica of its encoder.
     """
     bridge.prepare()
     device.barrier()
     with ReceivedBytes() as received:
         bridge.run(backward)
-    at_end = received.num_bytes if bridge.encodes == backward else 0
+    at_end = received.num_bytes if bridge.gives == backward else 0
     total = torch.tensor(at_end, device=device.local_device())
     dist.all_reduce(total)
     case = bridge.case
-    num_rows = case.rows * (case.encoder_tp if backward else 1)
+    num_rows = case.rows * (case.module_tp if backward else 1)
     return total.item() / (num_rows * case.hidden * DTYPE.itemsize)
 
 

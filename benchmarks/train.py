@@ -33,6 +33,12 @@ _ROW_PIXELS = 30  # side of a row of the tiny checkpoint
 _MAX_ROWS = 64  # of an image
 _SPREAD, _MOST_WORDS = 1.0, 1500  # of the words of a sample: log-normal with this sigma
 _QUICK = {"width": 1, "num_layers": 4, "samples": 8, "median_words": 12}
+_RECIPE = """
+name: bench
+encoders: {vision: {placement: colocated}}
+data: {sequence_length: 4096, shuffle_block: 1_000_000}
+train: {learning_rate: 1.0e-4, min_learning_rate_ratio: 1.0, weight_decay: 0.0}
+"""
 IGNORED = -100  # label that transformers leaves out of the loss
 _LOSS_ERROR = 1e-4  # relative; fp32 on both sides, in another order of sums
 GOALS = {"long-tailed": 2.0, "equal": 1.15}  # lengths of samples -> times faster
@@ -77,28 +83,17 @@ class Workload:
 
     def recipe(self, lengths: str, steps: int) -> Recipe:
         """Our recipe: one step per pass over the samples, on one rank."""
-        content = {
-            "name": "bench",
-            "init_from": str(self.checkpoint),
-            "encoders": {"vision": {"placement": "colocated"}},
-            "data": {
-                "sources": [{"path": str(self.shard(lengths))}],
-                "sequence_length": 4096,
-                "shuffle_block": 1_000_000,
-            },
-            "train": {
-                "steps": steps,
-                "global_batch_size": self.num_samples(lengths),
-                "micro_batch_size": self.samples // 2,
-                "learning_rate": 1e-4,
-                "min_learning_rate_ratio": 1.0,
-                "weight_decay": 0.0,
-                "run_dir": str(self.directory / "runs"),
-            },
-        }
         path = self.directory / f"{lengths}.yaml"
-        path.write_text(json.dumps(content))  # which is YAML as well
-        return load_recipe(path)
+        path.write_text(_RECIPE)
+        sizes = {
+            "init_from": self.checkpoint,
+            "data.sources": [{"path": str(self.shard(lengths))}],
+            "train.steps": steps,
+            "train.global_batch_size": self.num_samples(lengths),
+            "train.micro_batch_size": self.samples // 2,
+            "train.run_dir": self.directory / "runs",
+        }
+        return load_recipe(path, [f"{key}={value}" for key, value in sizes.items()])
 
     def _samples(self, lengths: str) -> Iterable[dict[str, Any]]:
         """Members of each sample's files, for the tar writer: a question about images."""

@@ -80,7 +80,7 @@ class ColocatedBridge:
         sizes = ints([end.bounds(plan)[-1] for plan in plans])
         firsts = offsets(sizes)[:-1]
         incoming = [end.incoming(plan) for plan in plans]
-        arrived = self._empty(int(sizes.sum()))
+        arrived = end.empty(int(sizes.sum()))
         start_exchanging(
             end,
             microbatches,
@@ -119,7 +119,7 @@ class ColocatedBridge:
         received = torch.zeros(0, end.hidden_size, device=end.device)
         if self.receives:
             received = torch.cat([self._received_gradient(m) for m in microbatches])
-        gradient = self._empty(num_rows)
+        gradient = end.empty(num_rows)
         start_exchanging(
             end,
             microbatches,
@@ -143,10 +143,6 @@ class ColocatedBridge:
 
     def finish(self) -> None:
         self._leaves.clear()
-
-    def _empty(self, num_rows: int) -> Tensor:
-        end = self.end
-        return torch.empty(num_rows, end.hidden_size, dtype=end.wire_dtype, device=end.device)
 
     def _held(self, plans: Sequence[BridgePlan]) -> tuple[Ints, int]:
         """Where each microbatch's rows begin among this rank's encoded rows, and their number."""

@@ -14,6 +14,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class BridgeSender:
         """
         end, microbatches = self.end, range(microbatch, microbatch + 1)
         check_rows(end, microbatches, [self._plans[microbatch]], self.lane, rows)
-        token = _Crossing.apply(rows.values, self, microbatch)
+        token = Crossing.apply(rows.values, self, microbatch)
         check_gradient_path(end, microbatch, token, self._expects_gradients)
         return token
 
@@ -167,7 +168,7 @@ class BridgeReceiver:
         bridge: copies of a row on other ranks have equal gradients, which must not be summed.
         """
         if self._expects_gradients:
-            rows = _Crossing.apply(self._anchor, self, microbatch)
+            rows = Crossing.apply(self._anchor, self, microbatch)
         else:
             rows = self._forward(microbatch, self._anchor)
         check_gradient_path(self.end, microbatch, rows, self._expects_gradients)
@@ -203,11 +204,11 @@ class BridgeReceiver:
         assert not self._rows, "a microbatch's rows were never received"
 
 
-class _Crossing(torch.autograd.Function):
-    """Calls `_forward` and `_backward` of an end of the bridge."""
+class Crossing(torch.autograd.Function):
+    """Calls `_forward` and `_backward` of an end of a bridge, in either direction."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, end: BridgeSender | BridgeReceiver, microbatch: int) -> Tensor:
+    def forward(ctx, tensor: Tensor, end: Any, microbatch: int) -> Tensor:
         ctx.end, ctx.microbatch = end, microbatch
         return end._forward(microbatch, tensor)
 

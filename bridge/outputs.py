@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bridge.communicator import check_gradient_path
+from bridge.communicator import Crossing, check_gradient_path
 from bridge.plan import BridgePlan, Exchange
 from bridge.transfer import (
     BridgeEnd,
@@ -62,7 +62,7 @@ class OutputSender:
         """
         places = self.end.positions(self._plans[microbatch])
         rows = hidden.index_select(0, places)  # those of all sharers
-        token = _Sending.apply(rows, self, microbatch)
+        token = Crossing.apply(rows, self, microbatch)
         check_gradient_path(self.end, microbatch, token, self._expects_gradients)
         return token
 
@@ -75,9 +75,9 @@ class OutputSender:
         self._sent.append(start_sending(end, microbatch, "rows", plan.returns(end.rank), own))
         return rows.new_zeros(())
 
-    def _backward(self, microbatch: int, shape: tuple[int, ...]) -> Tensor:
+    def _backward(self, microbatch: int, token: Tensor) -> Tensor:
         plan, end = self._plans[microbatch], self.end
-        gradient = torch.empty(shape, dtype=end.wire_dtype, device=end.device)
+        gradient = end.empty(end.bounds(plan)[-1])
         start_receiving(end, microbatch, "gradients", end.incoming(plan), gradient).wait()
         # A gradient came back, so its rows have arrived.
         self._sent.popleft().wait()
@@ -92,17 +92,6 @@ class OutputSender:
         assert is_complete, "a microbatch's backward was skipped"
         while self._sent:
             self._sent.popleft().wait()
-
-
-class _Sending(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, sender: OutputSender, microbatch: int) -> Tensor:
-        ctx.sender, ctx.microbatch, ctx.shape = sender, microbatch, rows.shape
-        return sender._forward(microbatch, rows)
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
-        return ctx.sender._backward(ctx.microbatch, ctx.shape), None, None
 
 
 class OutputReceiver:
@@ -126,8 +115,7 @@ class OutputReceiver:
         if microbatch < len(self._plans):
             end, plan = self.end, self._plans[microbatch]
             held = int(plan.held_rows[self.lane])
-            rows = torch.empty(held, end.hidden_size, dtype=end.wire_dtype, device=end.device)
-            collects = plan.collects(end.rank)
+            rows, collects = end.empty(held), plan.collects(end.rank)
             self._rows[microbatch] = start_receiving(end, microbatch, "rows", collects, rows)
 
     def receive(self, microbatch: int) -> Tensor:
@@ -178,7 +166,7 @@ class ColocatedOutput:
         """
         plan, end = self._plans[microbatch], self.end
         own = hidden.detach().index_select(0, end.positions(plan))[end.own_rows(plan)]
-        rows = self._empty(int(plan.held_rows[self.lane]))
+        rows = end.empty(int(plan.held_rows[self.lane]))
         self._start(microbatch, "rows", plan.returns(end.rank), own, plan.collects(end.rank), rows)
         return rows.to(end.dtype)
 
@@ -191,7 +179,7 @@ class ColocatedOutput:
         plan, end = self._plans[microbatch], self.end
         if not self._expects_gradients:
             return hidden.new_zeros(())
-        arrived, sends = self._empty(end.bounds(plan)[-1]), plan.sends(end.rank)
+        arrived, sends = end.empty(end.bounds(plan)[-1]), plan.sends(end.rank)
         self._start(microbatch, "gradients", sends, gradient, end.incoming(plan), arrived)
         if end.gather is not None:
             share_out(end, end.gather, microbatch, "gradients", arrived, end.row_shares(plan))
@@ -211,10 +199,6 @@ class ColocatedOutput:
     ) -> None:
         span, values = range(microbatch, microbatch + 1), values.detach()
         start_exchanging(self.end, span, kind, sends, values, receives, into).wait()
-
-    def _empty(self, num_rows: int) -> Tensor:
-        end = self.end
-        return torch.empty(num_rows, end.hidden_size, dtype=end.wire_dtype, device=end.device)
 
     def finish(self) -> None:
         """Nothing is under way between calls."""

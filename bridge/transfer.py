@@ -76,6 +76,11 @@ class BridgeEnd:
     def begin_step(self) -> None:
         self.clock.sent_bytes.clear()
 
+    def empty(self, num_rows: int) -> Tensor:
+        """Return a fresh buffer (n, H) of the wire's dtype."""
+        size = num_rows, self.hidden_size
+        return torch.empty(size, dtype=self.wire_dtype, device=self.device)
+
     def least_bytes(self, plans: Sequence[BridgePlan]) -> int:
         """Return the bytes to send if each row on this rank is sent once, by one of its ranks."""
         num_rows = sum(plan.collects(self.rank).num_rows for plan in plans)

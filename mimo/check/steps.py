@@ -141,9 +141,19 @@ class _KeepFp64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # in a call the mode is off, but this one may recompute
+        if func is Tensor.backward:
+            # Inside of a call the mode is off, but layers that are recomputed need it.
+            (loss,), engine = args, cast("Any", torch.autograd.Variable)._execution_engine
             with self:
-                return torch.autograd.backward(*args, **kwargs)
+                return engine.run_backward(
+                    (loss,),
+                    (torch.ones_like(loss),),
+                    False,
+                    False,
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]

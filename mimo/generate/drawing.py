@@ -174,7 +174,7 @@ class Drawer:
         grid, device = self._grid(how.size), conditions[0].device
         draw = draw_of(conditions, grid)
         rows = torch.cat(list(conditions))
-        blank = replace(draw, rows=torch.full_like(draw.rows, len(rows)))
+        blank = replace(draw, rows=draw.rows[:, :0], lengths=torch.zeros_like(draw.lengths))
         noise = [
             np.random.Generator(
                 np.random.Philox(key=how.seed, counter=[0, first + b, 0, 0])

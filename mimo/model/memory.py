@@ -14,8 +14,6 @@ Buffers are temporary: gradients of what a layer keeps, a weight's gradient, and
 The device's context, memory of libraries such as NCCL, and fragmentation come on top.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -74,7 +74,21 @@ def test_our_bridge_sends_the_lower_bound_and_megatrons_sends_every_row_to_every
     # The leader receives shape and rows of each encoder lane, the others get both by its broadcast.
     bound = ROWS * HIDDEN * 4
     shapes = rows["megatron"][0].result["bytes / bound"] * bound - case.language_tp * bound
-    assert shapes == pytest.approx(SHAPE_BYTES * (case.encoder_lanes - 1 + case.language_tp))
+    assert shapes == pytest.approx(SHAPE_BYTES * (case.module_lanes - 1 + case.language_tp))
+
+
+@pytest.mark.parametrize("module_lanes", [1, 2, 3])
+def test_rows_for_a_generator_and_their_gradients_cross_once_like_bare_messages(
+    module_lanes: int, run_ranks: RunRanks
+) -> None:
+    lanes = {"language_lanes": 2, "is_output": True}
+    case = Case(1, module_lanes, 2, 256 * module_lanes, HIDDEN, **lanes)
+    assert str(case) == f"2×tp2 sp → {module_lanes}×tp1"
+    results = run_ranks(run_contest, case.layout.world_size, case)
+    for contest in results[0].values():
+        assert [*contest.runs] == ["ours", "messages"]
+        for (run,) in contest.runs.values():
+            assert run.result == {"bytes / bound": 1.0}
 
 
 def test_a_step_is_planned_for_many_ranks() -> None:
@@ -115,6 +129,16 @@ def test_all_bounds_hold_at_their_limits() -> None:
 def test_each_bound_is_missed_by_name(changed: dict, name: str) -> None:
     (bound,) = missed(**changed)
     assert name in bound
+
+
+@pytest.mark.parametrize("way", bench._TIMES_FASTER)
+def test_rows_for_a_generator_are_judged_by_their_bytes_alone(way: str) -> None:
+    def judged(times: float) -> list[tuple[str, bool]]:
+        runs = {name: [Run(9.0, result={"bytes / bound": times})] for name in ("ours", "messages")}
+        return [(bound.name, bound.holds) for bound in bench.judge(way, Contest(way, runs))]
+
+    name = f"{way}: bytes / lower bound"
+    assert (judged(1.0), judged(1.1)) == ([(name, True)], [(name, False)])
 
 
 # --------------------------------------------------------------------------- command

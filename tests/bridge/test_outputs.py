@@ -83,6 +83,7 @@ def run_language(
             back, hidden, token = waiting.popleft()
             token.backward()
             expected = case.only_rows(back, case.dense(back, seed=100)).to(case.wire_dtype).float()
+            assert hidden.grad is not None
             assert torch.equal(hidden.grad, local_slice(case, expected[lane], number)), (
                 f"gradient of microbatch {back}"
             )

@@ -10,6 +10,7 @@ from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 from tests.mimo.check.cells import RECIPES
 
+PATH = RECIPES / "qwen3_vl_tiny.yaml"
 GENERATOR = (
     "generators.image={family: qwen_image, grid: {dp: 2}, queries: 3, loss_weight: 0.7, "
     "learning_rate: 5.0e-4, query_learning_rate: 2.0e-3, condition_dropout: 0.2, time_shift: 3.0, "
@@ -20,6 +21,10 @@ GENERATOR = (
 
 def draws_recipe(folder: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Return the recipe; its checkpoint is written into ``folder``."""
+    return load_recipe(PATH, [starting_from(folder), GENERATOR, *overrides])
+
+
+def starting_from(folder: Path) -> str:
+    """Write the recipe's checkpoint; return the override that names it."""
     write_tiny(TinyCheckpoint("qwen3_vl"), folder / "qwen3_vl")
-    starts = f"init_from={folder / 'qwen3_vl'}"
-    return load_recipe(RECIPES / "qwen3_vl_tiny.yaml", [starts, GENERATOR, *overrides])
+    return f"init_from={folder / 'qwen3_vl'}"

@@ -113,7 +113,7 @@ def test_a_difference_ends_with_1_and_names_the_first_parameter_with_both_values
         (["--max-ranks", "2"], "--max-ranks 2: no layout with language.grid.dp fits"),
         (["language.grid={dp: 1}", "--max-ranks", "1"], "the modules need 2 ranks, but got 1"),
         (["--max-ranks", "1", "--layouts", "sweep"], "every layout of the sweep needs more ranks"),
-        (["encoders={}", "--layouts", "sweep"], "a recipe with at least one encoder"),
+        (["encoders={}", "--layouts", "sweep"], "a recipe with an encoder or a generator"),
         (["--precision", "bf16"], "--precision"),
         (["--layouts", "sweep", "--full"], "sweep has its own layouts; remove --full"),
     ],

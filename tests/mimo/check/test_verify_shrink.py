@@ -27,10 +27,12 @@ def layouts(
     cp: tuple[int, ...] = (1, 2, 4),
     max_encoders: int = 2,
     has_copies: bool = False,
+    has_generators: bool = False,
 ) -> Layout:
     """Any layout that could be in a recipe, of up to thousands of ranks.
 
-    has_copies: whether lanes may have copies of the weights.
+    has_copies: whether lanes may have copies of the weights. has_generators: whether there may be
+    a generator.
     """
 
     def copied(grid: GridSpec) -> GridSpec:
@@ -48,7 +50,7 @@ def layouts(
         vpp=draw(st.sampled_from((1, 2, 4))) if pp > 1 else 1,
         dp=draw(st.integers(1, 9)),
     )
-    encoders, colocated = {}, []
+    modules, colocated = {}, []
     for name in ("vision", "audio")[: draw(st.integers(1, max_encoders))]:
         encoder_tp = draw(st.sampled_from((1, 2, 3, 4)))
         if draw(st.booleans()):
@@ -58,19 +60,26 @@ def layouts(
         else:
             stages = draw(st.sampled_from((1, 2, 4)))
             grid = GridSpec(name, tp=encoder_tp, pp=stages, dp=draw(st.integers(1, 12)))
-        encoders[name] = copied(grid)
+        modules[name] = copied(grid)
+    generators = ["image"] if has_generators and draw(st.booleans()) else []
+    for name in generators:  # they have lanes alone
+        grid = GridSpec(name, dp=draw(st.integers(1, 12)), engine="fsdp")
+        if pp == 1 and draw(st.booleans()):
+            colocated.append(name)
+            grid = replace(grid, dp=language.size)
+        modules[name] = copied(grid)
     language = copied(language)
-    names = [name for name in (*encoders, LANGUAGE) if name not in colocated]
+    names = [name for name in (*modules, LANGUAGE) if name not in colocated]
     # Any order of the disjoint modules.
     offsets = {name: number for number, name in enumerate(draw(st.permutations(names)))}
-    for name in encoders.keys() & offsets.keys():
-        encoders[name] = replace(encoders[name], rank_offset=offsets[name])
+    for name in modules.keys() & offsets.keys():
+        modules[name] = replace(modules[name], rank_offset=offsets[name])
     language = replace(language, rank_offset=offsets[LANGUAGE])
-    return place(language, encoders, colocated, in_blocks=draw(st.booleans()))
+    return place(language, modules, colocated, draw(st.booleans()), generators)
 
 
 def ratios(layout: Layout) -> dict[str, str]:
-    return {n: lane_ratio(grid.dp, layout.language.dp) for n, grid in layout.encoders.items()}
+    return {n: lane_ratio(grid.dp, layout.language.dp) for n, grid in layout.item_grids.items()}
 
 
 def disjoint_order(layout: Layout) -> list[str]:
@@ -78,7 +87,7 @@ def disjoint_order(layout: Layout) -> list[str]:
     return sorted(names, key=lambda name: layout.grids[name].rank_offset)
 
 
-@given(layouts(has_copies=True))
+@given(layouts(has_copies=True, has_generators=True))
 @settings(max_examples=300, deadline=None)
 def test_a_shrunk_layout_keeps_every_kind_and_is_not_larger(layout: Layout) -> None:
     small = shrink(layout)
@@ -95,7 +104,7 @@ def test_a_shrunk_layout_keeps_every_kind_and_is_not_larger(layout: Layout) -> N
         assert shrunk.dp % shrunk.dp_replicate == 0
         assert [getattr(shrunk, a) > 1 for a in AXES] == [getattr(grid, a) > 1 for a in AXES]
     for name in small.colocated:
-        assert small.encoders[name].ranks == small.language.ranks
+        assert small.item_grids[name].ranks == small.language.ranks
     assert shrink(small).world_size == small.world_size
 
 
@@ -121,7 +130,7 @@ def test_lanes_become_the_fewest_with_the_same_kind_of_ratio(
 
 
 @pytest.mark.slow
-@given(layouts(has_copies=True), st.integers(2, 12))
+@given(layouts(has_copies=True, has_generators=True), st.integers(2, 12))
 @settings(max_examples=30, deadline=None)
 def test_covering_layouts_fit_and_have_every_axis_and_every_pair_that_fits(
     layout: Layout, max_ranks: int

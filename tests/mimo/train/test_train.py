@@ -76,15 +76,15 @@ def test_corrupt_video_blanks_the_images_of_its_sample_too(
 
 
 def _loss_without_first_sample(rank: int, recipe: Path) -> float:
-    from mimo.check import steps
+    from mimo.check import packs
 
-    plan = steps.plan_microbatch
+    plan = packs.plan_microbatch
 
     def without_loss(*args: Any) -> Any:
         samples = plan(*args)
         return replace(samples, loss_tokens=samples.loss_tokens * (samples.sample > 0))
 
-    steps.plan_microbatch = without_loss
+    packs.plan_microbatch = without_loss
     return tiny.run_reference_steps(rank, recipe, [tiny.SECOND_ENCODER])["steps"][0]["loss"]
 
 
