@@ -21,19 +21,23 @@ from mimo.train import main as job
 from tests.conftest import RunRanks
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "draws_digits.yaml"
-COUNTS = {"num_train": 96, "num_validation": 16, "num_test": 24}
+NUM_TRAIN = 96
+
+
+def prepare(folder: Path) -> Path:
+    return prepare_drawn_digits(folder, num_train=NUM_TRAIN, num_validation=16, num_test=24)
 
 
 @pytest.fixture(scope="module")
 def drawn_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_drawn_digits(tmp_path_factory.mktemp("drawn"), **COUNTS)
+    return prepare(tmp_path_factory.mktemp("drawn"))
 
 
 def test_answers_to_draw_are_scans_of_the_digits_that_are_asked_for(drawn_digits: Path) -> None:
     scans, digits = load_scans("train")
     known = {scan[1:-1, 1:-1].tobytes(): int(d) for scan, d in zip(scans, digits, strict=True)}
     samples = list(WebDataset(str(drawn_digits / "train-00000.tar"), shardshuffle=False))
-    assert len(samples) == COUNTS["num_train"]
+    assert len(samples) == NUM_TRAIN
     documents = [json.loads(sample["json"]) for sample in samples]
     drawn = [number for number, document in enumerate(documents) if "drawn" in document]
     assert 0.25 < len(drawn) / len(samples) < 0.6
@@ -53,7 +57,7 @@ def test_answers_to_draw_are_scans_of_the_digits_that_are_asked_for(drawn_digits
 
 def test_equal_settings_write_nothing_again(drawn_digits: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in drawn_digits.rglob("*.tar")}
-    assert prepare_drawn_digits(drawn_digits, **COUNTS) == drawn_digits
+    assert prepare(drawn_digits) == drawn_digits
     assert {path: path.stat().st_mtime_ns for path in drawn_digits.rglob("*.tar")} == before
 
 
