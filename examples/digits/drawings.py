@@ -24,7 +24,7 @@ _WORDS = ("a", "draw")
 
 def prepare_drawn_digits(
     directory: str | Path,
-    num_train: int = 16000,
+    num_train: int = 28000,
     num_validation: int = 200,
     num_test: int = 400,
     seed: int = 0,
