@@ -14,12 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("mimo", "bridge", "data", "encoders", "generators")
 # 40,000 source lines, 28,000 lines of code and 42,000 test lines; an allowance for models of
-# transformers of 1,500, 1,500 and 3,000; one for generators of 2,800, 2,200 and 3,000.
+# transformers of 1,500, 1,500 and 3,000; one for generators of 2,800, 2,200 and 5,000.
 LIMITS = {
     "source lines": 44_300,
     "source lines of code": 31_700,
     "source files": 245,
-    "test lines": 48_000,
+    "test lines": 50_000,
     "entries of mimo": 18,
     "README lines": 150,
 }
