@@ -133,16 +133,12 @@ class Settings(PatchSettings):
 class Gemma3Tower(PatchTower):
     """Patches of many images -> rows of the language model's size."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: engine.TransformerConfig,
-        ctx: engine.ModuleContext,
-        output_size: int,
-    ) -> None:
+    stack = staticmethod(gelu_stack)
+
+    def __init__(self, settings: Settings, ctx: engine.ModuleContext, output_size: int) -> None:
         positions, size = settings.patches_per_side**2, settings.hidden_size
         super().__init__(
-            config,
+            settings,
             ctx,
             settings.merge_size,
             patch_dim=3 * settings.patch_size**2,
@@ -151,8 +147,8 @@ class Gemma3Tower(PatchTower):
         self.settings = settings
         self.projector = None
         if ctx.is_last_stage:
-            norm = engine.ZeroCenteredRMSNorm(config, size, settings.norm_eps)
-            linear = nn.Linear(size, output_size, bias=False, dtype=config.params_dtype)
+            norm = engine.ZeroCenteredRMSNorm(self.config, size, settings.norm_eps)
+            linear = nn.Linear(size, output_size, bias=False, dtype=self.config.params_dtype)
             self.projector = nn.ModuleDict({"norm": norm, "linear": linear})
             self.part.sum_gradients(self.projector)
 
@@ -173,7 +169,7 @@ class Gemma3Tower(PatchTower):
         return self.projector["linear"](self.projector["norm"](blocks.mean(1)))
 
 
-build = partial(build_tower, Gemma3Tower, gelu_stack)
+build = partial(build_tower, Gemma3Tower)
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
