@@ -193,6 +193,8 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         image_token_id=config["image_token_index"],
         image_seq_length=rows,
     )
+    stored = {key: images.get(key) for key in (f"pan_and_scan_{name}" for name in _CROPS)}
+    crops = {key: value for key, value in stored.items() if value is not None}
     if images:
         # The processor's default is what it writes for an image.
         agree({"image_seq_length": 256, **processors.whole}, WHOLE, image_seq_length=rows)
@@ -207,16 +209,8 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         "norm_eps": vision["layer_norm_eps"],
         "init_std": config["initializer_range"],
         **normalisation(images),
-        **_pan_and_scan(images),
+        **({"pan_and_scan": True, **crops} if images.get("do_pan_and_scan") else {}),
     }
-
-
-def _pan_and_scan(processor: Config) -> dict[str, Any]:
-    """Return recipe keys for the crops of the checkpoint's processor; empty if it cuts none."""
-    if not processor.get("do_pan_and_scan"):
-        return {}
-    stored = {f"pan_and_scan_{key}": processor.get(f"pan_and_scan_{key}") for key in _CROPS}
-    return {"pan_and_scan": True, **{key: v for key, v in stored.items() if v is not None}}
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:
