@@ -307,11 +307,7 @@ def queries_of(
     """Return `PackedLane.queries` of items of one lane; plans: of each of them."""
     media = [samples.media[kind] for kind in samples.item_media[items].tolist()]
     placed = zip(media, samples.item_position[items].tolist(), plans, strict=True)
-    return [
-        (name, first, plan.num_rows)
-        for name, first, plan in placed
-        if plan.is_output and plan.num_rows
-    ]
+    return [(name, first, p.num_rows) for name, first, p in placed if p.is_output and p.num_rows]
 
 
 def read_items(sample: EncodedSample, plans: Sequence[PartPlan]) -> EncodedSample:

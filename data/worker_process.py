@@ -123,7 +123,9 @@ def main(descriptor: int, folder: Path) -> None:
         while True:
             question, value = control.recv()
             if question == "reap":
-                control.send(_reap(value))
+                code = os.waitstatus_to_exitcode(os.waitpid(value, 0)[1])
+                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+                control.send(killed or f"ended with exit code {code}")
                 workers.discard(value)
                 continue
             try:
@@ -155,13 +157,6 @@ def _fork(control: Connection, readers: Sequence[SampleReader]) -> int:
     send_handle(control, to_worker.fileno(), os.getppid())
     to_worker.close()
     return pid
-
-
-def _reap(pid: int) -> str:
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
 
 
 def _work(pipe: Connection, readers: Sequence[SampleReader]) -> None:

@@ -125,7 +125,7 @@ class PatchTower(Tower[PackedPatches]):
 
     def __init__(
         self,
-        config: engine.TransformerConfig,
+        settings: EncoderSettings,
         ctx: engine.ModuleContext,
         merge_size: int,
         patch_dim: int,
@@ -134,17 +134,17 @@ class PatchTower(Tower[PackedPatches]):
         level_blocks: tuple[int, ...] = (),
         window_layers: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(config, ctx, merge_size**2, level_blocks)
+        super().__init__(settings, ctx, merge_size**2, level_blocks)
         self.merge_size = merge_size
         self.patch_embed, self.pos_embed = None, None
         if ctx.is_first_stage:
             # A convolution whose stride is its kernel is a linear map of each patch.
-            self.patch_embed = nn.Linear(patch_dim, config.hidden_size, bias, dtype=ctx.dtype)
+            self.patch_embed = nn.Linear(patch_dim, settings.hidden_size, bias, dtype=ctx.dtype)
             self.part.sum_gradients(self.patch_embed)
             if positions is not None:
                 self.pos_embed = positions()
                 self.part.sum_gradients(self.pos_embed)
-        self.blocks = engine.build_stack(config, ctx, window_layers)
+        self.blocks = engine.build_stack(self.config, ctx, window_layers)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
         return (1, self.merge_size, self.merge_size * num_rows)

@@ -104,19 +104,14 @@ class QwenTower(PatchTower):
     """Patches of many images -> rows of the language model's size. options: of `PatchTower`."""
 
     def __init__(
-        self,
-        settings: QwenSettings,
-        config: engine.TransformerConfig,
-        ctx: engine.ModuleContext,
-        output_size: int,
-        **options: Any,
+        self, settings: QwenSettings, ctx: engine.ModuleContext, output_size: int, **options: Any
     ) -> None:
-        super().__init__(config, ctx, settings.merge_size, settings.patch_dim, **options)
+        super().__init__(settings, ctx, settings.merge_size, settings.patch_dim, **options)
         self.merged = settings.merged_size
         # Its norm is the final norm of the stack.
         self.merger = None
         if ctx.is_last_stage:
-            self.merger = row_mlp(config, ctx, self.merged, output_size)
+            self.merger = row_mlp(self.config, ctx, self.merged, output_size)
         head_size = settings.hidden_size // settings.num_attention_heads
         self.rope = PatchRope(head_size, settings.rotary_base)
 

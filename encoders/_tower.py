@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -136,21 +136,23 @@ class Tower[P: PackedItems](nn.Module, ABC):
     in its constructor, and implements the abstract methods. An item is a grid (t, h, w) of inputs:
     patches of an image or, as (t, 1, 1), frames of a sound.
 
-    tokens_per_row: consecutive tokens of an item that `project` turns into one row. level_blocks:
-    blocks, counted from 0 over all stages, whose outputs `project` needs besides the last one's.
+    stack: the shape of its layers. tokens_per_row: consecutive tokens of an item that `project`
+    turns into one row. level_blocks: blocks, counted from 0 over all stages, whose outputs
+    `project` needs besides the last one's.
     """
 
     blocks: Any
+    stack: ClassVar[Callable[[Any], dict[str, Any]]] = staticmethod(gated_stack)
 
     def __init__(
         self,
-        config: engine.TransformerConfig,
+        settings: EncoderSettings,
         ctx: engine.ModuleContext,
         tokens_per_row: int,
         level_blocks: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = engine.transformer_config(type(self).stack(settings), ctx)
         self.part = SequencePart(1, 0)
         if config.sequence_parallel:
             self.part = SequencePart(ctx.groups.tp.size(), ctx.groups.tp.rank())
@@ -271,16 +273,13 @@ class Tower[P: PackedItems](nn.Module, ABC):
 
 
 def build_tower[T: Tower[Any]](
-    make: Callable[[Any, engine.TransformerConfig, engine.ModuleContext, int], T],
-    stack: Callable[[EncoderSettings], dict[str, Any]],
+    make: Callable[[Any, engine.ModuleContext, int], T],
     settings: EncoderSettings,
     ctx: engine.ModuleContext,
     output_size: int,
     seed: int,
 ) -> T:
-    """Implement `EncoderFamily.build`. make: the tower's class. stack: the shape of its layers."""
-    config = engine.transformer_config(stack(settings), ctx)
-    tower = make(settings, config, ctx, output_size)
-    std = settings.init_std
-    engine.initialize_parameters(tower, config, ctx.groups, seed, std, provided=ctx.provided)
+    """Implement `EncoderFamily.build`. make: the tower's class."""
+    tower, std = make(settings, ctx, output_size), settings.init_std
+    engine.initialize_parameters(tower, tower.config, ctx.groups, seed, std, provided=ctx.provided)
     return tower

@@ -133,16 +133,12 @@ class Settings(PatchSettings):
 class Gemma3Tower(PatchTower):
     """Patches of many images -> rows of the language model's size."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: engine.TransformerConfig,
-        ctx: engine.ModuleContext,
-        output_size: int,
-    ) -> None:
+    stack = staticmethod(gelu_stack)
+
+    def __init__(self, settings: Settings, ctx: engine.ModuleContext, output_size: int) -> None:
         positions, size = settings.patches_per_side**2, settings.hidden_size
         super().__init__(
-            config,
+            settings,
             ctx,
             settings.merge_size,
             patch_dim=3 * settings.patch_size**2,
@@ -151,8 +147,8 @@ class Gemma3Tower(PatchTower):
         self.settings = settings
         self.projector = None
         if ctx.is_last_stage:
-            norm = engine.ZeroCenteredRMSNorm(config, size, settings.norm_eps)
-            linear = nn.Linear(size, output_size, bias=False, dtype=config.params_dtype)
+            norm = engine.ZeroCenteredRMSNorm(self.config, size, settings.norm_eps)
+            linear = nn.Linear(size, output_size, bias=False, dtype=self.config.params_dtype)
             self.projector = nn.ModuleDict({"norm": norm, "linear": linear})
             self.part.sum_gradients(self.projector)
 
@@ -173,7 +169,7 @@ class Gemma3Tower(PatchTower):
         return self.projector["linear"](self.projector["norm"](blocks.mean(1)))
 
 
-build = partial(build_tower, Gemma3Tower, gelu_stack)
+build = partial(build_tower, Gemma3Tower)
 
 
 def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
@@ -197,6 +193,8 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         image_token_id=config["image_token_index"],
         image_seq_length=rows,
     )
+    stored = {key: images.get(key) for key in (f"pan_and_scan_{name}" for name in _CROPS)}
+    crops = {key: value for key, value in stored.items() if value is not None}
     if images:
         # The processor's default is what it writes for an image.
         agree({"image_seq_length": 256, **processors.whole}, WHOLE, image_seq_length=rows)
@@ -211,16 +209,8 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
         "norm_eps": vision["layer_norm_eps"],
         "init_std": config["initializer_range"],
         **normalisation(images),
-        **_pan_and_scan(images),
+        **({"pan_and_scan": True, **crops} if images.get("do_pan_and_scan") else {}),
     }
-
-
-def _pan_and_scan(processor: Config) -> dict[str, Any]:
-    """Return recipe keys for the crops of the checkpoint's processor; empty if it cuts none."""
-    if not processor.get("do_pan_and_scan"):
-        return {}
-    stored = {f"pan_and_scan_{key}": processor.get(f"pan_and_scan_{key}") for key in _CROPS}
-    return {"pan_and_scan": True, **{key: v for key, v in stored.items() if v is not None}}
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:

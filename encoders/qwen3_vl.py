@@ -138,17 +138,12 @@ class GridPositions(nn.Module):
 class Qwen3VLTower(QwenTower):
     """Patches of many images -> embeddings and levels of the language model's size."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: engine.TransformerConfig,
-        ctx: engine.ModuleContext,
-        output_size: int,
-    ) -> None:
+    stack = staticmethod(gelu_stack)
+
+    def __init__(self, settings: Settings, ctx: engine.ModuleContext, output_size: int) -> None:
         side, size, dtype = settings.num_grid_per_side, settings.hidden_size, ctx.dtype
         super().__init__(
             settings,
-            config,
             ctx,
             output_size,
             positions=lambda: GridPositions(side, size, dtype),
@@ -158,8 +153,8 @@ class Qwen3VLTower(QwenTower):
         if ctx.is_last_stage:
             self.level_mergers = nn.ModuleList()
             for _ in settings.deepstack_visual_indexes:
-                norm = engine.LayerNorm(config, self.merged, settings.norm_eps)
-                mlp = row_mlp(config, ctx, self.merged, output_size)
+                norm = engine.LayerNorm(self.config, self.merged, settings.norm_eps)
+                mlp = row_mlp(self.config, ctx, self.merged, output_size)
                 self.level_mergers.append(nn.Sequential(OrderedDict(norm=norm, mlp=mlp)))
 
     def pack(self, grids: Tensor) -> PackedPatches:
@@ -180,7 +175,7 @@ class Qwen3VLTower(QwenTower):
         return torch.cat(rows, dim=-1)
 
 
-build = partial(build_tower, Qwen3VLTower, gelu_stack)
+build = partial(build_tower, Qwen3VLTower)
 
 
 # The default of the class, for a folder's file that leaves it out.

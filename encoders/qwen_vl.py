@@ -22,7 +22,7 @@ from data.modalities.images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, ImageProce
 from data.modalities.videos import VIDEO, VideoProcessor
 from encoders._patches import PackedPatches, WindowOrder
 from encoders._qwen import ROOT, QwenSettings, QwenTower, settings_of_all
-from encoders._tower import both, build_tower, gated_stack, mlp_products
+from encoders._tower import both, build_tower, mlp_products
 from mimo.config.bounds import LayerIndex, Means, Pixels, Rate, Side, Stds
 from mimo.engines import megatron as engine
 from mimo.families.flops import Product
@@ -131,16 +131,9 @@ class Settings(QwenSettings):
 class QwenVLTower(QwenTower):
     """Patches of many images -> rows of the language model's size."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: engine.TransformerConfig,
-        ctx: engine.ModuleContext,
-        output_size: int,
-    ) -> None:
-        super().__init__(
-            settings, config, ctx, output_size, bias=False, window_layers=settings.window_layers
-        )
+    def __init__(self, settings: Settings, ctx: engine.ModuleContext, output_size: int) -> None:
+        windows = settings.window_layers
+        super().__init__(settings, ctx, output_size, bias=False, window_layers=windows)
         self.tp_group = ctx.groups.tp
         self.side = None  # of a window, in rows
         if settings.window_size is not None:
@@ -170,7 +163,7 @@ class QwenVLTower(QwenTower):
         return rows[self.part.take(order.back, len(order.back))]
 
 
-build = partial(build_tower, QwenVLTower, gated_stack)
+build = partial(build_tower, QwenVLTower)
 
 
 # The default of the class, for a folder's file that leaves it out.

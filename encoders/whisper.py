@@ -136,14 +136,10 @@ def sinusoids(places: Tensor, size: int) -> Tensor:
 class WhisperTower(Tower[PackedItems]):
     """Frames of many clips -> rows of the language model's size."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        config: engine.TransformerConfig,
-        ctx: engine.ModuleContext,
-        output_size: int,
-    ) -> None:
-        super().__init__(config, ctx, settings.tokens_per_row)
+    stack = staticmethod(partial(gelu_stack, approximate="none"))
+
+    def __init__(self, settings: Settings, ctx: engine.ModuleContext, output_size: int) -> None:
+        super().__init__(settings, ctx, settings.tokens_per_row)
         size = settings.hidden_size
         self.conv1, self.conv2, self.projector = None, None, None
         if ctx.is_first_stage:
@@ -151,9 +147,9 @@ class WhisperTower(Tower[PackedItems]):
             self.conv2 = ItemConvolution(size, size, 3, dtype=ctx.dtype)
             self.part.sum_gradients(self.conv1)
             self.part.sum_gradients(self.conv2)
-        self.blocks = engine.build_stack(config, ctx)
+        self.blocks = engine.build_stack(self.config, ctx)
         if ctx.is_last_stage:
-            self.projector = row_mlp(config, ctx, size * settings.tokens_per_row, output_size)
+            self.projector = row_mlp(self.config, ctx, size * settings.tokens_per_row, output_size)
 
     def blank_grid(self, num_rows: int) -> tuple[int, int, int]:
         return num_rows * self.tokens_per_row * FRAMES_PER_TOKEN, 1, 1
@@ -195,7 +191,7 @@ class WhisperTower(Tower[PackedItems]):
         return self.projector(stacked)
 
 
-build = partial(build_tower, WhisperTower, partial(gelu_stack, approximate="none"))
+build = partial(build_tower, WhisperTower)
 
 
 def weights_in_hf(settings: Settings, output_size: int) -> list[Weight]:

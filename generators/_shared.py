@@ -191,13 +191,16 @@ def open_module(name: str, folder: Path, device: torch.device, dtype: torch.dtyp
 class ScaledAutoencoder:
     """A frozen autoencoder of diffusers whose latents are normalised by channel.
 
-    mean, std: of each of the c channels, or of all.
+    mean, std: of each of the c channels, or of all. frames: (1,) for an autoencoder of videos, for
+    which an image is a video of one frame.
     """
 
-    def __init__(self, module: Any, mean: list[float], std: list[float]) -> None:
+    def __init__(
+        self, module: Any, mean: list[float], std: list[float], frames: tuple[int, ...] = ()
+    ) -> None:
         import torch
 
-        self.module = module
+        self.module, self._frames = module, frames
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=module.device).view(-1, 1, 1)
             for values in (mean, std)
@@ -207,23 +210,17 @@ class ScaledAutoencoder:
         """images (B, 3, h, w) in -1..1 -> latents (B, c, h', w'), the mean, normalised, fp32."""
         import torch
 
+        inputs = images.to(self.module.dtype).unflatten(1, (-1, *self._frames))
         # Not in inference mode: the latents take part in training.
         with torch.no_grad():
-            latents = self._encode(images.to(self.module.dtype))
-        return (latents.float() - self._mean) / self._std
+            latents = self.module.encode(inputs).latent_dist.mode()
+        return (latents.flatten(1, 1 + len(self._frames)).float() - self._mean) / self._std
 
     def decode(self, latents: Tensor) -> Tensor:
         """latents (B, c, h', w') -> images (B, 3, h, w) in -1..1 but for rounding, fp32."""
         import torch
 
-        scaled = latents.float() * self._std + self._mean
+        scaled = (latents.float() * self._std + self._mean).to(self.module.dtype)
         with torch.no_grad():
-            return self._decode(scaled.to(self.module.dtype)).float()
-
-    def _encode(self, images: Tensor) -> Tensor:
-        """Return the mean of the latents' distribution, in the module's dtype like ``images``."""
-        return self.module.encode(images).latent_dist.mode()
-
-    def _decode(self, latents: Tensor) -> Tensor:
-        """Return images, in the module's dtype like ``latents``."""
-        return self.module.decode(latents).sample
+            images = self.module.decode(scaled.unflatten(1, (-1, *self._frames))).sample
+        return images.flatten(1, 1 + len(self._frames)).float()

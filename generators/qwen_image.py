@@ -155,17 +155,10 @@ def settings_from_folder(folder: Path) -> dict[str, Any] | None:
     return {**settings, "hidden_size": config["num_attention_heads"] * config["attention_head_dim"]}
 
 
-class _Autoencoder(_shared.ScaledAutoencoder):
-    """Images are videos of one frame to it."""
-
-    def _encode(self, images: Tensor) -> Tensor:
-        return super()._encode(images[:, :, None])[:, :, 0]
-
-    def _decode(self, latents: Tensor) -> Tensor:
-        return super()._decode(latents[:, :, None])[:, :, 0]
-
-
-def autoencoder(folder: Path, device: torch.device, dtype: torch.dtype) -> _Autoencoder:
+def autoencoder(
+    folder: Path, device: torch.device, dtype: torch.dtype
+) -> _shared.ScaledAutoencoder:
     """Open an `AutoencoderKLQwenImage`, frozen. Raises ValueError."""
     module = _shared.open_module("AutoencoderKLQwenImage", folder, device, dtype)
-    return _Autoencoder(module, module.config["latents_mean"], module.config["latents_std"])
+    mean, std = module.config["latents_mean"], module.config["latents_std"]
+    return _shared.ScaledAutoencoder(module, mean, std, frames=(1,))

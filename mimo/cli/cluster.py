@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from mimo.cli.options import ClusterOption, NumRanksOption, OverridesArgument, RecipeArgument
 from mimo.errors import InputError
@@ -35,26 +35,22 @@ def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     cluster: ClusterOption = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the job to SLURM.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script; write nothing.")
-    ] = False,
+    submit: Annotated[bool, Option("--submit", help="Submit the job to SLURM.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the script; write nothing.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print rank, node, module and grid coordinates.")
+        bool, Option("--explain", help="Print rank, node, module and grid coordinates.")
     ] = False,
     hetjob: Annotated[
-        bool, typer.Option("--hetjob", help="Put disjoint encoders on separate nodes.")
+        bool, Option("--hetjob", help="Put disjoint encoders on separate nodes.")
     ] = False,
     chain: Annotated[
-        int | None, typer.Option(min=2, help="Submit this many jobs, one after another.")
+        int | None, Option(min=2, help="Submit this many jobs, one after another.")
     ] = None,
     array: Annotated[
-        bool,
-        typer.Option("--array", help="Submit several recipes, arguments without `=`, as an array."),
+        bool, Option("--array", help="Submit several recipes, arguments without `=`, as an array.")
     ] = False,
     hosts: Annotated[
-        str | None,
-        typer.Option(help="Hosts without SLURM, such as a,b: print the command for each."),
+        str | None, Option(help="Hosts without SLURM, such as a,b: print the command for each.")
     ] = None,
 ) -> int | None:
     """Write a recipe's batch script, or submit it. Without SLURM, train on this machine."""

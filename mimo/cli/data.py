@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from mimo.cli.options import (
     EmaOption,
@@ -19,9 +19,7 @@ from mimo.errors import InputError
 def data_index(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default: the cores.")
-    ] = None,
+    workers: Annotated[int | None, Option(min=1, help="Processes; default: the cores.")] = None,
 ) -> int | None:
     """Index the shards of all splits that are not indexed yet. Continues where it stopped.
 
@@ -36,9 +34,7 @@ def data_doctor(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
-    page: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path(
-        "runs/data_doctor.html"
-    ),
+    page: Annotated[Path, Option(help="The HTML page to write.")] = Path("runs/data_doctor.html"),
     json: JsonOption = None,
 ) -> int | None:
     """Write an HTML page about a recipe's data: figures, bad samples and example samples."""
@@ -49,23 +45,20 @@ def data_doctor(
 
 def data_pack(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC", help="A .json, .jsonl or .parquet file, a folder, or a glob."
-        ),
+        str, Argument(metavar="SRC", help="A .json, .jsonl or .parquet file, a folder, or a glob.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write shards into.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="The folder to write shards into.")],
     media_root: Annotated[
-        Path | None, typer.Option(help="Folder of the images and other files; default: SRC's.")
+        Path | None, Option(help="Folder of the images and other files; default: SRC's.")
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(help="Size of a shard, such as 2000 samples or 512MiB.")
+        str, Option(help="Size of a shard, such as 2000 samples or 512MiB.")
     ] = "512MiB",
     max_bad_fraction: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest share of bad rows.")
+        float, Option(min=0, max=1, help="Largest share of bad rows.")
     ] = 0.01,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what an earlier call wrote to OUT.")
+        bool, Option("--overwrite", help="Replace what an earlier call wrote to OUT.")
     ] = False,
 ) -> int | None:
     """Convert JSON, JSON Lines or Parquet, and the files that rows name, into shards."""
@@ -113,13 +106,13 @@ def checkpoint_verify(path: RunArgument) -> int:
 
 
 def checkpoint_prune(
-    run: Annotated[Path, typer.Argument(help="A run folder; prunes all of its phases.")],
-    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints to keep.")] = 2,
+    run: Annotated[Path, Argument(help="A run folder; prunes all of its phases.")],
+    keep: Annotated[int, Option(min=1, help="How many checkpoints to keep.")] = 2,
     keep_every: Annotated[
         int | None,
-        typer.Option(min=1, help="Also keep every checkpoint whose step is a multiple of this."),
+        Option(min=1, help="Also keep every checkpoint whose step is a multiple of this."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list them.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only list them.")] = False,
 ) -> None:
     """Remove old checkpoints of a run that is not running. Keeps the latest in any case."""
     from mimo.checkpoint.folder import all_checkpoints, discard, named_by_latest, to_remove
@@ -142,8 +135,8 @@ def checkpoint_prune(
 
 
 def convert_from_hf(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint in Hugging Face format.")],
-    out: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+    folder: Annotated[Path, Argument(help="A checkpoint in Hugging Face format.")],
+    out: Annotated[Path, Argument(help="The checkpoint folder to write.")],
 ) -> None:
     """Convert a Hugging Face checkpoint into one of ours, tensor by tensor.
 
@@ -156,9 +149,9 @@ def convert_from_hf(
 
 def convert_to_hf(
     run: RunArgument,
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    out: Annotated[Path, Argument(help="The folder to write.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the LoRA adapters, for peft.")
+        bool, Option("--adapter", help="Write only the LoRA adapters, for peft.")
     ] = False,
     ema: EmaOption = False,
 ) -> None:
@@ -179,14 +172,14 @@ def convert_to_hf(
 def tiny(
     family: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="One of qwen2_5_vl, qwen3_vl, gemma3, qwen2, qwen3, llama, gemma3_text. Or "
             "qwen_image, a folder of diffusers with a generator. Or the model_type of any "
             "image-text-to-text class of transformers, such as qwen3_5."
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
+    out: Annotated[Path, Argument(help="The folder to write.")],
+    seed: Annotated[int, Option(min=0, max=2**32 - 1)] = 0,
 ) -> None:
     """Write a small checkpoint with random weights in Hugging Face format."""
     from transformers.utils import logging

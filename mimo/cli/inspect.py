@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from mimo.cli.options import EmaOption, GuidanceOption, RunArgument, RunFolder, StepsOption
 
@@ -18,11 +19,11 @@ def status(run: RunFolder) -> int | None:
 def logs(
     run: RunFolder,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="All of this rank; default: the end of each output.")
+        int | None, Option(min=0, help="All of this rank; default: the end of each output.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Follow until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Follow until the run ends.")] = False,
     first_error: Annotated[
-        bool, typer.Option("--first-error", help="Only the error that caused the others.")
+        bool, Option("--first-error", help="Only the error that caused the others.")
     ] = False,
 ) -> int | None:
     """Print the logs of ranks, or the first failure among them."""
@@ -36,7 +37,7 @@ def logs(
 def report(
     run: RunFolder,
     page: Annotated[
-        Path | None, typer.Option(help="The page to write; default: report.html in the folder.")
+        Path | None, Option(help="The page to write; default: report.html in the folder.")
     ] = None,
 ) -> int | None:
     """Write an HTML page about a run, whether finished, failed or running."""
@@ -46,8 +47,8 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run folders.")],
-    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/compare.html"),
+    runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="Run folders.")],
+    page: Annotated[Path, Option(help="The page to write.")] = Path("runs/compare.html"),
 ) -> int | None:
     """Compare runs: a table, the differences of recipes and data, and a page of curves."""
     from mimo.report.run import compare
@@ -57,24 +58,24 @@ def compare(
 
 def generate(
     run: RunArgument,
-    prompt: Annotated[str, typer.Option(help="The question.")],
-    image: Annotated[list[Path] | None, typer.Option(help="An image; repeatable.")] = None,
+    prompt: Annotated[str, Option(help="The question.")],
+    image: Annotated[list[Path] | None, Option(help="An image; repeatable.")] = None,
     frame: Annotated[
-        list[Path] | None, typer.Option(help="A frame of a video, in order; all of one size.")
+        list[Path] | None, Option(help="A frame of a video, in order; all of one size.")
     ] = None,
-    fps: Annotated[float, typer.Option(min=0.001, help="Frames of the video per second.")] = 2.0,
+    fps: Annotated[float, Option(min=0.001, help="Frames of the video per second.")] = 2.0,
     item: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODALITY=FILE", help="A file of any modality; repeatable."),
+        Option(metavar="MODALITY=FILE", help="A file of any modality; repeatable."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer in tokens.")] = 64,
     steps: StepsOption = 20,
     guidance: GuidanceOption = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise of images.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of the noise of images.")] = 0,
     size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="Size of drawn images in pixels.")
+        str | None, Option(metavar="WxH", help="Size of drawn images in pixels.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of drawn images.")] = Path("."),
+    output: Annotated[Path, Option(help="Folder of drawn images.")] = Path("."),
     ema: EmaOption = False,
 ) -> int | None:
     """Answer a question about images, a video or other items with a trained checkpoint.
@@ -99,16 +100,16 @@ def generate(
 def evaluate(
     run: RunArgument,
     split: Annotated[
-        Literal["validation", "test"], typer.Option(help="Which held-out samples.")
+        Literal["validation", "test"], Option(help="Which held-out samples.")
     ] = "test",
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest answer in tokens; default: the longest expected one."),
+        Option(min=1, help="Longest answer in tokens; default: the longest expected one."),
     ] = None,
     ema: EmaOption = False,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="exact, per_word, contains, anls or relaxed_number, in place of data.metrics; "
             "repeatable."
         ),

@@ -7,30 +7,31 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from mimo.errors import InputError
 
-RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, for example recipes/x.yaml.")]
-RunArgument = Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+RecipeArgument = Annotated[Path, Argument(help="A recipe, for example recipes/x.yaml.")]
+RunArgument = Annotated[Path, Argument(help="A run folder or a checkpoint folder.")]
+RunFolder = Annotated[Path, Argument(metavar="RUN", help="A run folder.")]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(help="Keys to override, for example train.steps=20 language.grid.tp=2."),
+    Argument(help="Keys to override, for example train.steps=20 language.grid.tp=2."),
 ]
 NumRanksOption = Annotated[
-    int | None, typer.Option(min=1, help="Ranks of the job; default: what the grids need.")
+    int | None, Option(min=1, help="Ranks of the job; default: what the grids need.")
 ]
 ClusterOption = Annotated[
-    Path | None, typer.Option(help="A file with keys of `cluster:`, merged over the recipe's.")
+    Path | None, Option(help="A file with keys of `cluster:`, merged over the recipe's.")
 ]
-StepsOption = Annotated[int, typer.Option(min=1, help="Steps from noise to an image.")]
+StepsOption = Annotated[int, Option(min=1, help="Steps from noise to an image.")]
 GuidanceOption = Annotated[
-    float, typer.Option(min=0, help="Scale of classifier-free guidance of images; 1 is none.")
+    float, Option(min=0, help="Scale of classifier-free guidance of images; 1 is none.")
 ]
 EmaOption = Annotated[
-    bool, typer.Option("--ema", help="Use the moving average of the weights (train.ema_decay).")
+    bool, Option("--ema", help="Use the moving average of the weights (train.ema_decay).")
 ]
-JsonOption = Annotated[Path | None, typer.Option(help="Write every figure to this file.")]
+JsonOption = Annotated[Path | None, Option(help="Write every figure to this file.")]
 
 
 def readable_errors(command: Callable[..., int | None]) -> Callable[..., None]:

@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from mimo.cli.options import ClusterOption, NumRanksOption, OverridesArgument, RecipeArgument
 from mimo.report.tables import Table, percent, scientific, show
@@ -97,14 +97,11 @@ def train(
     overrides: OverridesArgument = None,
     num_ranks: NumRanksOption = None,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Continue from the run's latest checkpoint, if there is one."
-        ),
+        bool, Option("--resume", help="Continue from the run's latest checkpoint, if there is one.")
     ] = False,
-    resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint.")] = None,
+    resume_from: Annotated[Path | None, Option(help="Continue from this checkpoint.")] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often to restart all ranks when one of them fails.")
+        int, Option(min=0, help="How often to restart all ranks when one of them fails.")
     ] = 0,
     cluster: ClusterOption = None,
 ) -> int | None:

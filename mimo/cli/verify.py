@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from mimo.cli.options import ClusterOption, JsonOption, OverridesArgument, RecipeArgument
 
@@ -12,16 +12,14 @@ def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     max_ranks: Annotated[
-        int, typer.Option(min=1, max=1024, help="Shrink larger layouts to this many ranks.")
+        int, Option(min=1, max=1024, help="Shrink larger layouts to this many ranks.")
     ] = 8,
-    full: Annotated[
-        bool, typer.Option("--full", help="Keep the layout; shrink only the model.")
-    ] = False,
+    full: Annotated[bool, Option("--full", help="Keep the layout; shrink only the model.")] = False,
     layouts: Annotated[
-        Literal["recipe", "sweep"], typer.Option(help="The recipe's, or a built-in matrix.")
+        Literal["recipe", "sweep"], Option(help="The recipe's, or a built-in matrix.")
     ] = "recipe",
     precision: Annotated[
-        Literal["fp32", "fp64"], typer.Option(help="fp64 compares to 1e-10, fp32 to 1e-5.")
+        Literal["fp32", "fp64"], Option(help="fp64 compares to 1e-10, fp32 to 1e-5.")
     ] = "fp32",
     json: JsonOption = None,
 ) -> int | None:
@@ -37,12 +35,12 @@ def verify(
 
 
 def parity(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder in Hugging Face format.")],
+    checkpoint: Annotated[Path, Argument(help="A folder in Hugging Face format.")],
     overrides: OverridesArgument = None,
     engine: Annotated[
-        Literal["megatron", "fsdp"], typer.Option(help="Engine of all our modules.")
+        Literal["megatron", "fsdp"], Option(help="Engine of all our modules.")
     ] = "megatron",
-    tolerance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Largest error.")] = 1e-5,
+    tolerance: Annotated[float, Option(min=0.0, max=1.0, help="Largest error.")] = 1e-5,
     json: JsonOption = None,
 ) -> int | None:
     """Compare transformers with one of our layouts: inputs, every module, every gradient.
@@ -56,8 +54,8 @@ def parity(
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(help="A run folder, or that of one phase.")],
-    step: Annotated[int, typer.Option(min=0, help="Number of the step in metrics.jsonl.")],
+    run: Annotated[Path, Argument(help="A run folder, or that of one phase.")],
+    step: Annotated[int, Option(min=0, help="Number of the step in metrics.jsonl.")],
 ) -> int | None:
     """Repeat one step of a run on one rank, on the same batch, with statistics of every layer.
 
@@ -69,10 +67,10 @@ def replay(
 
 
 def experiment(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An experiment, as YAML.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="An experiment, as YAML.")],
     overrides: OverridesArgument = None,
     submit: Annotated[
-        bool, typer.Option("--submit", help="Submit the runs to SLURM as an array.")
+        bool, Option("--submit", help="Submit the runs to SLURM as an array.")
     ] = False,
     cluster: ClusterOption = None,
 ) -> int | None:

@@ -16,7 +16,16 @@ from pydantic_core import ErrorDetails
 from mimo.config import bounds
 from mimo.config.cluster import Cluster
 from mimo.config.modules import MAX_ENTRIES, Encoder, Generator, Language, Section
-from mimo.config.source import PHASES, REMOVED, Location, YamlSource, as_yaml, dotted, read_yaml
+from mimo.config.source import (
+    KEY_OF,
+    PHASES,
+    REMOVED,
+    Location,
+    YamlSource,
+    as_yaml,
+    dotted,
+    read_yaml,
+)
 from mimo.config.training import Bridge, Data, Train
 from mimo.errors import RecipeError, nearest, shown, suggestion
 
@@ -189,30 +198,6 @@ def check_keys(source: YamlSource) -> None:
 
 # -------------------------------------------------------------------- messages
 
-_OTHER_NAMES = {  # our keys, and their names in other trainers
-    "init_from": "model_name_or_path pretrained_model_name_or_path",
-    "data.sequence_length": "max_length max_seq_length max_seq_len seq_length seq_len cutoff_len "
-    "model_max_length",
-    "data.tokenizer": "tokenizer_name_or_path",
-    "language.grid.tp": "tensor_parallel_size tensor_model_parallel_size",
-    "language.grid.pp": "pipeline_parallel_size pipeline_model_parallel_size",
-    "language.recompute": "gradient_checkpointing activation_checkpointing",
-    "train.clip_grad_norm": "max_grad_norm gradient_clipping clip_grad",
-    "train.global_batch_size": "batch_size gradient_accumulation_steps grad_accum_steps",
-    "train.learning_rate": "lr max_lr",
-    "train.log_every": "logging_steps log_interval",
-    "train.micro_batch_size": "per_device_train_batch_size",
-    "train.optimizer": "optim",
-    "train.precision": "bf16 fp16 dtype torch_dtype mixed_precision",
-    "train.run_dir": "output_dir",
-    "train.save_every": "save_steps save_interval",
-    "train.schedule": "lr_scheduler_type lr_decay_style",
-    "train.steps": "max_steps num_steps train_iters epochs num_epochs num_train_epochs",
-    "train.validate_every": "eval_steps eval_interval",
-    "train.warmup_steps": "warmup_ratio warmup_iters lr_warmup_iters",
-}
-KEY_OF = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
-"""Our keys by their names in other trainers."""
 _VALUE_OF = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "adamw": "adam"}
 
 

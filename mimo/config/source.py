@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,15 @@ Location = tuple[str | int, ...]
 PHASES = "phases"
 """The key of a file with several recipes, which `mimo.config.phases` splits."""
 
+_NAMES: dict[str, dict[str, str]] = YAML(typ="safe").load(
+    (files("mimo.config") / "names.yaml").read_text(encoding="utf-8")
+)
 REMOVED: dict[Location, str] = {
-    ("stages",): f"it is now called '{PHASES}'",
-    ("cluster", "gpu_binding"): "a rank sees all GPUs of its node and takes that of its local rank",
-    ("cluster", "local_logs"): "ranks write their logs to the run folder, or to cluster.log_dir",
-    ("cluster", "memory_per_node"): "give cluster.options an entry such as --mem=512G",
-    ("cluster", "interface"): "set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME in cluster.environment",
-    ("cluster", "reservation"): "give cluster.options an entry such as --reservation=NAME",
-    ("data", "build_index"): "ranks index new shards together; `mimo data index` does it before",
-    ("data", "worker_timeout_seconds"): "it is a quarter of bridge.timeout_seconds",
-    ("train", "collect_garbage_every"): "all ranks collect garbage every 50 steps",
-    ("train", "tp_comm_overlap"): "sends no longer overlap with tensor-parallel linears",
-    ("data", "prepare"): "`python -m examples.digits` writes the example data",
-    ("data", "prepare_settings"): "give its options to `python -m examples.digits`",
-    ("data", "directory"): "give the folder to `python -m examples.digits`",
+    tuple(key.split(".")): instead for key, instead in _NAMES["removed"].items()
 }
 """Keys of earlier versions, and what to use instead."""
+KEY_OF = {name: key for key, names in _NAMES["of other trainers"].items() for name in names.split()}
+"""Our keys by their names in other trainers."""
 
 _RECORDED = "recipe.yaml"  # the copy in a run, a job or a checkpoint
 _MAX_BYTES = 2**18

@@ -171,7 +171,7 @@ def test_without_diffusers_a_generator_is_refused_with_the_command(
 
 
 def test_a_second_generator_needs_a_family(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"generators\.b\.family: .*is generators\.a"):
+    with pytest.raises(RecipeError, match=r"generators\.b\.family: .*holds generators\.a"):
         recipe_of(model, tmp_path, "generators={a: {}, b: {}}")
 
 

@@ -5,9 +5,12 @@ A key map (`mimo.families.keymap`) uses the names that transformers 5 gives the 
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from typing import Any, cast
+
+import yaml
 
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.contracts import LanguageFamily, PublishedEncoderFamily
@@ -29,8 +32,8 @@ class Architecture:
 
     model_type: str
     language: str
-    encoder: str | None
-    tower_prefixes: tuple[str, ...] = ()
+    encoder: str | None = None
+    tower_prefixes: Sequence[str] = ()
     encoder_keys: Mapping[str, Any] = field(default_factory=dict)
     language_prefix: str = LANGUAGE_MODEL
 
@@ -77,46 +80,12 @@ class Architecture:
         return replace(weight, runs=tuple(runs))
 
 
-_IMAGE, _VIDEO = {"placeholder": "<|image_pad|>"}, {"placeholder": "<|video_pad|>"}
-# The time of each frame stands before it, so each frame needs marks of its own.
-_TIMED_VIDEO = {**_VIDEO, "item_text": "<|vision_start|>{placeholder}<|vision_end|>"}
-
-
-def _text_only(model_type: str, language: str) -> Architecture:
-    return Architecture(model_type, language, None, language_prefix="model.")
-
-
-_ALL = (
-    Architecture(
-        model_type="qwen2_5_vl",
-        language="qwen2_5",
-        encoder="qwen_vl",
-        tower_prefixes=("model.visual.",),
-        encoder_keys={**_IMAGE, "other_media": {"video": _VIDEO}},
-    ),
-    Architecture(
-        model_type="qwen3_vl",
-        language="qwen3",
-        encoder="qwen3_vl",
-        tower_prefixes=("model.visual.",),
-        encoder_keys={**_IMAGE, "other_media": {"video": _TIMED_VIDEO}},
-    ),
-    Architecture(
-        model_type="gemma3",
-        language="gemma3",
-        encoder="gemma3",
-        tower_prefixes=("model.vision_tower.", "model.multi_modal_projector."),
-        encoder_keys={
-            "placeholder": "<image_soft_token>",
-            "template_token": "<start_of_image>",
-            "item_text": "\n\n<start_of_image>{placeholder}<end_of_image>\n\n",
-        },
-    ),
-    _text_only("qwen2", "qwen2_5"),
-    _text_only("qwen3", "qwen3"),
-    _text_only("gemma3_text", "gemma3"),
-)
-ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
+ARCHITECTURES = {
+    name: Architecture(name, **values)
+    for name, values in yaml.safe_load(
+        (files("mimo.checkpoint.hf") / "architectures.yaml").read_text(encoding="utf-8")
+    ).items()
+}
 
 
 def architecture_of(model_type: object, family: object = None) -> Architecture:
@@ -134,7 +103,7 @@ def architecture_of(model_type: object, family: object = None) -> Architecture:
     if with_items:
         return Architecture(name, GENERAL, GENERAL)
     if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return _text_only(name, _CAUSAL_LM)
+        return Architecture(name, _CAUSAL_LM, language_prefix="model.")
     raise ValueError(
         f"model_type is {model_type!r}; {', '.join(ARCHITECTURES)} are supported, and with "
         f"engine: fsdp every causal language model and vision-language model that transformers has"

@@ -237,6 +237,7 @@ class SameNames(Conversion):
     def __init__(self, stored: Mapping[str, Shape]) -> None:
         self.problems = {}
         self._stored, self._ties = stored, {}
-        self._groups = {name: _Group(name, None, {"": [name]}, {name: name}) for name in stored}
-        for name, group in self._groups.items():
-            group.targets[name] = stored[name]
+        self._groups = {
+            name: _Group(name, None, {"": [name]}, {name: name}, {name: shape})
+            for name, shape in stored.items()
+        }

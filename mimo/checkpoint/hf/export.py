@@ -70,18 +70,16 @@ def convert_to_hf(
     sources = [source for weight in trained.weights for source in weight.weight.sources]
     folder = Path(trained.recipe.init_from or "")
     carried = carried_of(folder, assets, sources)
-    conversion = carried.to_disk
-    files: list[_File] = [
-        partial(_merged_tensors, trained, conversion, shard)
-        for shard in _whole_groups(trained.weights, conversion, shard_bytes)
-    ]
+
+    def files_of(weights: Iterable[TrainedWeight], conversion: Conversion) -> list[_File]:
+        shards = _whole_groups(weights, conversion, shard_bytes)
+        return [partial(_merged_tensors, trained, conversion, shard) for shard in shards]
+
+    files = files_of(trained.weights, carried.to_disk)
     shards = shards_of(carried.tensors.items(), shard_bytes)
     files += [partial(carried.read, shard) for shard in shards]
     names = trained.generator_names
-    generator_files = [
-        partial(_merged_tensors, trained, names, shard)
-        for shard in _whole_groups(trained.generator_weights, names, shard_bytes)
-    ]
+    generator_files = files_of(trained.generator_weights, names)
     num_files = len(files) + len(generator_files)
     with new_folder(target) as whole, counter_of("files", num_files) as advance:
         folder = whole if trained.generator is None else whole / pipelines.TEXT_ENCODER

@@ -57,7 +57,7 @@ class HFCheckpoint:
             problems += self._unknown(())
         elif not architecture.is_general:  # else transformers ignores it, and an export carries it
             untrained = architecture.tower_prefixes if set(weights) == {LANGUAGE} else ()
-            problems += self._unknown(untrained)
+            problems += self._unknown(tuple(untrained))
         problems = problems or [*self._differing_copies(sources)]
         if problems:
             raise RecipeError(f"{path} does not fit the model:", *problems)

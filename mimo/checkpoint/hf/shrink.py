@@ -20,49 +20,18 @@ VOCABULARY = 640
 FIRST_SPECIAL = 560
 PATCH, PATCHES_A_SIDE = 4, 4
 _WIDTH, _HEAD, _TEXT_HEAD = 64, 16, 32
-_EDGE = PATCH * PATCHES_A_SIDE
-
-# Keys by size, as patterns of the whole key; the first that matches applies.
-_SIZES: dict[int, str] = {
-    VOCABULARY: r"vocab_size(_per_layer_input)?",
-    96: r".*(intermediate_size|ffn_dim|ffn_hidden_size)(_mlp)?|mlp_dim|share_expert_dim|d_ff",
-    _WIDTH: r".*hidden_size|embed_dim|d_model|(image_token_embed|projection|word_embed_proj)_dim"
-    r"|(projector_(in|out)put|(vision_)?output|adapter_(in|out))_dim|adapter_input_size"
-    r"|(downsample|output)_channels|(mm_pos|position_)emb.*_size|num_embeddings",
-    32: r"base_channels",
-    _HEAD: r"(qk_nope|v|index|linear(_key|_value)?|mamba)_head_dim|d_kv|(kv|q)_lora_rank"
-    r"|laurel_rank|hc_lowrank|hidden_size_per_layer_input|(force_)?image_size"
-    r"|num_position_embeddings|num_patches",
-    8: r"qk_rope_head_dim|sliding_window(_size)?|attention_chunk_size|pos_emb_(height|width)",
-    4: r"(.*_)?(num_|n_)?(attention_)?heads|num_sliding_attention_heads|index(er)?_n_heads"
-    r"|(moe_)?num_(local_)?experts|n_routed_experts|patch_size|mm_tokens_per_image"
-    r"|index_topk|index_block_size",
-    2: r"num_experts_per_tok|moe_(topk|k)|top_k_experts|index_topk_blocks|index_kpool",
-    1: r"n_group|topk_group",
-    256: r"max_position_embeddings",
-}
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decoder_layers", "layers")
 _DEPTHS += ("n_layers", "conf_num_hidden_layers", "resampler_depth")
-_LAYER_INDICES = re.compile(
-    r"moe_layers|full_attn_idxs|fullatt_block_indexes|global_attn_indexes|ple_layer_ids"
-    r"|mlp_only_layers|rope_scaling_layers|local_layer_ids|cross_attention_layers"
-)
 _TOKEN = re.compile(
     r".*_token_(id|ids|index)|(im|image|slice)_(start|end|newline|patch)_id|newline_id|eod_token_id"
 )
 _LAYER_COUNTS = ("first_k_dense_replace", "num_kv_shared_layers")
 _PLACEHOLDER = re.compile(rf"({'|'.join(MODALITIES)})_token_(id|index)")
-# Values of whole keys.
-_VALUES: dict[str, Any] = {
-    "deepstack_visual_indexes": [0, 1],
-    "image_grid_pinpoints": [[_EDGE, 2 * _EDGE], [2 * _EDGE, _EDGE], [2 * _EDGE, 2 * _EDGE]],
-    "insert_layer_id": 1,
-}
 
-TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
+TABLES: dict[str, Any] = yaml.safe_load(
     (files("mimo.checkpoint.hf") / "tiny_classes.yaml").read_text(encoding="utf-8")
 )
-"""What single classes need beyond the rules, by `model_type`."""
+_SIZES = {size: re.compile("|".join(keys)) for size, keys in TABLES["sizes"].items()}
 
 
 def sections(config: PretrainedConfig, name: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
@@ -130,7 +99,7 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
             of_kept = [layers[key][i] for i in kept]
             if key in _LAYER_COUNTS:
                 return sum(of_kept)
-            if _LAYER_INDICES.fullmatch(key):
+            if key in TABLES["layer_indices"]:
                 return [new for new, is_in in enumerate(of_kept) if is_in]
             if key == "kv_source_layers":
                 with_keys = [n for n, has_keys in enumerate(of_kept) if has_keys]
@@ -143,8 +112,8 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
         if value is None:
             is_placeholder = _PLACEHOLDER.fullmatch(key)
             return VOCABULARY - 1 - MODALITIES.index(key.split("_")[0]) if is_placeholder else None
-        if key in _VALUES and value:
-            return _VALUES[key]
+        if key in TABLES["values"] and value:
+            return TABLES["values"][key]
         if _TOKEN.fullmatch(key):
             return _each(value, new_id)
         if key == "vision_feature_layer":
@@ -173,9 +142,9 @@ def _shrink(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
 def _of_layers(key: str, value: Any, depth: int) -> list[Any] | None:
     """Return what a key says about each layer; None if it is about the whole."""
     layers = range(depth)
-    if value is None or _TOKEN.fullmatch(key) or key in _VALUES:
+    if value is None or _TOKEN.fullmatch(key) or key in TABLES["values"]:
         return None
-    if _LAYER_INDICES.fullmatch(key):
+    if key in TABLES["layer_indices"]:
         return [i in value for i in layers]
     if key == "first_k_dense_replace":
         return [i < value for i in layers]
@@ -211,7 +180,7 @@ def _each(value: Any, function: Any) -> Any:
 def _size(key: str, value: Any) -> Any:
     """Return the small size for a key, or `value` where it is no size."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return next((s for s, keys in _SIZES.items() if re.fullmatch(keys, key)), value)
+        return next((s for s, keys in _SIZES.items() if keys.fullmatch(key)), value)
     return value
 
 

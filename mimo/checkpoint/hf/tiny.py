@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from data.text.digits import DIGITS, SPECIAL_TOKENS, chat_template, words
+from data.text.digits import DIGITS, chat_template, words
 from mimo.checkpoint.hf import pipelines
 from mimo.errors import InputError, suggestion
 from mimo.families.hf_config import new_folder
@@ -35,7 +35,9 @@ def _table(name: str) -> dict[str, dict[str, Any]]:
 
 
 FAMILIES, PIPELINES = _table("families"), _table("pipelines")
-_TEXT = FAMILIES.pop("all texts")
+_TEXT, _QWEN_TOKENS, _GEMMA_TOKENS = (
+    FAMILIES.pop(key) for key in ("all texts", "qwen tokens", "gemma tokens")
+)
 _MARKER = "mimo_tiny.json"
 _MAX_VOCABULARY = 4096
 _VOCAB_MULTIPLE = 64  # as in published models, the embedding has more rows than there are tokens
@@ -46,25 +48,7 @@ _WIDTHS = (
     "out_hidden_size",
 )
 _DEPTHS = ("num_hidden_layers", "depth")
-# Special tokens of a family's tokenizer in the order of their ids, each with the tokenizer's
-# attribute under which the family's processor looks for it, or None.
-_QWEN_TOKENS: dict[str, str | None] = {
-    **dict.fromkeys(SPECIAL_TOKENS),
-    "<|endoftext|>": "pad_token",
-    "<|im_end|>": "eos_token",
-}
 _QWEN_WORDS = "< seconds >"  # before each frame of a video, by Qwen3-VL's processor
-_GEMMA_TOKENS = {
-    "<pad>": "pad_token",
-    "<eos>": "eos_token",
-    "<bos>": "bos_token",
-    "<unk>": "unk_token",
-    "<start_of_turn>": None,
-    "<end_of_turn>": None,
-    "<start_of_image>": "boi_token",
-    "<end_of_image>": "eoi_token",
-    "<image_soft_token>": "image_token",
-}
 # Around the crops of a wide image, by Gemma's processor.
 _GEMMA_WORDS = "model Here is the original image and here are some crops to help you see better"
 

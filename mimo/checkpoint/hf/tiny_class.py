@@ -26,24 +26,9 @@ from mimo.checkpoint.hf.examples import count_rows
 from mimo.checkpoint.hf.shrink import TABLES, build, sections, shrink
 from mimo.errors import InputError
 
-_NAMED_TOKENS = {
-    "bos_token": "<|startoftext|>",
-    "pad_token": "<|endoftext|>",
-    "eos_token": "<|im_end|>",
-    "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>",
-}
 _SPECIAL = re.compile(r"<[^\s<>{}]+>|\[[A-Z_]+\]")
 _TOKEN_KEY = re.compile(r"(.+?_token)_(?:id|index)")
 _PLACEHOLDERS = ("image_token", "media_placeholder_token")
-# Keys of the configuration, by the name of a processor's setting.
-_SYNONYMS = {
-    "merge_size": ("spatial_merge_size", "merge_size", "downsample_factor"),
-    "patch_size": ("patch_size", "spatial_patch_size"),
-    "encoder_patch_size": ("patch_size",),
-    "vision_patch_size": ("patch_size",),
-    "img_size": ("image_size",),
-}
 _PIXEL_TILES = (2, 6)  # smallest and largest image, in rows of the tower along an edge
 _ROWS = ("image_seq_length", "image_seq_len", "num_image_tokens")
 
@@ -133,7 +118,7 @@ def _make_processor(kind: Any, parts: dict[str, Any], settings: dict[str, Any]) 
         r"tokenizer\.(?!add_)([a-z_]+_token)\b|tokenizer, \"([a-z_]+_token)\"", source
     )
     named = {name: f"<|{name.removesuffix('_token')}|>" for pair in names for name in pair if name}
-    specials = {token: name for name, token in (named | _NAMED_TOKENS).items()}
+    specials = {token: name for name, token in (named | TABLES["tokens"]).items()}
     others = ["<|im_start|>", *_SPECIAL.findall(source)]
     if "<row_{" in source:  # of the tiles of an image
         others += [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
@@ -155,7 +140,7 @@ def _make_processor(kind: Any, parts: dict[str, Any], settings: dict[str, Any]) 
 def _lookup(config: PreTrainedConfig, name: str) -> Any:
     """Return a processor's setting from the tower or the whole; None if neither has it."""
     parts = [part for key, part in sections(config) if not re.match("text|audio|llm", key)]
-    names = _SYNONYMS.get(name, (name,))
+    names = TABLES["synonyms"].get(name, (name,))
     values = (getattr(part, name, None) for name in names for part in parts)
     return next((value for value in values if value is not None), None)
 
