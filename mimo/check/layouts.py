@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,28 +21,25 @@ from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
 _COLOCATED, _NONE = "colocated", "none"
 _SECOND = "second"  # the name of an encoder that a cell needs and the recipe lacks
+# Overrides; `encoder`, `generator` and `each` stand for the first of a kind and for all of these.
 _OPTIONS = {
-    "frozen encoder": ("encoders.{first}.freeze=true",),
+    "frozen encoder": ("encoder.freeze=true",),
     "frozen language": ("language.freeze=true",),
-    "frozen generator": ("generators.{generator}.freeze=true",),
+    "frozen generator": ("generator.freeze=true",),
     "adapters": (
-        "language.lora={{}}",
-        "encoders.{first}.lora={{}}",
-        "generators.{generator}.lora={{targets: ['*.to_q', '*.to_out.0']}}",
+        "language.lora={}",
+        "encoder.lora={}",
+        "generator.lora={targets: ['*.to_q', '*.to_out.0']}",
     ),
-    "language adapters": ("language.lora={{}}", "encoders.{first}.freeze=true"),
-    "only the projector learns": ("language.freeze=true", "encoders.{first}.freeze=tower"),
-    "prompt": ("generators.{generator}.condition=prompt",),
-    "recompute": (
-        "language.recompute=full",
-        "encoders.{first}.recompute=full",
-        "generators.{generator}.recompute=full",
-    ),
+    "language adapters": ("language.lora={}", "encoder.freeze=true"),
+    "only the projector learns": ("language.freeze=true", "encoder.freeze=tower"),
+    "prompt": ("generator.condition=prompt",),
+    "recompute": ("each.recompute=full",),
     "selective recompute": ("language.recompute=selective",),
     "replicated": ("bridge.delivery=replicated",),
     "blocks of lanes": ("bridge.block_ranks=1",),
     "overlap": ("train.overlap_grad_reduce=true",),
-    "groups of 3": ("encoders.{first}.encode_group=3",),
+    "groups of 3": ("encoder.encode_group=3",),
     "unpacked": (
         "data.packing=false",
         "data.tokens_per_microbatch=null",
@@ -52,16 +48,8 @@ _OPTIONS = {
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
     "gathered late": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
     "clipped": ("train.clip_grad_norm=0.5",),
-    "kept gathered": (
-        "language.reshard_after_forward=false",
-        "encoders.{first}.reshard_after_forward=false",
-        "generators.{generator}.reshard_after_forward=false",
-    ),
-    "reduced each time": (
-        "language.reduce_gradients=microbatch",
-        "encoders.{first}.reduce_gradients=microbatch",
-        "generators.{generator}.reduce_gradients=microbatch",
-    ),
+    "kept gathered": ("each.reshard_after_forward=false",),
+    "reduced each time": ("each.reduce_gradients=microbatch",),
 }
 # Values that a cell starts from, whatever the recipe says.
 _RESET = {
@@ -226,11 +214,16 @@ def recipe_cells(recipe: Recipe, max_ranks: int, full: bool) -> Cells:
 def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     """Return the layouts of the built-in matrix. Raises InputError for an unusable recipe."""
     check_recipe(recipe, None)
+    if not recipe.encoders and not recipe.generators:
+        raise RecipeError("encoders: the sweep needs a recipe with an encoder or a generator")
     cells: list[Cell] = []
     left_out: dict[str, list[str]] = {}  # by reason
     refused = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
-        for shorthand in _cells_of(recipe):
+        for shorthand in SWEEP:
+            draws = shorthand.generator is not None
+            if (shorthand.encoders and not recipe.encoders) or (draws and not recipe.generators):
+                continue
             cell, reason = Cell(shorthand.name, *sweep_recipe(recipe, shorthand)), ""
             if cell.layout.world_size > max_ranks:
                 reason = f"they need more than {max_ranks} ranks"
@@ -253,80 +246,61 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
         raise InputError(f"--max-ranks {max_ranks}: every layout of the sweep needs more ranks")
     notes = [f"{len(cells)} layouts of the built-in matrix"]
     notes += [f"left out: {', '.join(names)}: {why}" for why, names in left_out.items()]
-    unused = list(recipe.encoders)[2:]
-    if unused:
-        notes.append(f"the matrix has two encoders at most; not run: {', '.join(unused)}")
-    if unused := list(recipe.generators)[1:]:
-        notes.append(f"the matrix has one generator at most; not run: {', '.join(unused)}")
+    unused = {"two encoders": [*recipe.encoders][2:], "one generator": [*recipe.generators][1:]}
+    for most, names in unused.items():
+        notes += [f"the matrix has {most} at most; not run: {', '.join(names)}"] if names else []
     return Cells(cells, notes)
-
-
-def _cells_of(recipe: Recipe) -> list[SweepCell]:
-    """Return the cells for a recipe: those with the kinds of modules that it has."""
-    if not recipe.encoders and not recipe.generators:
-        raise RecipeError("encoders: the sweep needs a recipe with an encoder or a generator")
-    return [
-        cell
-        for cell in SWEEP
-        if (recipe.encoders or not cell.encoders) and (recipe.generators or cell.generator is None)
-    ]
 
 
 def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     """Return the recipe with a cell's modules and options, and the cell's layout."""
     names = [*recipe.encoders, _SECOND][: len(cell.encoders)]
+    generators = [] if cell.generator is None else [*recipe.generators][:1]
+    shorthands = {LANGUAGE: cell.language, **dict(zip(names, cell.encoders, strict=True))}
+    # Generators have one engine, which the shorthand leaves out.
+    shorthands |= dict.fromkeys(generators, f"{cell.generator} fsdp")
+    grids = {name: _grid(name, text) for name, text in shorthands.items()}
     data = recipe.model_dump(mode="json")
     # An added encoder has a modality of its own.
     added = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
     added |= {"template_token": None, "other_media": {}}
     first = next(iter(data["encoders"].values()), {})
     data["encoders"] = {
-        name: {**data["encoders"].get(name, first | added), **_RESET_ENCODER} for name in names
+        name: data["encoders"].get(name, first | added)
+        | _RESET_ENCODER
+        | {"engine": grids[name].engine}
+        for name in names
     }
-    generators = [] if cell.generator is None else [*recipe.generators][:1]
-    data["generators"] = {name: {**data["generators"][name], **_RESET} for name in generators}
-    data["language"] |= _RESET
-    data["language"]["engine"] = _grid(LANGUAGE, cell.language).engine
-    for name, text in zip(names, cell.encoders, strict=True):
-        data["encoders"][name]["engine"] = _grid(name, text).engine
+    data["generators"] = {name: data["generators"][name] | _RESET for name in generators}
+    data["language"] |= _RESET | {"engine": grids[LANGUAGE].engine}
     data["bridge"] |= {"delivery": "sharded", "block_ranks": 512}
     data["data"]["packing"] = True
     data["train"] |= dict.fromkeys(MULTI_RANK_KEYS, False) | {"precision": "fp32"}
     source = YamlSource(Path("sweep"), data)
-    kinds = {"first": names[:1], "generator": generators}
+    sections = {"encoder": [f"encoders.{name}" for name in names[:1]]}
+    sections["generator"] = [f"generators.{name}" for name in generators]
+    sections["each"] = [LANGUAGE, *sections["encoder"], *sections["generator"]]
     for override in (text for option in cell.options for text in _OPTIONS[option]):
-        if all(present for kind, present in kinds.items() if f"{{{kind}}}" in override):
-            chosen = {kind: present[0] for kind, present in kinds.items() if present}
-            source.override(override.format(**chosen))
+        kind, _, setting = override.partition(".")
+        for section in sections.get(kind, [kind]):
+            source.override(f"{section}.{setting}")
     assert not source.problems, source.problems
-    swept = Recipe.model_validate(source.data)
-    return swept, _sweep_layout(cell, names, generators, swept.bridge.block_ranks == 1)
-
-
-def _sweep_layout(
-    cell: SweepCell, names: Sequence[str], generators: Sequence[str], in_blocks: bool
-) -> Layout:
-    language, modules = _grid(LANGUAGE, cell.language), {}
-    shorthands = dict(zip(names, cell.encoders, strict=True))
-    # They have one engine, which the shorthand leaves out.
-    shorthands |= dict.fromkeys(generators, f"{cell.generator} fsdp")
-    colocated = [name for name, text in shorthands.items() if text.startswith(_COLOCATED)]
-    for name, text in shorthands.items():
-        grid = _grid(name, text)
-        lanes = language.size // grid.tp if name in colocated else grid.dp
-        modules[name] = replace(grid, dp=lanes)
-    return place(language, modules, colocated, in_blocks, generators)
+    swept, language = Recipe.model_validate(source.data), grids.pop(LANGUAGE)
+    colocated = [name for name in grids if shorthands[name].startswith(_COLOCATED)]
+    for name in colocated:
+        grids[name] = replace(grids[name], dp=language.size // grids[name].tp)
+    in_blocks = swept.bridge.block_ranks == 1
+    return swept, place(language, grids, colocated, in_blocks, generators)
 
 
 def _grid(module: str, text: str) -> GridSpec:
     words = text.split()
-    sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp)(\d+)", text)}
-    copies = re.search(r"replicate(\d+)", text)
+    sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp|replicate)(\d+)", text)}
     return GridSpec(
         module,
         sp="sp" in words,
         engine="fsdp" if "fsdp" in words else "megatron",
-        dp_replicate=int(copies[1]) if copies else 1,
+        dp_replicate=sizes.pop("replicate", 1),
         **sizes,
     )
 

@@ -9,7 +9,7 @@ Letters: T packed tokens, H hidden, S tokens of an item with C numbers each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,11 +83,14 @@ def losses_of_pack(
             tokens = [chat.placeholder_ids[media] for media in encoder.media_tokens]
             places = np.flatnonzero(np.isin(lane.input_ids, tokens))
             rows[name] = local.encode(name, np.concatenate(patches), grids), places
-    drawn = _DrawnPack(recipe, local, step, samples, readers, lane)
-    with drawn.watching():
+    drawn = [*_items(recipe, step, samples, readers, lane)] if recipe.generators else []
+    with _hidden_states(recipe, local, drawn) as hidden:
         per_token = local.forward(lane, rows, with_labels=True)
     loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
-    return loss, int(samples.loss_tokens.sum()), drawn.losses()
+    losses: dict[str, list[Tensor]] = {name: [] for name in recipe.generators}
+    for item in drawn:
+        losses[item.generator].append(_item_loss(recipe, local, item, hidden[0]))
+    return loss, int(samples.loss_tokens.sum()), losses
 
 
 @dataclass(frozen=True)
@@ -106,86 +109,60 @@ class _Item:
     queries: int
 
 
-class _DrawnPack:
-    """The items of the answers in a pack of one lane.
+@contextmanager
+def _hidden_states(
+    recipe: Recipe, local: LocalModel, items: Sequence[_Item]
+) -> Iterator[list[Tensor]]:
+    """Place queries while the language model runs forward; keep its hidden states (T, H)."""
+    kept: list[Tensor] = []
+    if not items:
+        yield kept
+        return
+    language: Any = local.model.modules[LANGUAGE].whole
+    if hasattr(language, "decoder"):
+        embedding, norm = language.embedding, language.decoder.final_layernorm
+    else:
+        embedding, norm = language.text.embed_tokens, language.text.norm
 
-    step: whose random numbers they have. readers: of each sample of the pack.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        local: LocalModel,
-        step: int,
-        samples: GlobalMicrobatch,
-        readers: Sequence[SampleReader],
-        lane: PackedLane,
-    ) -> None:
-        self._recipe, self._local = recipe, local
-        self._hidden: Tensor | None = None
-        has_any = bool(recipe.generators)
-        self._items = [*_items(recipe, step, samples, readers, lane)] if has_any else []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Place queries, and keep hidden states, while the language model runs forward."""
-        if not self._items:
-            yield
-            return
-        language: Any = self._local.model.modules[LANGUAGE].whole
-        if hasattr(language, "decoder"):
-            embedding, norm = language.embedding, language.decoder.final_layernorm
-        else:
-            embedding, norm = language.text.embed_tokens, language.text.norm
-        hooks = [
-            embedding.register_forward_hook(lambda *call: self._place(language.queries, call[-1])),
-            norm.register_forward_hook(lambda *call: self._keep(call[-1])),
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _place(self, queries: Mapping[str, nn.Parameter], text: Tensor) -> Tensor:
+    def place(_: nn.Module, __: object, text: Tensor) -> Tensor:
         placed = text.flatten(0, 1).clone()
-        for item in self._items:
-            for number in range(self._recipe.generators[item.generator].num_queries):
-                placed[item.queries + number] = queries[item.generator][number]
+        for item in items:
+            for number in range(recipe.generators[item.generator].num_queries):
+                placed[item.queries + number] = language.queries[item.generator][number]
         return placed.view_as(text)
 
-    def _keep(self, hidden: Tensor) -> None:
-        self._hidden = hidden.flatten(0, 1)
+    hooks = [
+        embedding.register_forward_hook(place),
+        norm.register_forward_hook(lambda *call: kept.append(call[-1].flatten(0, 1))),
+    ]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    def losses(self) -> dict[str, list[Tensor]]:
-        """Return the loss () of each item by generator, after the language model's forward."""
-        losses: dict[str, list[Tensor]] = {name: [] for name in self._recipe.generators}
-        for item in self._items:
-            losses[item.generator].append(self._loss(item))
-        return losses
 
-    def _loss(self, item: _Item) -> Tensor:
-        """Compute the mean squared error of the velocity, of a straight line from data to noise."""
-        assert self._hidden is not None, "call it after the forward"
-        plan, media = item.reader.plan(item.number), item.reader.media(item.number)
-        numbers = output_planner(self._recipe, item.generator, _SPLIT).numbers(item.at, plan)
-        values = torch.from_numpy(media.wire.values(item.reader.patches(item.number)))
-        wide = torch.promote_types(self._hidden.dtype, torch.float32)
-        image, noise = values.to(wide), numbers.noise.to(wide)
-        time = torch.tensor([numbers.time], dtype=torch.float32)
-        condition = self._hidden[torch.from_numpy(item.condition)][None]
-        if numbers.dropped:
-            condition = condition[:, :0]
-        velocity = generator_family(self._recipe, item.generator).predict(
-            self._local.model.modules[item.generator].whole.transformer,
-            (image + time.to(wide) * (noise - image)).to(self._hidden.dtype)[None],
-            time,
-            condition,
-            torch.tensor([condition.shape[1]]),
-            (plan.grid[1], plan.grid[2]),
-        )
-        error = velocity[0].to(wide) - noise + image
-        return (error * error).sum() / error.numel()
+def _item_loss(recipe: Recipe, local: LocalModel, item: _Item, hidden: Tensor) -> Tensor:
+    """Compute the mean squared error of the velocity, of a straight line from data to noise."""
+    plan, media = item.reader.plan(item.number), item.reader.media(item.number)
+    numbers = output_planner(recipe, item.generator, _SPLIT).numbers(item.at, plan)
+    values = torch.from_numpy(media.wire.values(item.reader.patches(item.number)))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    image, noise = values.to(wide), numbers.noise.to(wide)
+    time = torch.tensor([numbers.time], dtype=torch.float32)
+    condition = hidden[torch.from_numpy(item.condition)][None]
+    if numbers.dropped:
+        condition = condition[:, :0]
+    velocity = generator_family(recipe, item.generator).predict(
+        local.model.modules[item.generator].whole.transformer,
+        (image + time.to(wide) * (noise - image)).to(hidden.dtype)[None],
+        time,
+        condition,
+        torch.tensor([condition.shape[1]]),
+        (plan.grid[1], plan.grid[2]),
+    )
+    error = velocity[0].to(wide) - noise + image
+    return (error * error).sum() / error.numel()
 
 
 def _items(
@@ -197,24 +174,26 @@ def _items(
 ) -> Iterator[_Item]:
     """Yield items in order; where they are follows from the start and end tokens in the pack."""
     by_modality = {part.output: name for name, part in recipe.generators.items()}
-    ids = readers[0].chat.output_ids
+    marks = np.array([readers[0].chat.output_ids[media] for media in by_modality])
     begin = 0
     for n, (reader, length) in enumerate(zip(readers, lane.lengths, strict=False)):
         tokens, behind = lane.input_ids[begin : begin + length], 0
-        starts = np.flatnonzero(np.isin(tokens, [ids[media][0] for media in by_modality])).tolist()
-        ends = np.flatnonzero(np.isin(tokens, [ids[media][1] for media in by_modality])).tolist()
-        numbers = np.flatnonzero(samples.item_sample == n)
-        media = [samples.media[kind] for kind in samples.item_media[numbers].tolist()]
+        starts, ends = (np.flatnonzero(np.isin(tokens, ids)).tolist() for ids in marks.T)
+        numbers = np.flatnonzero(samples.item_sample == n).tolist()
+        media = [samples.media[int(samples.item_media[number])] for number in numbers]
         drawn = [i for i, name in enumerate(media) if name in by_modality]
         for i, start, end in zip(drawn, starts, ends, strict=True):
-            name = by_modality[media[i]]
-            part = recipe.generators[name]
+            part = recipe.generators[by_modality[media[i]]]
             first, last = start + 1, end
             if part.condition == "prompt":
                 first, last = max(part.skipped_tokens, behind), start
-            at = step, int(samples.source[n]), int(samples.sample[n]), i
-            number = int(samples.item[numbers[i]])
-            condition = begin + np.arange(first, last)
-            yield _Item(name, at, number, reader, condition, begin + start + 1)
+            yield _Item(
+                by_modality[media[i]],
+                (step, int(samples.source[n]), int(samples.sample[n]), i),
+                int(samples.item[numbers[i]]),
+                reader,
+                begin + np.arange(first, last),
+                begin + start + 1,
+            )
             behind = end + 1
         begin += length

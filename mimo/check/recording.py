@@ -20,16 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.index.reader import SampleReader
-from mimo.check.compare import (
-    LOGITS,
-    PIXELS,
-    POSITIONS,
-    TOKENS,
-    Fault,
-    Part,
-    RankSteps,
-    Shard,
-)
+from mimo.check.compare import LOGITS, PIXELS, POSITIONS, TOKENS, Fault, Part, RankSteps, Shard
 from mimo.check.points import Recording, level_point, watch_blocks, watch_text
 from mimo.check.steps import WatchedSteps, open_trainer, train_watched
 from mimo.config.schema import Recipe

@@ -67,20 +67,17 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     microbatches = _num_microbatches(layout)
     language, samples = layout.language, _samples_per_microbatch(layout)
     data, items, outputs = recipe.model_dump(mode="json"), [], []
-    settings = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-    all_settings = {LANGUAGE: language_settings(recipe), **settings}
-    all_settings |= {name: generator_settings(recipe, name) for name in recipe.generators}
-    models = {name: _scaled(s, layout.grids[name]) for name, s in all_settings.items()}
+    settings: dict[str, Any] = {LANGUAGE: language_settings(recipe)}
+    settings |= {name: encoder_settings(recipe, name) for name in recipe.encoders}
+    settings |= {name: generator_settings(recipe, name) for name in recipe.generators}
+    models = {name: _scaled(s, layout.grids[name]) for name, s in settings.items()}
     checkpoint, checkpoint_models = tiny_checkpoint(recipe, layout, folder)
     data["init_from"] = checkpoint and str(checkpoint)
     models |= checkpoint_models
-    data["language"] |= {"grid": _grid(layout, LANGUAGE), "model": models[LANGUAGE]}
+    data["language"] |= _placed(layout, LANGUAGE, models)
     for name, encoder in recipe.encoders.items():
-        model, placeholder = models[name], f"<|{name}_pad|>"
-        data["encoders"][name] |= {
-            "placement": "colocated" if name in layout.colocated else "disjoint",
-            "grid": _grid(layout, name),
-            "model": model,
+        placeholder = f"<|{name}_pad|>"
+        data["encoders"][name] |= _placed(layout, name, models) | {
             "encode_group": _encode_group(encoder.encode_group, language),
             "run_ahead": _run_ahead(encoder.run_ahead, layout, microbatches),
             # The recipe's placeholder may be a word in the data made here.
@@ -90,21 +87,17 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
             # One modality is enough; the others only share the encoder's weights.
             "other_media": {},
         }
-        media = type(settings[name])(**model).processor(encoder.media)
+        media = type(settings[name])(**models[name]).processor(encoder.media)
         items.append(Items(encoder.media, placeholder, media))
     for name, generator in recipe.generators.items():
-        model = models[name] | {"condition_size": models[LANGUAGE]["hidden_size"]}
-        few = min(generator.queries, _MOST_QUERIES), min(generator.skipped_tokens, _MOST_SKIPPED)
-        data["generators"][name] |= {
-            "placement": "colocated" if name in layout.colocated else "disjoint",
-            "grid": _grid(layout, name),
-            "model": model,
-            "queries": few[0],
-            "skipped_tokens": few[1],
+        models[name] |= {"condition_size": models[LANGUAGE]["hidden_size"]}
+        fewer = {
+            "queries": min(generator.queries, _MOST_QUERIES),
+            "skipped_tokens": min(generator.skipped_tokens, _MOST_SKIPPED),
         }
-        drawn = type(all_settings[name])(**model)
-        copy = generator.model_copy(update={"queries": few[0]})
-        outputs.append(Outputs(generator.media, targets(drawn, copy)))
+        data["generators"][name] |= _placed(layout, name, models) | fewer
+        drawn = type(settings[name])(**models[name])
+        outputs.append(Outputs(generator.media, targets(drawn, generator.model_copy(update=fewer))))
     divisor = sequence_multiple(language.cp, language.tp, language.sp)
     longest = -(-_SEQUENCE_LENGTH // divisor) * divisor
     by_tokens = recipe.data.tokens_per_microbatch is not None
@@ -207,17 +200,12 @@ def _scaled_warmups(recipe: Recipe) -> dict[int, int]:
 
 def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
     warmups = _scaled_warmups(recipe)
-    for name, module in recipe.modules.items():
-        section = str(recipe.key_of(name)[0])
-        part = data[section] if name == LANGUAGE else data[section][name]
-        if module.learning_rate is not None:
-            part["learning_rate"] = _scaled_rate(recipe, module.learning_rate)
-        if module.warmup_steps is not None:
-            part["warmup_steps"] = warmups[module.warmup_steps]
-    for name, generator in recipe.generators.items():
-        if generator.query_learning_rate is not None:
-            rate = _scaled_rate(recipe, generator.query_learning_rate)
-            data["generators"][name]["query_learning_rate"] = rate
+    for part in (data["language"], *data["encoders"].values(), *data["generators"].values()):
+        for key in ("learning_rate", "query_learning_rate"):
+            if part.get(key) is not None:
+                part[key] = _scaled_rate(recipe, part[key])
+        if part["warmup_steps"] is not None:
+            part["warmup_steps"] = warmups[part["warmup_steps"]]
     data["train"] |= {
         # Not among the steps that run: the last one, which saves, and the decay of a rate.
         "steps": max(NUM_STEPS, *warmups.values()) + 1,
@@ -239,10 +227,14 @@ def _set_training(data: dict[str, Any], recipe: Recipe, precision: str) -> None:
         data["train"] |= {"distributed_optimizer": False, "overlap_param_gather": "auto"}
 
 
-def _grid(layout: Layout, module: str) -> dict[str, Any]:
+def _placed(layout: Layout, module: str, models: dict[str, Any]) -> dict[str, Any]:
     grid = layout.grids[module]
     sizes = {axis: getattr(grid, axis) for axis in _AXES}
-    return sizes if module in layout.colocated else sizes | {"rank_offset": grid.rank_offset}
+    if module in layout.colocated:
+        return {"placement": "colocated", "grid": sizes, "model": models[module]}
+    placement = {} if module == LANGUAGE else {"placement": "disjoint"}
+    place = {"grid": sizes | {"rank_offset": grid.rank_offset}, "model": models[module]}
+    return placement | place
 
 
 def _scaled(settings: Any, grid: GridSpec) -> dict[str, Any]:

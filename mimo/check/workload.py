@@ -178,44 +178,36 @@ class Workload:
                 # Samples as long as a packed sequence cost most, so they run together. There are
                 # two microbatches of them: without items, and with one in its last sample.
                 num_full = {_EMPTY: 2 * self.lanes - 1, _SINGLE: 1}.get(microbatch, 0)
-                drawn = self._drawn_counts(microbatch).T.tolist()
+                read, drawn = self._counts(microbatch, rng)
                 block += [
-                    self._sample(counts, drawn[number], rng, number < num_full, microbatch)
-                    for number, counts in enumerate(self._item_counts(microbatch, rng).T.tolist())
+                    self._sample(read[:, n], drawn[:, n], rng, n < num_full, microbatch)
+                    for n in range(self.samples_per_microbatch)
                 ]
             samples += block[: self.block]
         return samples
 
-    def _item_counts(self, microbatch: int, rng: np.random.Generator) -> np.ndarray:
-        """Return (modalities, samples) items in each sample of one microbatch."""
-        counts = np.zeros((len(self.items), self.samples_per_microbatch), np.int64)
-        if microbatch == _EMPTY or not self.items or (self.outputs and microbatch == _ONLY_DRAWN):
-            return counts
+    def _counts(self, microbatch: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Return (modalities, samples) items to read and to draw in a microbatch's samples."""
+        size = self.samples_per_microbatch
+        read, drawn = (np.zeros((len(k), size), np.int64) for k in (self.items, self.outputs))
+        if microbatch == _EMPTY:
+            return read, drawn
         if microbatch == _SINGLE:
-            counts[0, 0] = 1
-            return counts
-        for row in counts:
-            row[:] = rng.permutation(np.resize(_ITEMS, self.samples_per_microbatch))
+            read[:1, 0] = drawn[:1, 0] = 1
+            return read, drawn
+        for row in read if microbatch != _ONLY_DRAWN or not self.outputs else ():
+            row[:] = rng.permutation(np.resize(_ITEMS, size))
         if microbatch == 0:  # however it is shuffled, the first sample has items of every modality
-            for row in counts:
+            for row in read:
                 row[[0, row.argmax()]] = row[[row.argmax(), 0]]
-        return counts
-
-    def _drawn_counts(self, microbatch: int) -> np.ndarray:
-        """Return (outputs, samples) items in each answer of one microbatch."""
-        counts = np.zeros((len(self.outputs), self.samples_per_microbatch), np.int64)
-        if microbatch == _ONLY_DRAWN:
-            counts[:] = 1
-        elif microbatch == _SINGLE:
-            counts[:1, 0] = 1
-        elif microbatch not in (_EMPTY, _ONLY_READ):
-            counts[:] = np.resize(_DRAWN_ITEMS, self.samples_per_microbatch)
-        return counts
+        if microbatch != _ONLY_READ:
+            drawn[:] = 1 if microbatch == _ONLY_DRAWN else np.resize(_DRAWN_ITEMS, size)
+        return read, drawn
 
     def _sample(
         self,
-        counts: Sequence[int],
-        drawn_counts: Sequence[int],
+        counts: np.ndarray,
+        drawn_counts: np.ndarray,
         rng: np.random.Generator,
         is_full: bool,
         microbatch: int,
