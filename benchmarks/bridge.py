@@ -213,8 +213,12 @@ def main(
     contests, bounds = list[Contest](), list[Bound]()
     for case in cases:
         print(f"{case} ...", flush=True)
-        for way, contest in _on_ranks(case, rounds, rival).items():
-            contests.append(contest)
+        args, size = (case, rounds, rival), case.layout.world_size
+        with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
+            variables = rank_variables(Path(directory))
+            found, *_ = run_processes("benchmarks.bridge_sides:in_world", args, size, variables)
+        contests += found.values()
+        for way, contest in found.items():
             bounds += judge(way, contest)
     if not quick:  # after the ranks have ended, so that nothing else runs
         name = f"a core plans a step of {_MICROBATCHES} microbatches for {_PLAN_RANKS} ranks, ms"
@@ -241,13 +245,6 @@ def _describe_baseline(rival: Path | None) -> str:
         raise InputError(f"--rival: got {rival}, needs a .py file with class BridgeCommunicator")
     digest = hashlib.sha256(source).hexdigest()[:12]
     return f"Megatron's is {rival} (sha256 {digest})"
-
-
-def _on_ranks(case: Case, rounds: int, rival: Path | None) -> dict[str, Contest]:
-    args, size = (case, rounds, rival), case.layout.world_size
-    with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
-        variables = rank_variables(Path(directory))
-        return run_processes("benchmarks.bridge_sides:in_world", args, size, variables)[0]
 
 
 if __name__ == "__main__":

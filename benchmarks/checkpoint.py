@@ -70,10 +70,8 @@ class Savers:
         overrides = [f"language.model.{name}={size}" for name, size in sizes.items()]
         overrides.append(f"data.tokenizer={directory / 'tokenizer'}")
         recipe = directory / "bench.yaml"
-        recipes = {
-            "async": load_recipe(recipe, [*overrides, "train.async_save=true"]),
-            "sync": load_recipe(recipe, [*overrides, "train.async_save=false"]),
-        }
+        ways = {"async": "train.async_save=true", "sync": "train.async_save=false"}
+        recipes = {name: load_recipe(recipe, [*overrides, way]) for name, way in ways.items()}
         topology = build_topology(build_layout(recipes["async"]))
         modules = Trainer(recipes["async"], topology, self.folder).model.modules
         # Neither zeros, of which memory has one page, nor parts of larger tensors, which

@@ -103,16 +103,6 @@ def _photo(width: int, height: int, rng: np.random.Generator) -> bytes:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a loader runs: a rank of the one lane, its workers, and the name of its job."""
-
-    num_workers: int = 0
-    rank: int = 0
-    num_ranks: int = 1
-    job: str = ""
-
-
-@dataclass(frozen=True)
 class Batch:
     """One microbatch of a loader.
 
@@ -124,11 +114,11 @@ class Batch:
     tensors: list[Tensor]
 
 
-Loader = Callable[[Workload, Place], Iterator[Batch]]
-"""Batches without end."""
+Loader = Callable[[Workload, int, int, Host], Iterator[Batch]]
+"""Batches without end, by workload, workers, rank of the one lane, and all ranks' host."""
 
 
-def webdataset_batches(workload: Workload, place: Place) -> Iterator[Batch]:
+def webdataset_batches(workload: Workload, num_workers: int, *_: Any) -> Iterator[Batch]:
     """Yield epoch after epoch, in the order of the shards, without positions."""
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -157,49 +147,49 @@ def webdataset_batches(workload: Workload, place: Place) -> Iterator[Batch]:
     shards = sorted(map(str, workload.directory.glob("*.tar")))
     samples: Any = WebDataset(shards, shardshuffle=False)
     batches = samples.decode("pil").map(encode).batched(_BATCH, collation_fn=join).repeat()
-    yield from WebLoader(batches, batch_size=None, num_workers=place.num_workers)
+    yield from WebLoader(batches, batch_size=None, num_workers=num_workers)
 
 
-def planned_batches(workload: Workload, place: Place, shares: bool) -> Iterator[Batch]:
+def planned_batches(
+    workload: Workload, num_workers: int, rank: int, host: Host, shares: bool = True
+) -> Iterator[Batch]:
     """Our plan and packing, epoch after epoch.
 
     shares: decode by our loader, which shares the work with the other ranks; else by a DataLoader
     of PyTorch in each rank.
     """
-    reader, tp = workload.reader(), place.num_ranks
+    reader, tp = workload.reader(), len(host.ranks)
     grids = {_VISION: GridSpec(_VISION, tp=tp)}
     layout = Layout(GridSpec(LANGUAGE, tp=tp), grids, tp, frozenset(grids))
     order = SampleOrder([len(reader.index)], [1.0], 0, None)
     media = {_VISION: ("image",)}
-    planner = StepPlanner(layout, media, [reader.index], order, _BATCH, 1, rank=place.rank)
+    planner = StepPlanner(layout, media, [reader.index], order, _BATCH, 1, rank=rank)
     if not shares:
-        steps, sampler = _Steps(planner, reader, place.rank), range(_ENDLESS)
-        loader = DataLoader(steps, None, sampler=sampler, num_workers=place.num_workers)
+        steps, sampler = _Steps(planner, reader, rank), range(_ENDLESS)
+        loader = DataLoader(steps, None, sampler=sampler, num_workers=num_workers)
         for loaded in loader:
-            yield _packed(loaded, planner, reader, place.rank)
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    host = Host(tuple(range(tp)), place.job, free, len(os.sched_getaffinity(0)))
+            yield _packed(loaded, planner, reader, rank)
     ahead = Data.model_fields["prefetch_mib"].default * 2**20
-    with decoding_of([reader], layout, place.rank, host, place.num_workers, ahead) as decoding:
+    with decoding_of([reader], layout, rank, host, num_workers, ahead) as decoding:
         loader = StepLoader(planner, [reader], decoding, 0, _ENDLESS)
         while True:
-            yield _packed(loader.next(), planner, reader, place.rank)
+            yield _packed(loader.next(), planner, reader, rank)
 
 
+@dataclass(frozen=True)
 class _Steps(Dataset[LoadedStep]):
     """The steps of a plan, of one microbatch each, decoded for one rank alone."""
 
-    def __init__(self, planner: StepPlanner, reader: SampleReader, rank: int) -> None:
-        self.planner, self.reader = planner, reader
-        self.tasks = partial(
-            tasks_of_step, layout=planner.layout, rank=rank, host_ranks=(rank,), path_of=Path
-        )
+    planner: StepPlanner
+    reader: SampleReader
+    rank: int
 
     def __getitem__(self, step: int) -> LoadedStep:
         microbatches = self.planner.microbatches(step)
         used = self.planner.used_before(step + 1)
         loaded = LoadedStep(step, microbatches, used, [{}], [{}])
-        for task in self.tasks(step, microbatches, [self.reader]):
+        places = {"layout": self.planner.layout, "rank": self.rank, "host_ranks": (self.rank,)}
+        for task in tasks_of_step(step, microbatches, [self.reader], Path, **places):
             arrays = decode(self.reader, task.kind, task.address)
             if task.kind == TEXT:
                 loaded.encoded[0][task.number] = EncodedSample(*arrays)
@@ -225,15 +215,13 @@ def _packed(loaded: LoadedStep, planner: StepPlanner, reader: SampleReader, rank
     return Batch(keys, sum(lane.real_lengths), [*tensors, pixels, grids])
 
 
-OURS: Loader = partial(planned_batches, shares=True)
-DATALOADER: Loader = partial(planned_batches, shares=False)
-
-
 def one_pass(loader: Loader, workload: Workload, num_workers: int, num_ranks: int = 1) -> Run:
     """Time a pass of all ranks of a lane, after an untimed pass that fills the queues."""
+    free, job = shutil.disk_usage(SHARED_MEMORY).free, f"bench{uuid.uuid4().hex}"
+    host = Host(tuple(range(num_ranks)), job, free, len(os.sched_getaffinity(0)))
 
-    def make(rank: int, job: str) -> Callable[[], dict[str, int]]:
-        batches = loader(workload, Place(num_workers, rank, num_ranks, job))
+    def make(rank: int) -> Callable[[], dict[str, int]]:
+        batches = loader(workload, num_workers, rank, host)
 
         def one() -> dict[str, int]:
             keys, tokens = set[str](), 0
@@ -244,8 +232,7 @@ def one_pass(loader: Loader, workload: Workload, num_workers: int, num_ranks: in
 
         return one
 
-    job = f"bench{uuid.uuid4().hex}"
-    with harness.workers(*[partial(make, rank, job) for rank in range(num_ranks)]) as read:
+    with harness.workers(*[partial(make, rank) for rank in range(num_ranks)]) as read:
         read()
         return harness.timed(read)
 
@@ -276,16 +263,17 @@ def main(
     places = [(f"{number} workers", "webdataset", number, 1) for number in (0, workers)]
     for number in (1, 2) if quick else (1, 2, 4):
         places.append((f"{number} ranks of a lane", "DataLoader", 1, number))
-    loaders: dict[str, Loader] = {"webdataset": webdataset_batches, "DataLoader": DATALOADER}
+    loaders: dict[str, Loader] = {
+        "webdataset": webdataset_batches,
+        "DataLoader": partial(planned_batches, shares=False),
+    }
     with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
         workload = Workload(Path(directory), size, samples, workers)
         workload.write()
         contests = []
-        for where, rival, num_workers, num_ranks in places:
-            turns = {
-                name: partial(one_pass, loader, workload, num_workers, num_ranks)
-                for name, loader in {"ours": OURS, rival: loaders[rival]}.items()
-            }
+        for where, rival, *place in places:
+            pair = {"ours": planned_batches, rival: loaders[rival]}
+            turns = {n: partial(one_pass, loader, workload, *place) for n, loader in pair.items()}
             contests.append(Contest(where, harness.take_turns(turns, rounds)))
     return harness.conclude(
         f"The input path of loaders on the same photos of {size[0]} × {size[1]} pixels",

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 
+_SIDES = "benchmarks.train_sides"
 _ROW_PIXELS = 30  # side of a row of the tiny checkpoint
 _MAX_ROWS = 64  # of an image
 _SPREAD, _MOST_WORDS = 1.0, 1500  # of the words of a sample: log-normal with this sigma
@@ -152,13 +154,6 @@ def judge(contests: Sequence[Contest]) -> Iterator[Bound]:
         yield Bound(f"{name}: times faster", ratio, goal, False)
 
 
-def _side(name: str, *args: Any) -> Callable[[str], Any]:
-    """Load the engine here alone: where it initialises a GPU, no process could be forked then."""
-    from benchmarks import train_sides
-
-    return getattr(train_sides, name)(*args)
-
-
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each contestant.")] = 4,
     quick: harness.Quick = False,
@@ -170,22 +165,19 @@ def main(
         workload = Workload(Path(directory), **(_QUICK if quick else {}))
         with harness.workers(lambda: workload.write) as write:
             write()
+        # The engine is loaded there alone: no process that has initialised a GPU can be forked.
         with (
-            harness.workers(partial(_side, "their_side", workload)) as theirs,
+            harness.workers(lambda: resolve_name(f"{_SIDES}:their_side")(workload)) as theirs,
             # Enough steps that the last timed one still reads ahead.
-            harness.workers(partial(_side, "our_side", workload, rounds + 5)) as ours,
+            harness.workers(
+                lambda: resolve_name(f"{_SIDES}:our_side")(workload, rounds + 5)
+            ) as ours,
         ):
-            sides = {"ours": ours, "transformers": theirs}
-            turns = {
-                (lengths, name): partial(step, lengths)
-                for lengths in GOALS
-                for name, step in sides.items()
-            }
-            runs = harness.take_turns(turns, 1 + rounds)
-    # The first run of each contestant is a warm-up.
-    contests = [
-        Contest(lengths, {name: runs[lengths, name][1:] for name in sides}) for lengths in GOALS
-    ]
+            contests = []
+            for lengths in GOALS:
+                turns = {"ours": partial(ours, lengths), "transformers": partial(theirs, lengths)}
+                runs = harness.take_turns(turns, 1 + rounds)
+                contests.append(Contest(lengths, {name: of[1:] for name, of in runs.items()}))
     return harness.conclude(
         f"Training steps of Qwen3-VL, {workload.num_layers} layers, hidden size "
         f"{128 * workload.width}, fp32",

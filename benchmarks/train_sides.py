@@ -35,10 +35,6 @@ _TIMEOUT_SECONDS = 1800.0
 _PADDED_BATCH = 8
 
 
-class Unobserved(StepObserver):
-    """Watches nothing."""
-
-
 def our_side(workload: Workload, steps: int) -> Callable[[str], Any]:
     """Return a function that does a step of `mimo train`; call this in a process of its own."""
     set_threads(None, 1)
@@ -50,7 +46,7 @@ def our_side(workload: Workload, steps: int) -> Callable[[str], Any]:
         trainer = Trainer(recipe, topology, Path(recipe.train.run_dir), initial_weights(recipe))
         dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
         assert dataset is not None, "the recipe has a source"
-        trainings[lengths] = trainer.train(dataset, None, Unobserved())
+        trainings[lengths] = trainer.train(dataset, None, StepObserver())
     return lambda lengths: timed(partial(next, trainings[lengths]))
 
 

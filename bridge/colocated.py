@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bridge.flat import FlatEmbeddings, check_rows
 from bridge.plan import BridgePlan, Exchange
-from bridge.runs import Ints, ItemRuns, ints, offsets
-from bridge.transfer import BridgeEnd, share_out, start_exchanging
+from bridge.runs import Ints, ints, offsets
+from bridge.transfer import BridgeEnd, SteppedEnd, share_out, start_exchanging
 from bridge.waiting import BridgeError
 
 
@@ -35,7 +35,7 @@ def _merged(exchanges: Sequence[Exchange], starts: Ints) -> Exchange:
     return Exchange(tuple(peers.tolist()), tuple(counts.tolist()), index[order])
 
 
-class ColocatedBridge:
+class ColocatedBridge(SteppedEnd):
     """Both ends of a bridge on one rank; every rank of the two modules has one.
 
     end.gather: the language model's tensor-parallel group if all of its ranks need a lane's rows.
@@ -46,21 +46,11 @@ class ColocatedBridge:
     def __init__(
         self, end: BridgeEnd, lane: int, receives: bool, encoder_gather: dist.ProcessGroup | None
     ) -> None:
-        self.end = end
+        super().__init__(end)
         self.lane = lane
         self.receives = receives
         self.encoder_gather = encoder_gather
-        self._plans: Sequence[BridgePlan] = ()
-        self._expects_gradients = False
         self._leaves: dict[int, Tensor] = {}
-
-    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        assert not self._leaves, "the previous step has not been finished"
-        self._plans = plans
-        self._expects_gradients = self.end.trainable and not forward_only
-
-    def runs(self, microbatches: range) -> list[ItemRuns]:
-        return [self._plans[m].runs for m in microbatches]
 
     def deliver(self, microbatches: range, rows: FlatEmbeddings) -> None:
         """Exchange the rows (N, H) of this lane's items of ``microbatches``; all ranks call it.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +21,14 @@ from torch import Tensor
 
 from bridge.flat import FlatEmbeddings, check_rows
 from bridge.plan import BridgePlan
-from bridge.runs import ItemRuns
-from bridge.transfer import BridgeEnd, Transfer, share_out, start_receiving, start_sending
+from bridge.transfer import (
+    BridgeEnd,
+    SteppedEnd,
+    Transfer,
+    share_out,
+    start_receiving,
+    start_sending,
+)
 from bridge.waiting import BridgeError
 
 _LEAST_BYTES = 1 << 20  # smaller buffers come from the heap, whose pages stay mapped
@@ -44,7 +49,7 @@ def check_gradient_path(
     )
 
 
-class BridgeSender:
+class BridgeSender(SteppedEnd):
     """The encoder's end, on every rank of the encoder's last pipeline stage.
 
     run_ahead: microbatches that are sent before the gradients of the first one are waited for.
@@ -53,22 +58,11 @@ class BridgeSender:
     """
 
     def __init__(self, end: BridgeEnd, lane: int, run_ahead: int) -> None:
-        self.end = end
+        super().__init__(end)
         self.lane = lane
         self.run_ahead = run_ahead
         self._memory = RowMemory(end.device)
-        self._plans: Sequence[BridgePlan] = ()
-        self._sent: deque[Transfer] = deque()
         self._without_gradient: set[int] = set()
-        self._expects_gradients = False
-
-    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        assert not self._sent and not self._without_gradient, "the last step has not been finished"
-        self._plans = plans
-        self._expects_gradients = self.end.trainable and not forward_only
-
-    def runs(self, microbatches: range) -> list[ItemRuns]:
-        return [self._plans[m].runs for m in microbatches]
 
     def send(self, microbatch: int, rows: FlatEmbeddings) -> Tensor:
         """Send this lane's rows (N, H) and return a scalar token.
@@ -115,13 +109,11 @@ class BridgeSender:
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
-        """Wait until all rows have left; call after the module's schedule."""
-        while self._sent:
-            self._sent.popleft().wait()
+        super().finish()
         assert not self._without_gradient, "a microbatch's backward was skipped"
 
 
-class BridgeReceiver:
+class BridgeReceiver(SteppedEnd):
     """The language model's end, on every rank of the link's pipeline stage.
 
     run_ahead: the encoder's. posted_ahead: microbatches whose receives are posted before their rows
@@ -130,23 +122,17 @@ class BridgeReceiver:
     """
 
     def __init__(self, end: BridgeEnd, run_ahead: int, posted_ahead: int) -> None:
-        self.end = end
+        super().__init__(end)
         self.run_ahead = run_ahead
         self.posted_ahead = posted_ahead
         self._memory = RowMemory(end.device)
-        self._plans: Sequence[BridgePlan] = ()
-        self._expects_gradients = False
         self._num_posted = 0
         self._rows: dict[int, Transfer] = {}
-        self._gradients: deque[Transfer] = deque()
         # Puts the rows into the graph: autograd needs an input that requires a gradient.
         self._anchor = torch.zeros((), device=end.device, requires_grad=True)
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        """Start a step of ``len(plans)`` microbatches; posts the first receives."""
-        assert not self._rows and not self._gradients, "the previous step has not been finished"
-        self._plans = plans
-        self._expects_gradients = self.end.trainable and not forward_only
+        super().begin(plans, forward_only)
         self._num_posted = 0
         self._post(self.posted_ahead)
 
@@ -183,8 +169,8 @@ class BridgeReceiver:
         assert rows is not None
         self._post(microbatch + 1 + self.posted_ahead)
         # The encoder sent these rows after it had received all gradients before its run-ahead.
-        while self._gradients and self._gradients[0].microbatch < microbatch - self.run_ahead:
-            self._gradients.popleft().wait()
+        while self._sent and self._sent[0].microbatch < microbatch - self.run_ahead:
+            self._sent.popleft().wait()
         if end.gather is not None:
             shares = end.row_shares(self._plans[microbatch])
             share_out(end, end.gather, microbatch, "rows", rows, shares)
@@ -195,12 +181,10 @@ class BridgeReceiver:
         plan, end = self._plans[microbatch], self.end
         received = gradient.detach()[end.own_rows(plan)]
         returns = plan.returns(end.rank)
-        self._gradients.append(start_sending(end, microbatch, "gradients", returns, received))
+        self._sent.append(start_sending(end, microbatch, "gradients", returns, received))
 
     def finish(self) -> None:
-        """Wait until all gradients have left; call after the module's schedule."""
-        while self._gradients:
-            self._gradients.popleft().wait()
+        super().finish()
         assert not self._rows, "a microbatch's rows were never received"
 
 

@@ -18,17 +18,16 @@ of a generator lane, H hidden, T positions on this rank.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bridge.communicator import Crossing, check_gradient_path
-from bridge.plan import BridgePlan, Exchange
+from bridge.plan import BridgePlan
 from bridge.transfer import (
     BridgeEnd,
-    Kind,
+    SteppedEnd,
     Transfer,
     share_out,
     start_exchanging,
@@ -37,22 +36,15 @@ from bridge.transfer import (
 )
 
 
-class OutputSender:
+class OutputSender(SteppedEnd):
     """The language model's end, on every rank of its last pipeline stage.
 
     run_ahead: microbatches that the language model runs forward before a backward.
     """
 
     def __init__(self, end: BridgeEnd, run_ahead: int) -> None:
-        self.end, self.run_ahead = end, run_ahead
-        self._plans: Sequence[BridgePlan] = ()
-        self._sent: deque[Transfer] = deque()
-        self._expects_gradients = False
-
-    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        assert not self._sent, "the last step has not been finished"
-        self._plans = plans
-        self._expects_gradients = self.end.trainable and not forward_only
+        super().__init__(end)
+        self.run_ahead = run_ahead
 
     def send(self, microbatch: int, hidden: Tensor) -> Tensor:
         """Send this rank's rows of hidden states (T, H) and return a scalar token, zero.
@@ -87,28 +79,21 @@ class OutputSender:
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
-        """Wait until all rows have left; call after the module's schedule."""
         is_complete = not (self._expects_gradients and self._sent)
         assert is_complete, "a microbatch's backward was skipped"
-        while self._sent:
-            self._sent.popleft().wait()
+        super().finish()
 
 
-class OutputReceiver:
+class OutputReceiver(SteppedEnd):
     """A generator's end, on every rank of a disjoint one. lane: this rank's."""
 
     def __init__(self, end: BridgeEnd, lane: int) -> None:
-        self.end, self.lane = end, lane
-        self._plans: Sequence[BridgePlan] = ()
+        super().__init__(end)
+        self.lane = lane
         self._rows: dict[int, Transfer] = {}
-        self._answers: deque[Transfer] = deque()
-        self._expects_gradients = False
 
     def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        """Start a step of ``len(plans)`` microbatches; posts the first receive."""
-        assert not self._rows and not self._answers, "the last step has not been finished"
-        self._plans = plans
-        self._expects_gradients = self.end.trainable and not forward_only
+        super().begin(plans, forward_only)
         self._post(0)
 
     def _post(self, microbatch: int) -> None:
@@ -135,28 +120,21 @@ class OutputReceiver:
             return
         end = self.end
         sends = self._plans[microbatch].sends(end.rank)
-        if self._answers:  # the language model has waited for it
-            self._answers.popleft().wait()
-        self._answers.append(start_sending(end, microbatch, "gradients", sends, gradient.detach()))
+        if self._sent:  # the language model has waited for it
+            self._sent.popleft().wait()
+        self._sent.append(start_sending(end, microbatch, "gradients", sends, gradient.detach()))
 
     def finish(self) -> None:
-        """Wait until all gradients have left; call after the module's last microbatch."""
-        while self._answers:
-            self._answers.popleft().wait()
+        super().finish()
         assert not self._rows, "a microbatch's rows were never received"
 
 
-class ColocatedOutput:
+class ColocatedOutput(SteppedEnd):
     """Both ends on one rank; every rank of the language model has one. lane: the generator's."""
 
     def __init__(self, end: BridgeEnd, lane: int) -> None:
-        self.end, self.lane = end, lane
-        self._plans: Sequence[BridgePlan] = ()
-        self._expects_gradients = False
-
-    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
-        self._plans = plans
-        self._expects_gradients = self.end.trainable and not forward_only
+        super().__init__(end)
+        self.lane = lane
 
     def exchange(self, microbatch: int, hidden: Tensor) -> Tensor:
         """Send rows of hidden states (T, H); return the rows (N, H) of this lane's items.
@@ -167,7 +145,9 @@ class ColocatedOutput:
         plan, end = self._plans[microbatch], self.end
         own = hidden.detach().index_select(0, end.positions(plan))[end.own_rows(plan)]
         rows = end.empty(int(plan.held_rows[self.lane]))
-        self._start(microbatch, "rows", plan.returns(end.rank), own, plan.collects(end.rank), rows)
+        span = range(microbatch, microbatch + 1)
+        sends, collects = plan.returns(end.rank), plan.collects(end.rank)
+        start_exchanging(end, span, "rows", sends, own, collects, rows).wait()
         return rows.to(end.dtype)
 
     def answer(self, microbatch: int, gradient: Tensor, hidden: Tensor) -> Tensor:
@@ -180,28 +160,15 @@ class ColocatedOutput:
         if not self._expects_gradients:
             return hidden.new_zeros(())
         arrived, sends = end.empty(end.bounds(plan)[-1]), plan.sends(end.rank)
-        self._start(microbatch, "gradients", sends, gradient, end.incoming(plan), arrived)
+        span = range(microbatch, microbatch + 1)
+        given, receives = gradient.detach(), end.incoming(plan)
+        start_exchanging(end, span, "gradients", sends, given, receives, arrived).wait()
         if end.gather is not None:
             share_out(end, end.gather, microbatch, "gradients", arrived, end.row_shares(plan))
         rows = hidden.index_select(0, end.positions(plan))
         token = _Answer.apply(rows, arrived.to(end.dtype))
         check_gradient_path(end, microbatch, token, True)
         return token
-
-    def _start(
-        self,
-        microbatch: int,
-        kind: Kind,
-        sends: Exchange,
-        values: Tensor,
-        receives: Exchange,
-        into: Tensor,
-    ) -> None:
-        span, values = range(microbatch, microbatch + 1), values.detach()
-        start_exchanging(self.end, span, kind, sends, values, receives, into).wait()
-
-    def finish(self) -> None:
-        """Nothing is under way between calls."""
 
 
 class _Answer(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
-from bridge.runs import Ints, Places, ints, offsets
+from bridge.runs import Ints, ItemRuns, Places, ints, offsets
 from bridge.waiting import Message, TransferWatch, Watched, wait_for
 
 Kind = Literal["rows", "gradients"]
@@ -187,6 +187,30 @@ class Transfer:
         if self.into is not None:
             for index, part in self.copied_later:
                 self.into[index] = part
+
+
+class SteppedEnd:
+    """An end of a bridge in a step: `begin`, its module's run, and `finish`."""
+
+    def __init__(self, end: BridgeEnd) -> None:
+        self.end = end
+        self._plans: Sequence[BridgePlan] = ()
+        self._expects_gradients = False
+        self._sent: deque[Transfer] = deque()
+
+    def begin(self, plans: Sequence[BridgePlan], forward_only: bool = False) -> None:
+        """Start a step of ``len(plans)`` microbatches; may post the first receives."""
+        assert not self._sent, "the last step has not been finished"
+        self._plans = plans
+        self._expects_gradients = self.end.trainable and not forward_only
+
+    def runs(self, microbatches: range) -> list[ItemRuns]:
+        return [self._plans[m].runs for m in microbatches]
+
+    def finish(self) -> None:
+        """Wait until everything has left; call after the module's schedule."""
+        while self._sent:
+            self._sent.popleft().wait()
 
 
 def start_sending(

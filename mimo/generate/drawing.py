@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.text.chat import ChatTokenizer
 from mimo.checkpoint.hf.pipelines import schedule_of
@@ -201,8 +202,8 @@ def draw_of(conditions: Sequence[Tensor], grid: tuple[int, int]) -> Draw:
     """Return the places of conditions that follow each other in one tensor; nothing is random."""
     device = conditions[0].device
     lengths = torch.tensor([len(condition) for condition in conditions], device=device)
-    starts = lengths.cumsum(0) - lengths
-    number = torch.arange(int(lengths.max()), device=device)
-    rows = (starts[:, None] + number).where(number < lengths[:, None], int(lengths.sum()))
+    total = sum(map(len, conditions))
+    places = torch.arange(total, device=device).split([*map(len, conditions)])
+    rows = pad_sequence(list(places), batch_first=True, padding_value=total)
     nothing = torch.zeros(0, device=device)
     return Draw(grid, None, nothing, nothing, rows, lengths, nothing, nothing)

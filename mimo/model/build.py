@@ -98,11 +98,7 @@ def build_model(
     for name in topology.modules:
         filled = {key.removeprefix(f"{name}.") for key in provided if key.startswith(f"{name}.")}
         build_module = _megatron_module
-        if name in recipe.generators:
-            from mimo.model.generators import generator_module  # late: diffusers takes seconds
-
-            build_module = generator_module
-        elif recipe.module(name).engine == "fsdp":
+        if recipe.module(name).engine == "fsdp":
             from mimo.model.fsdp import fsdp_module  # late: transformers takes seconds to import
 
             build_module = fsdp_module

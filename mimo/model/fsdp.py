@@ -1,4 +1,4 @@
-"""Build a module for `engine: fsdp`: the module of transformers in the folder of `init_from`.
+"""Build a module for `engine: fsdp`: of transformers in the folder of `init_from`, or of diffusers.
 
 Its tensors have the names of the checkpoint format, by the family's key map. The checks at the end
 run before any rank starts.
@@ -39,6 +39,8 @@ from mimo.families.registry import (
     GENERAL,
     QUERIES,
     encoder_settings,
+    generator_family,
+    generator_settings,
     language_settings,
     query_weights,
     trainable_names,
@@ -46,6 +48,7 @@ from mimo.families.registry import (
 from mimo.families.wire import DTYPES
 from mimo.model.dataset import item_processors
 from mimo.model.gate import Verdict, placeholders_of, verdict_of
+from mimo.model.generators import generator_on_meta
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import Topology
 
@@ -68,13 +71,15 @@ def fsdp_module(
 
     optimizer: its settings; None for none. num_tokens: of the language model. filled: parameters
     that the caller is about to fill; all others come from ``initial``. A lone rank, without a mesh,
-    gets the plain module of transformers. Raises RecipeError for a module that cannot run.
+    gets the plain module. Raises RecipeError for a module that cannot run.
     """
-    assert recipe.init_from is not None, "checked with the layout"
     part, train = recipe.module(name), recipe.train
-    folder = Path(recipe.init_from)
-    architecture = architecture_of_folder(folder, recipe.language.family)
-    weights = [*architecture.weights_of(recipe)[name]]
+    if name in recipe.generators:
+        weights = generator_family(recipe, name).weights(generator_settings(recipe, name))
+    else:
+        folder = Path(recipe.init_from or "")
+        architecture = architecture_of_folder(folder, recipe.language.family)
+        weights = [*architecture.weights_of(recipe)[name]]
     if name == LANGUAGE:
         weights += query_weights(recipe)
     groups = tuple(
@@ -92,25 +97,31 @@ def fsdp_module(
         reduce_gradients=part.reduce_gradients,
         adapters=part.lora and Adapters(part.lora.rank, part.lora.scale, groups),
     )
-    config = config_of_folder(folder)
+    key = "model" if name in recipe.generators else "engine"
     try:
-        wrapper: Wrapper
-        if recipe.language.family == GENERAL:
-            wrapper = half_of(recipe, name, config, ctx)
-        elif name == LANGUAGE:
-            queries = {n: g.num_queries for n, g in recipe.generators.items() if g.num_queries}
-            wrapper = LanguageModel(config, ctx, queries.items())
-        else:
-            wrapper = TOWERS[config.model_type](config, ctx, ItemRows)
-    except ValueError as error:
-        raise RecipeError(recipe.problem((*recipe.key_of(name), "engine"), str(error))) from error
+        wrapper = _wrapper(recipe, name, ctx)
+    except (ValueError, OSError, ImportError) as error:
+        raise RecipeError(recipe.problem((*recipe.key_of(name), key), str(error))) from error
     adapt(wrapper, ctx)
     names = names_of(recipe, name, weights, num_tokens)
     freeze_names(recipe, name, wrapper, names)
     shard(wrapper, ctx)
-    load(wrapper, ctx, local_device(), _reader(recipe, names, initial, filled))
+    load(wrapper, ctx, local_device(), _reader(recipe, name, names, initial, filled))
     rate = part.learning_rate or train.learning_rate
     return FsdpModule(name, topology.modules[name], wrapper, ctx, names, optimizer, rate)
+
+
+def _wrapper(recipe: Recipe, name: str, ctx: FsdpContext) -> Wrapper:
+    """Build a module on meta. Raises ValueError, and OSError or ImportError for a generator."""
+    if name in recipe.generators:
+        return generator_on_meta(recipe, name, ctx)
+    config = config_of_folder(Path(recipe.init_from or ""))
+    if recipe.language.family == GENERAL:
+        return half_of(recipe, name, config, ctx)
+    if name == LANGUAGE:
+        queries = {n: g.num_queries for n, g in recipe.generators.items() if g.num_queries}
+        return LanguageModel(config, ctx, queries.items())
+    return TOWERS[config.model_type](config, ctx, ItemRows)
 
 
 _BLANK = (56, 56)  # height and width of the item that a lane without items encodes
@@ -179,24 +190,35 @@ def names_of(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: i
 
 
 def _reader(
-    recipe: Recipe, names: Names, initial: InitialWeights | None, filled: set[str]
+    recipe: Recipe, name: str, names: Names, initial: InitialWeights | None, filled: set[str]
 ) -> Reader:
-    """Read weights from the folder; draw adapters and queries; None for what is filled later."""
+    """Read weights from the folder; draw the others; None for what is filled later.
+
+    A generator without a folder begins like torch's linears: matrices are uniform in
+    ±1/sqrt(inputs), biases 0, and other vectors, the weights of norms, 1.
+    """
+    is_generator, seed = name in recipe.generators, f"{recipe.train.seed}:"
+    is_drawn = is_generator and (initial is None or name not in initial.weights)
+    if is_generator:
+        seed = f"{seed}{name}."
 
     def read(key: str, rows: slice, columns: slice) -> Tensor | None:
         users = names.users(key)
         if users <= filled:
             return None
         is_query = key.startswith(QUERIES)
-        if not is_adapter(key) and not is_query:
-            return None if initial is None else initial.checkpoint.part(key, rows, columns)
-        (name,) = users
+        if not (is_drawn or is_query or is_adapter(key)):
+            return initial and initial.checkpoint_of(name).part(key, rows, columns)
+        (parameter,) = users
+        shape = names.shapes[parameter]
+        if len(shape) == 1:
+            return torch.full((rows.stop - rows.start,), 0.0 if key.endswith(".bias") else 1.0)
         part = torch.zeros(rows.stop - rows.start, columns.stop - columns.start)
-        if is_query or name.endswith(".lora_a"):
-            shape = names.shapes[name]
+        if not key.endswith(".lora_b"):
             std = language_settings(recipe).init_std
             numbers = normal(std) if is_query else adapter_numbers(shape[1])
-            draw(part, rows.start, columns.start, shape, f"{recipe.train.seed}:{name}", numbers)  # type: ignore[arg-type]
+            whole = shape[0], shape[1]
+            draw(part, rows.start, columns.start, whole, f"{seed}{parameter}", numbers)
         return part
 
     return read

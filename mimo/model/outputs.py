@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.index.reader import SampleReader, plans_of_items
 from data.loader import LoadedStep
@@ -36,17 +37,9 @@ class HostDraw:
 
     def staged(self, staging: Staging) -> Draw:
         """Copy it to the device."""
-        draw = self.draw
-        return Draw(
-            grid=draw.grid,
-            patches=WirePatches.of(self.patches, staging.join, staging.copy),
-            noise=staging.copy(draw.noise),
-            times=staging.copy(draw.times),
-            rows=staging.copy(draw.rows),
-            lengths=staging.copy(draw.lengths),
-            weights=staging.copy(draw.weights),
-            counted=staging.copy(draw.counted),
-        )
+        draw = {n: staging.copy(t) for n, t in vars(self.draw).items() if isinstance(t, Tensor)}
+        patches = WirePatches.of(self.patches, staging.join, staging.copy)
+        return replace(self.draw, patches=patches, **draw)
 
 
 @dataclass(frozen=True)
@@ -101,9 +94,8 @@ class OutputPlanner:
         start = np.searchsorted(samples.item_sample, samples.item_sample[items.item])
         number = items.item - start
         for size in sorted(set(sizes)):
-            mine = [i for i in here if sizes[i] == size]
             made = []
-            for i in mine:
+            for i in (i for i in here if sizes[i] == size):
                 at = loaded.step, int(source[i]), int(samples.sample[sample[i]]), int(number[i])
                 patches = loaded.patches[m][int(source[i]), int(item[i])]
                 wire = readers[int(source[i])].media(int(item[i])).wire
@@ -137,23 +129,28 @@ class OutputPlanner:
 
         form: of the patches of a blank item. num_rows: N.
         """
-        count = max(len(items), 1)
-        longest = max((rows for *_, rows in items), default=1)
-        index = torch.full((count, longest), num_rows, dtype=torch.int64)
-        lengths = torch.ones(count, dtype=torch.int64)
-        noise = torch.zeros(count, size[0] * size[1], self.channels)
-        times, counted = torch.full((count,), 0.5), torch.zeros(count)
-        weights = torch.zeros(count, dtype=torch.float64)
-        patches = [(form, torch.zeros(size[0] * size[1], form.width, dtype=torch.uint8))]
-        for b, (_, _, numbers, first, rows) in enumerate(items):
-            lengths[b] = 0 if numbers.dropped else rows
-            times[b], noise[b] = numbers.time, numbers.noise
-            weights[b], counted[b] = weight, 1.0
-            if not numbers.dropped:
-                index[b, :rows] = torch.arange(first, first + rows)
-        if items:
-            patches = [(of_item, values) for of_item, values, *_ in items]
-        return HostDraw(patches, Draw(size, None, noise, times, index, lengths, weights, counted))
+        counted, tokens = 1.0, size[0] * size[1]
+        if not items:
+            blank = _Numbers(0.5, True, torch.zeros(tokens, self.channels))
+            items = [(form, torch.zeros(tokens, form.width, dtype=torch.uint8), blank, 0, 1)]
+            counted = weight = 0.0
+        drawn = [numbers for _, _, numbers, _, _ in items]
+        places = [
+            torch.full((rows,), num_rows) if n.dropped else torch.arange(first, first + rows)
+            for *_, n, first, rows in items
+        ]
+        lengths = [0 if n.dropped else rows for *_, n, _, rows in items]
+        draw = Draw(
+            grid=size,
+            patches=None,
+            noise=torch.stack([n.noise for n in drawn]),
+            times=torch.tensor([n.time for n in drawn], dtype=torch.float32),
+            rows=pad_sequence(places, batch_first=True, padding_value=num_rows),
+            lengths=torch.tensor(lengths),
+            weights=torch.full((len(items),), weight, dtype=torch.float64),
+            counted=torch.full((len(items),), counted),
+        )
+        return HostDraw([(of_item, patches) for of_item, patches, *_ in items], draw)
 
 
 def output_planner(recipe: Recipe, name: str, split: str) -> OutputPlanner:

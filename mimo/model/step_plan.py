@@ -113,6 +113,11 @@ class StepPlan:
     bridges: dict[Link, list[BridgePlan]]
     num_outputs: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def num_losses(self) -> dict[str, int]:
+        """The tokens of the language model with a loss, and the items of each generator."""
+        return {LANGUAGE: self.num_loss_tokens, **self.num_outputs}
+
 
 @dataclass
 class StepPlanner:
@@ -329,10 +334,10 @@ class StepFlops:
         self._language = language_settings(recipe)
         vocab_size = self._language.padded_vocab_size(tokenizer_size)
         self._encoders = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-        products = {LANGUAGE: self._language.products(vocab_size)}
-        for name, settings in self._encoders.items():
-            products[name] = settings.products(self._language.hidden_size)
         self._generators = {name: generator_settings(recipe, name) for name in recipe.generators}
+        hidden_size = self._language.hidden_size
+        products = {LANGUAGE: self._language.products(vocab_size)}
+        products |= {name: s.products(hidden_size) for name, s in self._encoders.items()}
         products |= {name: s.products() for name, s in self._generators.items()}
         inner = {LANGUAGE: recipe.trains_before_language}
         inner |= dict.fromkeys(recipe.generators, recipe.trains_before_generators)
@@ -357,19 +362,13 @@ class StepFlops:
                     samples.length, samples.item_rows, int(samples.loss_tokens.sum())
                 )
             }
-            for name, settings in self._encoders.items():
+            for name, settings in (self._encoders | self._generators).items():
                 items = planned.items[name].item
                 source = samples.source[samples.item_sample[items]]
                 plans = plans_of_items(self._dataset.readers, source, samples.item[items])
+                rows = (samples.item_rows[items],) if name in self._generators else ()
                 if plans:
-                    counts[name] = settings.counts(np.array([plan.grid for plan in plans]))
-            for name, settings in self._generators.items():
-                items = planned.items[name].item
-                source = samples.source[samples.item_sample[items]]
-                plans = plans_of_items(self._dataset.readers, source, samples.item[items])
-                if plans:
-                    grids, rows = np.array([p.grid for p in plans]), samples.item_rows[items]
-                    counts[name] = settings.counts(grids, rows)
+                    counts[name] = settings.counts(np.array([p.grid for p in plans]), *rows)
             for name, units in counts.items():
                 flops[name] += step_flops(self._per_unit[name], units)
         return flops

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from data.decoding import Decoding
@@ -159,32 +159,27 @@ class Trainer:
 
         Each source is validated on `train.validation_batches` global batches of its own.
         """
-        sources = split_by_source(self.recipe, "validation", dataset)
-        sums = {n: self._sums(source, decoding) for n, source in sources.items()}
-        self.model.take_waited_seconds()
-        means = {n: self._mean(of_source) for n, of_source in sums.items()}
         names = (LANGUAGE, *self.recipe.generators)
-        keys = [(what, name) for what in ("sum", "count") for name in names]
-        whole = self._mean(
-            {key: sum(of_source[key] for of_source in sums.values()) for key in keys}
-        )
+
+        def means(sums: np.ndarray) -> dict[str, float]:
+            return dict(zip(names, (sums[0] / np.maximum(sums[1], 1.0)).tolist(), strict=True))
+
+        sources = split_by_source(self.recipe, "validation", dataset)
+        sums = {n: self._sums(source, decoding, names) for n, source in sources.items()}
+        self.model.take_waited_seconds()
+        whole = means(np.sum([*sums.values()], axis=0))
         losses = {"validation_loss": total_loss(self.recipe, whole)}
         if self.recipe.generators:
             losses |= {f"validation_loss_{name}": loss for name, loss in whole.items()}
         if len(sums) > 1:
-            totals = {n: total_loss(self.recipe, of_source) for n, of_source in means.items()}
+            totals = {n: total_loss(self.recipe, means(part)) for n, part in sums.items()}
             losses |= {f"validation_loss_{n}": loss for n, loss in totals.items()}
         return losses
 
-    def _mean(self, sums: Mapping[tuple[str, str], float]) -> dict[str, float]:
-        """Return mean losses by module, of sums and counts from `_sums`."""
-        names = (LANGUAGE, *self.recipe.generators)
-        return {name: sums["sum", name] / max(sums["count", name], 1.0) for name in names}
-
-    def _sums(self, dataset: Dataset, decoding: Decoding) -> dict[tuple[str, str], float]:
-        """Return the sum of losses and the number of tokens, or items, by module."""
+    def _sums(self, dataset: Dataset, decoding: Decoding, modules: Sequence[str]) -> np.ndarray:
+        """Return (2, modules) the sums of losses and the numbers of tokens, or items."""
         steps = range(self.recipe.train.validation_batches)
-        sums = defaultdict[tuple[str, str], float](float)
+        sums = np.zeros((2, len(modules)))
         # No batch is prepared ahead: a batch of training is waiting on the device too.
         with self.batches(
             name="validation batch", dataset=dataset, steps=steps, decoding=decoding
@@ -192,12 +187,11 @@ class Trainer:
             for _ in steps:
                 batch = batches.next()
                 rank_losses = run_modules(self.model, batch, forward_only=True)
-                counts = {LANGUAGE: batch.plan.num_loss_tokens, **batch.plan.num_outputs}
+                counts = batch.plan.num_losses
                 del batch  # its memory, before another batch is copied to the device
                 batches.read_ahead()
-                for name, loss in batches.sum_over_world(rank_losses).items():
-                    sums["sum", name] += float(loss)
-                    sums["count", name] += counts[name]
+                losses = batches.sum_over_world(rank_losses)
+                sums += [[float(losses[n]) for n in modules], [counts[n] for n in modules]]
         return sums
 
 

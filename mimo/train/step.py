@@ -17,7 +17,6 @@ from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
 from mimo.model.modules import MimoModel
 from mimo.model.step_plan import StepPlan
-from mimo.parallel.grids import LANGUAGE
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
 from mimo.train.metrics import Column, StepResult, StepTimes, is_logged
@@ -221,13 +220,12 @@ def run_modules(
     except Exception as error:
         add_note(error)
         raise
-    return {name: losses.get(name, 0.0) for name in (LANGUAGE, *batch.plan.num_outputs)}
+    return {name: losses.get(name, 0.0) for name in batch.plan.num_losses}
 
 
 def mean_losses(plan: StepPlan, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
     """Return the language model's mean loss per token, and each generator's per item."""
-    counts = {LANGUAGE: plan.num_loss_tokens, **plan.num_outputs}
-    return {name: float(sums[name]) / max(count, 1) for name, count in counts.items()}
+    return {name: float(sums[name]) / max(count, 1) for name, count in plan.num_losses.items()}
 
 
 def total_loss(recipe: Recipe, losses: Mapping[str, float]) -> float:
