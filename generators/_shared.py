@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_PIXEL_CHANNELS = (1, 3)
 TIME_CHANNELS = 256
 """Width of the sines and cosines that embed a time."""
 
@@ -70,16 +69,15 @@ class TransformerSettings(GeneratorSettings):
         yield from super().problems(hidden_size)
         _autoencoder_config.cache_clear()  # the folder may be gone since
         try:
-            channels = _PIXEL_CHANNELS if self.autoencoder is None else self._format()[:1]
+            channels = 3 if self.autoencoder is None else self._format()[0]
         except InputError as error:
             yield "autoencoder", f"{error}; give the folder of an autoencoder, or null for pixels"
             return
-        if self.in_channels not in [4 * count for count in channels]:
+        if self.in_channels != 4 * channels:
             yield (
                 "in_channels",
-                f"got {self.in_channels}, but a token is a square of 2 × 2, so with "
-                f"{' or '.join(map(str, channels))} channels it has "
-                f"{' or '.join(str(4 * count) for count in channels)} numbers",
+                f"got {self.in_channels}, but a token is a square of 2 × 2, so with {channels} "
+                f"channels it has {4 * channels} numbers",
             )
 
     def scaled_down(self, chunks: int, tp: int) -> Self:

@@ -54,6 +54,10 @@ class Settings(_shared.TransformerSettings):
             )
         return self
 
+    @property
+    def most_rows(self) -> int:
+        return self.axes_lens[0] - 1
+
     @staticmethod
     def latent_format(config: Config) -> tuple[int, int]:
         return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
+from data.modalities.images import MAX_ASPECT_RATIO
 from generators import _shared
 from mimo.config.bounds import Width
 from mimo.families.flops import Product
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 _CLASS = "QwenImageTransformer2DModel"
 PIPELINE = "QwenImagePipeline"
 """The class of diffusers for a whole folder."""
-RECIPE_KEYS = {"condition": "prompt", "skipped_tokens": 34}
+RECIPE_KEYS = {
+    "condition": "prompt",
+    "skipped_tokens": 34,
+    "system_prompt": "Describe the image by detailing the color, shape, size, texture, quantity, "
+    "text, spatial relationships of the objects and background:",
+}
 """Recipe keys of a generator from a folder: the published model drops its template's tokens."""
 _EMBED = "time_text_embed.timestep_embedder"
 # Of each stream: its unit, projections before and after attention.
@@ -55,6 +61,12 @@ class Settings(_shared.TransformerSettings):
             if getattr(self, key) != value:
                 raise ValueError(f"{key} {getattr(self, key)} must be {value}; leave it out")
         return self
+
+    @property
+    def most_rows(self) -> int:
+        """Positions of the condition follow half of the longer side's, and all are 4,096."""
+        tokens = self.max_pixels // self.token_pixels**2
+        return max(4096 - int((tokens * MAX_ASPECT_RATIO) ** 0.5) // 2, 1)
 
     @staticmethod
     def latent_format(config: Config) -> tuple[int, int]:

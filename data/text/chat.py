@@ -26,7 +26,14 @@ from data.text.messages import (
     mentions,
     write_items,
 )
-from data.text.outputs import QUERY_ID, OutputText, add_tokens, find_conditions, output_of
+from data.text.outputs import (
+    QUERY_ID,
+    OutputText,
+    add_tokens,
+    find_conditions,
+    output_of,
+    with_system,
+)
 from data.text.template import (
     SpecialTokens,
     Template,
@@ -190,6 +197,7 @@ class ChatTokenizer:
         MessagesError when the template or the tokenizer refuses the messages, or no token
         conditions an output item.
         """
+        messages = with_system(messages, self.outputs, is_prompt=False)
         chat = self._chat(messages, rows_per_item, key, part_texts)
         whole = self._rendered(chat)
         answer = np.zeros_like(whole.ids, bool)
@@ -208,6 +216,7 @@ class ChatTokenizer:
 
         Raises as `encode`, and MessagesError when the last message already is the assistant's.
         """
+        messages = with_system(messages, self.outputs, is_prompt=True)
         chat = self._chat(messages, rows_per_item, "prompt", part_texts)
         if is_answer(messages[-1]):
             raise MessagesError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.text.messages import PLACEHOLDER_SLOT, MediaText, Message, is_answer
+from data.text.messages import PLACEHOLDER_SLOT, MediaText, Message, is_answer, item_parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,12 +40,15 @@ class OutputText:
     """How items of one modality appear in an answer, and what conditions them.
 
     start, end: tokens. skipped_tokens: first tokens of a sample that are in no condition, where the
-    tokens before an item condition it; None where its query positions do.
+    tokens before an item condition it; None where its query positions do. most_rows: of such a
+    condition. system: the system message of chats without one that are answered with an item.
     """
 
     start: str
     end: str
     skipped_tokens: int | None = None
+    most_rows: int | None = None
+    system: str | None = None
 
     def media_text(self, modality: str) -> MediaText:
         """Return what stands for an item of the modality ``output.<modality>``."""
@@ -55,6 +58,22 @@ class OutputText:
 def _mark(modality: str) -> str:
     """Return the text that the template gets in place of an item."""
     return f"{QUERY_MARK}{modality}{QUERY_MARK}"
+
+
+def with_system(
+    messages: Sequence[Message], outputs: Mapping[str, OutputText], is_prompt: bool
+) -> Sequence[Message]:
+    """Put the system message of an output before a chat that has none.
+
+    is_prompt: whether the answer is still to come, which may have an item.
+    """
+    answers = item_parts([message for message in messages if is_answer(message)])
+    names = [*outputs] if is_prompt else [output_of(part["type"]) for part in answers]
+    systems = (outputs[name].system for name in names if name in outputs)
+    text = next(filter(None, systems), None)
+    if text is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": text}, *messages]
 
 
 def with_marks(messages: Sequence[Message], outputs: Mapping[str, Any]) -> list[Message]:
@@ -118,6 +137,11 @@ def find_conditions(
                 raise ValueError(
                     f"item {number} has no condition: its start token is token {start}, and the "
                     f"first {first} are left out; need a text before it, or lower skipped_tokens"
+                )
+            if text.most_rows is not None and start - first > text.most_rows:
+                raise ValueError(
+                    f"item {number} has a condition of {start - first} tokens, but its generator "
+                    f"takes {text.most_rows} at most; need a shorter text before it"
                 )
             offsets[number], rows[number] = first, start - first
         end = start + queries + 2

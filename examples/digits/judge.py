@@ -33,7 +33,7 @@ def share_drawn_right(run: Path) -> float:
         if "drawn" not in sample:
             continue
         wanted = [int(digit) for digit in re.findall(r"\d", sample["question"])]
-        asked += len(wanted)
+        asked += max(len(wanted), len(sample["drawn"]))  # a surplus image is wrong
         if sample["drawn"]:
             images = [Image.open(run / path).convert("L") for path in sample["drawn"]]
             read = classifier.predict(_features(np.stack([np.asarray(i) for i in images])))

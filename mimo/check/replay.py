@@ -150,6 +150,10 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
         update={
             "train": alone.train.model_copy(update=settings),
             "encoders": {n: e.model_copy(update=colocated) for n, e in alone.encoders.items()},
+            "generators": {
+                n: g.model_copy(update={"placement": "colocated"})
+                for n, g in alone.generators.items()
+            },
         }
     )
     layout = build_layout(alone, 1)

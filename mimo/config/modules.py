@@ -259,6 +259,9 @@ class Generator(Module):
     """Peak learning rate of the queries; null takes the language model's."""
     skipped_tokens: Annotated[int, Field(ge=0, le=2**14)] = 0
     """With `condition: prompt`, first tokens of a sample that are left out of the condition."""
+    system_prompt: Annotated[str, Field(max_length=65536)] | None = None
+    """System message of chats without one that are answered with an item, such as the template
+    that the first `skipped_tokens` come from."""
     condition_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of items that are trained without a condition, which guidance needs."""
     loss_weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0

@@ -204,6 +204,11 @@ class GeneratorSettings(FamilySettings):
     def token_pixels(self) -> int:
         """Side in pixels of the square of an image that a token stands for."""
 
+    @property
+    @abstractmethod
+    def most_rows(self) -> int:
+        """Most hidden states of a condition."""
+
     def problems(self, hidden_size: int) -> Iterator[tuple[str, str]]:
         """Yield keys, each with what is wrong with it. hidden_size: the language model's.
 

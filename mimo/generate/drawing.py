@@ -35,12 +35,14 @@ class Drawing:
 
     steps: from noise to an image. guidance: scale of classifier-free guidance, 1 for none. seed: of
     the noise. size: width and height in pixels; None for the largest square that was trained on.
+    first: number of the first image, on which its noise depends.
     """
 
     steps: int = 20
     guidance: float = 1.0
     seed: int = 0
     size: tuple[int, int] | None = None
+    first: int = 0
 
 
 DEFAULT = Drawing()
@@ -158,7 +160,7 @@ class Drawer:
             )
         images = list[np.ndarray]()
         for first in range(0, len(conditions), BATCH_ITEMS):
-            images += self._draw(conditions[first : first + BATCH_ITEMS], how, first)
+            images += self._draw(conditions[first : first + BATCH_ITEMS], how, how.first + first)
         return images
 
     def _grid(self, size: tuple[int, int] | None) -> tuple[int, int]:

@@ -57,10 +57,13 @@ def main(
     of_text: list[Answered] = []
     with_images: list[Answered] = []
     drawn = picture.with_name(f"drawn_{split}")
-    shutil.rmtree(drawn, ignore_errors=True)
     path = picture.with_suffix(".jsonl")
     with path.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-        for sample in answer_split(run, split, max_new_tokens, average, left_out, how):
+        for number, sample in enumerate(
+            answer_split(run, split, max_new_tokens, average, left_out, how)
+        ):
+            if number == 0:  # nothing refused the evaluation
+                shutil.rmtree(drawn, ignore_errors=True)
             line: dict[str, Any] = {
                 "key": sample.key,
                 "shard": sample.shard,
@@ -84,6 +87,8 @@ def main(
         draw(with_items, picture)
     if with_images:
         draw(with_images, drawn.with_suffix(".png"))
+    else:  # of an earlier evaluation
+        drawn.with_suffix(".png").unlink(missing_ok=True)
     document = {
         "split": split,
         **score.metrics,
@@ -189,6 +194,8 @@ def answer_split(
         for batch in _batches(_questions(dataset, counts), limit, max_length):
             requests = [question.request for question in batch]
             answers = generator.respond(requests, limit, max_length, how)
+            # The noise of an image depends on its number alone, not on what is answered together.
+            how = replace(how, first=how.first + sum(len(answer.images) for answer in answers))
             for question, answer in zip(batch, answers, strict=True):
                 yield replace(question.sample, answer=answer.text, drawn=answer.images)
 
@@ -199,9 +206,8 @@ def _longest_answer(dataset: Dataset) -> int:
     for reader in dataset.readers:
         for sample in range(len(reader.index)):
             with suppress(UnreadableSample):  # `_questions` reports it
-                *_, answer = _question_and_answer(reader, sample)
-                # An image costs one forward; its start token may be far from the last tokens.
-                tokens = _answer_length(reader.sample(sample)) + 2 * len(item_parts([answer]))
+                _question_and_answer(reader, sample)
+                tokens = _answer_length(reader.sample(sample), reader.chat.eos_token_id)
                 longest = max(longest, tokens)
     return longest
 
@@ -236,7 +242,8 @@ def _question(reader: SampleReader, sample: int) -> _Question:
     shard, key = index.shard_of(sample), index.key(sample)
     request = Request(asked, files, f"sample {key!r} of {shard}")
     unanswered = Answered(pictures, _text(asked[-1]), "", _text(answer), shard, key, truth)
-    return _Question(unanswered, request, len(encoded.input_ids) - _answer_length(encoded))
+    length = _answer_length(encoded, reader.chat.eos_token_id)
+    return _Question(unanswered, request, len(encoded.input_ids) - length)
 
 
 def _batches(
@@ -272,9 +279,11 @@ def _is_output(reader: SampleReader, part: Mapping[str, Any]) -> bool:
     return output_of(part["type"]) in reader.chat.outputs
 
 
-def _answer_length(sample: EncodedSample) -> int:
+def _answer_length(sample: EncodedSample, end_of_turn: int) -> int:
+    """Return the tokens of the last answer that count; those of the others end before it."""
     counted = np.flatnonzero(sample.loss_mask)
-    return int(np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)[-1].size)
+    ends = counted[sample.labels[counted] == end_of_turn]
+    return int((counted > (ends[-2] if len(ends) > 1 else -1)).sum())
 
 
 def _text(message: dict) -> str:

@@ -164,8 +164,10 @@ def open_tokenizer(recipe: Recipe) -> ChatTokenizer:
             part.start_token,
             part.end_token,
             part.skipped_tokens if part.condition == "prompt" else None,
+            generator_settings(recipe, name).most_rows,
+            part.system_prompt,
         )
-        for part in recipe.generators.values()
+        for name, part in recipe.generators.items()
     }
     try:
         chat = ChatTokenizer(recipe.data.tokenizer, placeholders, outputs)

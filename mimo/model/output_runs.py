@@ -99,6 +99,7 @@ class OutputRuns:
                 counted = (losses.detach() * draw.counted).sum().double()
                 self.losses[module.name] = self.losses.get(module.name, 0.0) + counted
                 if has_backward:
+                    self.note(f"backward of {module.name}", number)
                     is_last = done == len(draws[number]) and num_left == 0
                     with SPANS.span(module.name, "backward", number=number):
                         module.learn((losses * draw.weights).sum(), is_last=is_last)

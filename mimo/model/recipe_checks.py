@@ -11,6 +11,7 @@ from data.index.reader import SampleReader
 from data.index.remote import is_remote
 from data.index.shards import find_shards
 from data.index.store import Build
+from mimo.checkpoint.hf.pipelines import schedule_of
 from mimo.config.modules import TARGETS, LoRA
 from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
@@ -125,6 +126,13 @@ def _generator_problems(recipe: Recipe, name: str) -> Iterator[str]:
             f"got {part.num_queries}, but an item takes {part.num_queries + 2} tokens beside its "
             f"prompt, and data.sequence_length is {length}; lower one or raise the other",
         )
+    if part.num_queries > settings.most_rows:
+        message = f"got {part.num_queries}, but {part.family} takes {settings.most_rows} at most"
+        yield recipe.problem((*key, "queries"), message)
+    try:
+        schedule_of(recipe, name)
+    except ValueError as error:
+        yield recipe.problem(key, f"the folder's scheduler cannot be used: {error}")
     if part.recompute == "selective":
         message = "got selective, but its attention is diffusers' own; set it to full or none"
         yield recipe.problem((*key, "recompute"), message)

@@ -24,7 +24,7 @@ from mimo.config.schema import LANGUAGE, Recipe
 from mimo.config.source import Location, dotted
 from mimo.errors import RecipeError, shown
 from mimo.families.hf_config import read_json
-from mimo.families.registry import encoder_settings, language_settings
+from mimo.families.registry import module_settings
 from mimo.model.dataset import Dataset
 from mimo.runtime.heartbeat import CRASH, HANG, RANKS
 from mimo.runtime.run_files import LAUNCH, record
@@ -202,9 +202,9 @@ def is_at_end(run: Run) -> bool:
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain data, with the defaults of its families."""
     data = recipe.model_dump(mode="json")
-    data[LANGUAGE]["model"] = language_settings(recipe).model_dump(mode="json")
-    for name, encoder in data["encoders"].items():
-        encoder["model"] = encoder_settings(recipe, name).model_dump(mode="json")
+    parts = {LANGUAGE: data[LANGUAGE], **data["encoders"], **data["generators"]}
+    for name, part in parts.items():
+        part["model"] = module_settings(recipe, name).model_dump(mode="json")
     return data
 
 
@@ -233,7 +233,7 @@ def _refused(
         yield ("init_from",), *folders, "a resumed run reads no weights of a folder"
         return
     for where, then, now in differences:
-        if where[0] not in (LANGUAGE, "encoders"):
+        if where[0] not in (LANGUAGE, "encoders", "generators"):
             continue
         depth = 1 if where[0] == LANGUAGE else 2
         module, path = str(where[depth - 1]), where[depth:]
@@ -249,12 +249,10 @@ def _reason(recipe: Recipe, module: str, path: Location, then: Any, now: Any) ->
         case () | ("family",):
             return "a resumed run keeps its model"
         case ("model", key, *_):
-            is_language = module == LANGUAGE
-            settings = (
-                language_settings(recipe) if is_language else encoder_settings(recipe, module)
-            )
-            if key not in settings.changeable_keys:
+            if key not in module_settings(recipe, module).changeable_keys:
                 return "a resumed run keeps its model"
+        case ("condition" | "queries" | "skipped_tokens" | "media",) if module != LANGUAGE:
+            return "a resumed run keeps what its generator is conditioned on"
         case ("lora",) if then is not None:
             return "its trained adapters would be lost"
         case ("lora", "rank"):
