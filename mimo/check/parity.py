@@ -219,14 +219,8 @@ def main(
     _print_errors(comparison, tolerance, f"{checkpoint}: {engine} against transformers (fp32)")
     is_equal = comparison.first is None
     if json is not None:
-        document = {
-            "checkpoint": str(checkpoint),
-            "overrides": ours,
-            "tolerance": tolerance,
-            "passed": is_equal,
-            "comparison": comparison,
-        }
-        write_json(json, document)
+        facts = {"checkpoint": str(checkpoint), "overrides": ours, "tolerance": tolerance}
+        write_json(json, {**facts, "passed": is_equal, "comparison": comparison})
     print("\n".join(comparison.lines()) or f"equal: everything within {tolerance:g}")
     return 0 if is_equal else 1
 

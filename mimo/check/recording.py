@@ -26,7 +26,6 @@ from mimo.check.steps import WatchedSteps, open_trainer, train_watched
 from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
 from mimo.engines.fsdp.language import LanguageModel
-from mimo.engines.fsdp.towers import Tower
 from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.families.registry import language_settings
@@ -146,9 +145,7 @@ class _Parts:
             rows[start : start + count] = np.arange(first, first + count)
         return rows
 
-    def _items(
-        self, microbatches: Sequence[int], encoder: str, lane: int, rows: bool
-    ) -> np.ndarray:
+    def _items(self, microbatches: range, encoder: str, lane: int, rows: bool) -> np.ndarray:
         """Return (N,) rows, or (P,) patches, of the items that a lane encodes in one call."""
         starts = self._row_start if rows else self._patch_start
         indices = [np.zeros(0, np.int64)]
@@ -158,9 +155,7 @@ class _Parts:
         return np.concatenate(indices)
 
 
-def _held_tokens(
-    count: int, lengths: tuple[int, ...], groups: ProcessGroupCollection
-) -> np.ndarray:
+def _held_tokens(count: int, lengths: Sequence[int], groups: ProcessGroupCollection) -> np.ndarray:
     """Return positions in the lane (n,) of the ``count`` tokens of a tensor on this rank.
 
     They are all tokens, its context-parallel share, or its sequence-parallel share of that.
@@ -209,16 +204,11 @@ def record_tower(module: Module) -> LayoutRecording:
     """Watch an encoder; the recording fills as the next steps compute."""
     if isinstance(module, MegatronModule):
         return _record_stage(module)
-    tower, recording = cast("Tower", module.whole), LayoutRecording()
-    tower.register_forward_pre_hook(
-        lambda _, args: recording.keep(PIXELS, tower.values(args[0].args[0]))
-    )
-    watch_blocks(tower.units, tower.config, recording.keep)
-
-    def keep_rows(_: nn.Module, __: object, output: Any) -> None:
-        recording.keep(_ROWS, output.values)
-
-    tower.register_forward_hook(keep_rows)
+    tower, recording = cast("Any", module.whole), LayoutRecording()
+    keep = recording.keep
+    tower.register_forward_pre_hook(lambda _, args: keep(PIXELS, tower.values(args[0].args[0])))
+    watch_blocks(tower.units, tower.config, keep)
+    tower.register_forward_hook(lambda _, __, output: keep(_ROWS, output.values))
     return recording
 
 
@@ -248,16 +238,14 @@ def _record_chunk(chunk: Any) -> LayoutRecording:
 
 def _record_stage(module: MegatronModule) -> LayoutRecording:
     tower, recording = cast("Any", module.raw[0]), LayoutRecording()
-    stage, stages = module.groups.pp.rank(), module.groups.pp.size()
+    keep, stage, stages = recording.keep, module.groups.pp.rank(), module.groups.pp.size()
     if stage == 0:
-        tower.register_forward_pre_hook(
-            lambda _, args: recording.keep(PIXELS, tower.values(args[0]))
-        )
+        tower.register_forward_pre_hook(lambda _, args: keep(PIXELS, tower.values(args[0])))
         _keep_first_input(recording, "vision.embedding", tower.blocks)
     for layer in tower.blocks.layers:
         recording.keep_output(f"vision.blocks.{layer.layer_number - 1}", layer)
     if stage == stages - 1:
-        tower.register_forward_hook(lambda _, __, output: recording.keep(_ROWS, output.values))
+        tower.register_forward_hook(lambda _, __, output: keep(_ROWS, output.values))
     return recording
 
 

@@ -147,15 +147,12 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
             placed[name] = replace(grid, rank_offset=offset)
     for name, grid in grids.items():
         if name not in placed:
-            starts = sorted({0, *(other.ranks.stop for other in placed.values())})
-            placed[name] = next(
-                block
-                for block in (replace(grid, rank_offset=start) for start in starts)
-                if all(
-                    block.ranks.stop <= other.ranks.start or other.ranks.stop <= block.ranks.start
-                    for other in placed.values()
-                )
+            taken = [other.ranks for other in placed.values()]
+            starts = sorted({0, *(ranks.stop for ranks in taken)})
+            free = (
+                s for s in starts if all(s + grid.size <= r.start or r.stop <= s for r in taken)
             )
+            placed[name] = replace(grid, rank_offset=next(free))
     return placed
 
 

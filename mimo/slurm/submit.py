@@ -97,12 +97,8 @@ def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] 
 
 
 def _record(job: Job, number: str, kind: str, script: Path) -> str:
-    line = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "job_id": number,
-        "kind": kind,
-        "script": str(script),
-    }
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    line = {"time": now, "job_id": number, "kind": kind, "script": str(script)}
     # One write, because the job may append a line at the same time.
     with (job.launch / "jobs.jsonl").open("a", encoding="utf-8") as file:
         file.write(f"{json.dumps(line)}\n")
