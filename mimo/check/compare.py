@@ -269,7 +269,7 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
                 if worst is not None:
                     errors.setdefault(name, []).append(worst.error)
                     comparison.note(worst, tolerance)
-        scalars = [_worst_scalar(results, value, step, name) for name, value in expected.items()]
+        scalars = [_worst_value(results, value, step, name) for name, value in expected.items()]
         for worst in scalars:
             comparison.note(worst, tolerance)
         comparison.scalars.append({worst.what: worst.error for worst in scalars})
@@ -360,9 +360,7 @@ def _worst_part(
     return max(differences, key=lambda difference: badness(difference.error), default=None)
 
 
-def _worst_scalar(
-    results: Sequence[RankSteps], expected: float, step: int, name: str
-) -> Difference:
+def _worst_value(results: Sequence[RankSteps], expected: float, step: int, name: str) -> Difference:
     differences = []
     for rank, result in enumerate(results):
         got = float(result.metrics[step][name])

@@ -182,11 +182,10 @@ class _Recorder(Recording):
 def watch_text(text: Any, keep: Keep) -> None:
     """Keep what each part of transformers' language model computes, of one sequence (S, H)."""
     # A layer's output is taken as the next one's input, because levels are added in between.
-    names = ["embedding", *(f"layers.{number}" for number in range(len(text.layers)))]
-    for name, module in zip(names, [*text.layers, text.norm], strict=True):
-        module.register_forward_pre_hook(
-            lambda _, args, point=f"language.{name}": keep(point, args[0][0])
-        )
+    points = ["embedding", *(f"layers.{number}" for number in range(len(text.layers)))]
+    points = [f"language.{name}" for name in points]
+    for point, module in zip(points, [*text.layers, text.norm], strict=True):
+        module.register_forward_pre_hook(lambda _, args, point=point: keep(point, args[0][0]))
     text.norm.register_forward_hook(lambda _, __, hidden: keep("language.norm", hidden[0]))
 
 

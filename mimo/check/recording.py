@@ -38,9 +38,7 @@ _ROWS = "rows"  # a tower's whole output: embeddings and all levels side by side
 _PADDING = -1  # the index of padding
 
 
-def run_points(
-    recipe: Recipe, layout: Layout, names: Collection[str], fault: Fault | None = None
-) -> RankSteps:
+def run_points(recipe: Recipe, layout: Layout, names: set[str], fault: Fault | None) -> RankSteps:
     """Run one step as a rank of a new world; record all points, and the parameters ``names``."""
     if fault is not None:
         fault()
@@ -266,9 +264,8 @@ def _record_text(model: LanguageModel) -> LayoutRecording:
         """Keep the logits of this rank, V/tp, from hidden (1, S, H): a collective of tp."""
         with torch.no_grad():
             logits, tp = model.logits(hidden)[0], model.ctx.tp
-        recording.keep(
-            LOGITS, logits if tp is None else logits.chunk(tp.size(), 1)[tp.get_local_rank()]
-        )
+        part = logits if tp is None else logits.chunk(tp.size(), 1)[tp.get_local_rank()]
+        recording.keep(LOGITS, part)
 
     model.text.norm.register_forward_hook(keep_logits)
     return recording

@@ -43,9 +43,7 @@ from mimo.train.step import StepObserver
 # ------------------------------------------------------------------- on a layout's rank
 
 
-def run_layout(
-    recipe: Recipe, layout: Layout, num_steps: int, fault: Fault | None = None
-) -> RankSteps:
+def run_layout(recipe: Recipe, layout: Layout, num_steps: int, fault: Fault | None) -> RankSteps:
     """Run a layout's steps as one rank of a world launched for this."""
     if fault is not None:
         fault()

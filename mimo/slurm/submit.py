@@ -80,9 +80,7 @@ def _array(group: Sequence[Job], shell: str, *directives: str) -> str:
 def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_SBATCH_SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_SECONDS)
     except FileNotFoundError:
         raise InputError("sbatch: not found; --submit needs a host of a SLURM cluster") from None
     except subprocess.TimeoutExpired:
