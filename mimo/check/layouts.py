@@ -52,10 +52,8 @@ _OPTIONS = {
     "reduced each time": ("each.reduce_gradients=microbatch",),
 }
 # Values that a cell starts from, whatever the recipe says.
-_RESET = {
-    **{"freeze": False, "lora": None, "recompute": "none"},
-    **{"reshard_after_forward": True, "reduce_gradients": "step"},
-}
+_RESET = {"freeze": False, "lora": None, "recompute": "none"}
+_RESET |= {"reshard_after_forward": True, "reduce_gradients": "step"}
 _RESET_ENCODER = {**_RESET, "run_ahead": "auto", "encode_group": "all"}
 
 

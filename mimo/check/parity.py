@@ -249,10 +249,8 @@ def on_engine(engine: str) -> list[str]:
 
 
 def _print_errors(comparison: Comparison, tolerance: float, title: str) -> None:
-    rows = []
-    for point in comparison.points.values():
-        limit = 0.0 if point.name in INPUTS else tolerance
-        rows.append((point.name, point.error, point.where, limit))
+    points = comparison.points.values()
+    rows = [(p.name, p.error, p.where, 0.0 if p.name in INPUTS else tolerance) for p in points]
     rows += [(name, comparison.worst(what), "", tolerance) for what, name in _STEP.items()]
     cells = [
         (name, scientific(error), where, "equal" if error <= limit else "DIFFERS")

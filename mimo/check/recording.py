@@ -167,9 +167,6 @@ def _held_tokens(count: int, lengths: Sequence[int], groups: ProcessGroupCollect
     return held
 
 
-# ----------------------------------------------------------------------------- hooks
-
-
 @dataclass
 class LayoutRecording(Recording):
     """The calls of one model chunk. lengths: of the language model's segments."""

@@ -125,9 +125,6 @@ def _run_layout(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps
     return run_on_cpu(_LAYOUT, args, scaled.layout.world_size, _TIMEOUT_SECONDS)
 
 
-# ----------------------------------------------------------------------- the command
-
-
 def main(
     path: Path,
     overrides: Sequence[str],

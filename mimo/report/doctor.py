@@ -90,9 +90,6 @@ def read_columns(dataset: Dataset, most: int = MAX_SAMPLES) -> SampleColumns:
     )
 
 
-# ------------------------------------------------------------------------------- figures
-
-
 def histogram(values: np.ndarray) -> Facts | None:
     """Count values above 0 in bins [edge, next edge), the last one closed; None without any."""
     values = values[values > 0]
@@ -192,9 +189,6 @@ def largest(dataset: Dataset, columns: SampleColumns) -> list[Facts]:
     return samples
 
 
-# ------------------------------------------------------------------------- single samples
-
-
 def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
     """Return a sample's text as the model sees it."""
     ids = sample.input_ids
@@ -291,9 +285,6 @@ def main(
     if figures is not None:
         write(figures, json.dumps([data for data, _ in reports], indent=1) + "\n")
     return 0
-
-
-# ------------------------------------------------------------------------------ the page
 
 
 def render_reports(reports: Sequence[tuple[str, tuple[Facts, list[Facts]]]]) -> str:

@@ -133,9 +133,6 @@ def verdict(results: Sequence[Result], reference: str) -> str:
     return f"{sentence}; {', '.join(wrong)}" if wrong else sentence
 
 
-# ------------------------------------------------------------------------------ the page
-
-
 def write_page(
     experiment: Experiment, results: Sequence[Result], folder: Path, precision: str, steps: int
 ) -> None:

@@ -134,9 +134,6 @@ def render(title: str, parts: Sequence[Part]) -> str:
     return page.render(title=title, parts=parts, script=Markup(script))
 
 
-# ------------------------------------------------------------------------------- pictures
-
-
 def data_url(content: bytes, kind: str) -> str:
     """Return a picture's bytes as an address. kind: `png` or `svg+xml`."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -219,9 +219,6 @@ def report(folder: Path, page: Path | None) -> int:
     return 0
 
 
-# ----------------------------------------------------------------------- several runs
-
-
 def figures(runs: Sequence[RunData]) -> Table:
     """Return the main figures of runs; medians over the steps."""
     rows = []
