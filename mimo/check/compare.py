@@ -107,17 +107,15 @@ class Reference:
     points: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def reference_of(
-    results: Sequence[RankSteps], weight_floors: Mapping[str, list[float]]
-) -> Reference:
+def reference_of(results: Sequence[RankSteps], floors: Mapping[str, list[float]]) -> Reference:
     """Return a layout's steps as a reference without points; the last rank's replica counts.
 
-    weight_floors: by parameter, in the order of the model.
+    floors: of the weights, by parameter, in the order of the model.
     """
     shards, parameters = _shards_by_name(results), dict[str, ReferenceParameter]()
-    for name, floors in weight_floors.items():
+    for name in floors:
         gradients, weights = (join_shards(shards[name], what) for what in ("gradients", "weights"))
-        parameters[name] = ReferenceParameter(gradients, weights, floors)
+        parameters[name] = ReferenceParameter(gradients, weights, floors[name])
     steps = [
         {name: float(step[name]) for name in step if name in _SCALARS or name.startswith(_LOSS)}
         for step in results[0].metrics
@@ -260,9 +258,8 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
     _compare_points(comparison, results, reference.points, tolerance)
     _check_parameters(shards, reference)
     for step, expected in enumerate(reference.steps):
-        noise = gradient_floor(
-            p.gradients[step] for p in reference.parameters.values() if p.gradients
-        )
+        trained = (p.gradients for p in reference.parameters.values() if p.gradients)
+        noise = gradient_floor(gradients[step] for gradients in trained)
         for what in ("gradient", "weight"):
             errors = getattr(comparison, f"{what}s")
             for name, parameter in reference.parameters.items():
@@ -272,7 +269,7 @@ def compare(results: Sequence[RankSteps], reference: Reference, tolerance: float
                 if worst is not None:
                     errors.setdefault(name, []).append(worst.error)
                     comparison.note(worst, tolerance)
-        scalars = [_worst_scalar(results, value, step, name) for name, value in expected.items()]
+        scalars = [_worst_value(results, value, step, name) for name, value in expected.items()]
         for worst in scalars:
             comparison.note(worst, tolerance)
         comparison.scalars.append({worst.what: worst.error for worst in scalars})
@@ -363,9 +360,7 @@ def _worst_part(
     return max(differences, key=lambda difference: badness(difference.error), default=None)
 
 
-def _worst_scalar(
-    results: Sequence[RankSteps], expected: float, step: int, name: str
-) -> Difference:
+def _worst_value(results: Sequence[RankSteps], expected: float, step: int, name: str) -> Difference:
     differences = []
     for rank, result in enumerate(results):
         got = float(result.metrics[step][name])

@@ -52,10 +52,8 @@ _OPTIONS = {
     "reduced each time": ("each.reduce_gradients=microbatch",),
 }
 # Values that a cell starts from, whatever the recipe says.
-_RESET = {
-    **{"freeze": False, "lora": None, "recompute": "none"},
-    **{"reshard_after_forward": True, "reduce_gradients": "step"},
-}
+_RESET = {"freeze": False, "lora": None, "recompute": "none"}
+_RESET |= {"reshard_after_forward": True, "reduce_gradients": "step"}
 _RESET_ENCODER = {**_RESET, "run_ahead": "auto", "encode_group": "all"}
 
 
@@ -204,10 +202,8 @@ def recipe_cells(recipe: Recipe, max_ranks: int, full: bool) -> Cells:
         return Cells([Cell(title, recipe, small)], notes)
     notes.append(f"with all its axes it needs more than {max_ranks} ranks; run here:")
     notes += [f"  {part.name}: {describe(part.layout)}" for part in covered.parts]
-    notes += [
-        f"  not run together: {'.'.join(first)} and {'.'.join(second)}"
-        for first, second in covered.uncovered
-    ]
+    pairs = (map(".".join, pair) for pair in covered.uncovered)
+    notes += [f"  not run together: {' and '.join(pair)}" for pair in pairs]
     return Cells([Cell(part.name, recipe, part.layout) for part in covered.parts], notes)
 
 
@@ -265,12 +261,9 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
     added = {"media": f"{_SECOND} media", "placeholder": f"<|{_SECOND}_pad|>"}
     added |= {"template_token": None, "other_media": {}}
     first = next(iter(data["encoders"].values()), {})
-    data["encoders"] = {
-        name: data["encoders"].get(name, first | added)
-        | _RESET_ENCODER
-        | {"engine": grids[name].engine}
-        for name in names
-    }
+    data["encoders"] = {name: data["encoders"].get(name, first | added) for name in names}
+    for name in names:
+        data["encoders"][name] |= _RESET_ENCODER | {"engine": grids[name].engine}
     data["generators"] = {name: data["generators"][name] | _RESET for name in generators}
     data["language"] |= _RESET | {"engine": grids[LANGUAGE].engine}
     data["bridge"] |= {"delivery": "sharded", "block_ranks": 512}

@@ -110,9 +110,7 @@ class _Item:
 
 
 @contextmanager
-def _hidden_states(
-    recipe: Recipe, local: LocalModel, items: Sequence[_Item]
-) -> Iterator[list[Tensor]]:
+def _hidden_states(recipe: Recipe, local: LocalModel, items: list[_Item]) -> Iterator[list[Tensor]]:
     """Place queries while the language model runs forward; keep its hidden states (T, H)."""
     kept: list[Tensor] = []
     if not items:

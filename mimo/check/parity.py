@@ -219,14 +219,8 @@ def main(
     _print_errors(comparison, tolerance, f"{checkpoint}: {engine} against transformers (fp32)")
     is_equal = comparison.first is None
     if json is not None:
-        document = {
-            "checkpoint": str(checkpoint),
-            "overrides": ours,
-            "tolerance": tolerance,
-            "passed": is_equal,
-            "comparison": comparison,
-        }
-        write_json(json, document)
+        facts = {"checkpoint": str(checkpoint), "overrides": ours, "tolerance": tolerance}
+        write_json(json, {**facts, "passed": is_equal, "comparison": comparison})
     print("\n".join(comparison.lines()) or f"equal: everything within {tolerance:g}")
     return 0 if is_equal else 1
 
@@ -255,10 +249,8 @@ def on_engine(engine: str) -> list[str]:
 
 
 def _print_errors(comparison: Comparison, tolerance: float, title: str) -> None:
-    rows = []
-    for point in comparison.points.values():
-        limit = 0.0 if point.name in INPUTS else tolerance
-        rows.append((point.name, point.error, point.where, limit))
+    points = comparison.points.values()
+    rows = [(p.name, p.error, p.where, 0.0 if p.name in INPUTS else tolerance) for p in points]
     rows += [(name, comparison.worst(what), "", tolerance) for what, name in _STEP.items()]
     cells = [
         (name, scientific(error), where, "equal" if error <= limit else "DIFFERS")

@@ -36,11 +36,8 @@ from mimo.errors import InputError
 
 # By model type, the tower's blocks, and the module that outputs its rows.
 _QWEN = ("model.visual.blocks", "model.visual")
-_MODULES = {
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "gemma3": ("model.vision_tower.encoder.layers", "model.multi_modal_projector"),
-}
+_GEMMA = ("model.vision_tower.encoder.layers", "model.multi_modal_projector")
+_MODULES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "gemma3": _GEMMA}
 _LANGUAGE = "model.language_model"
 
 Keep = Callable[[str, Tensor], None]
@@ -67,9 +64,7 @@ class Recording:
         self.states.setdefault(point, []).append(values.detach().clone())
 
 
-def run_transformers(
-    directory: Path, samples: Sequence[Sample], keys: Collection[str]
-) -> Reference:
+def run_transformers(folder: Path, samples: Sequence[Sample], keys: Collection[str]) -> Reference:
     """Run all samples forward and backward, one at a time, in fp32 and in this process.
 
     keys: names of the checkpoint's tensors whose gradients and values to return.
@@ -78,9 +73,9 @@ def run_transformers(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    processor = load_processor(directory)
+    processor = load_processor(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(
-        str(directory), dtype=torch.float32, local_files_only=True
+        str(folder), dtype=torch.float32, local_files_only=True
     ).eval()
     encoded = [_encode(processor, model, sample) for sample in samples]
     loss_tokens = sum(int(answer.sum()) for _, answer in encoded)
@@ -97,14 +92,11 @@ def run_transformers(
     params = dict(model.named_parameters())
     squares = [float(p.grad.double().pow(2).sum()) for p in params.values() if p.grad is not None]
     step = {"loss": loss, "loss_tokens": loss_tokens, "grad_norm": sum(squares) ** 0.5}
-    parameters = {
-        key: ReferenceParameter(
-            [np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()],
-            [p.detach().numpy()],
-        )
-        for key, p in params.items()
-        if key in keys
-    }
+    parameters = {}
+    for key, p in params.items():
+        if key in keys:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            parameters[key] = ReferenceParameter([gradient.numpy()], [p.detach().numpy()])
     return Reference([step], parameters, recorder.points())
 
 
@@ -190,11 +182,10 @@ class _Recorder(Recording):
 def watch_text(text: Any, keep: Keep) -> None:
     """Keep what each part of transformers' language model computes, of one sequence (S, H)."""
     # A layer's output is taken as the next one's input, because levels are added in between.
-    names = ["embedding", *(f"layers.{number}" for number in range(len(text.layers)))]
-    for name, module in zip(names, [*text.layers, text.norm], strict=True):
-        module.register_forward_pre_hook(
-            lambda _, args, point=f"language.{name}": keep(point, args[0][0])
-        )
+    points = ["embedding", *(f"layers.{number}" for number in range(len(text.layers)))]
+    points = [f"language.{name}" for name in points]
+    for point, module in zip(points, [*text.layers, text.norm], strict=True):
+        module.register_forward_pre_hook(lambda _, args, point=point: keep(point, args[0][0]))
     text.norm.register_forward_hook(lambda _, __, hidden: keep("language.norm", hidden[0]))
 
 

@@ -26,7 +26,6 @@ from mimo.check.steps import WatchedSteps, open_trainer, train_watched
 from mimo.config.schema import Recipe
 from mimo.engines.contract import Module
 from mimo.engines.fsdp.language import LanguageModel
-from mimo.engines.fsdp.towers import Tower
 from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
 from mimo.families.registry import language_settings
@@ -39,9 +38,7 @@ _ROWS = "rows"  # a tower's whole output: embeddings and all levels side by side
 _PADDING = -1  # the index of padding
 
 
-def run_points(
-    recipe: Recipe, layout: Layout, names: Collection[str], fault: Fault | None = None
-) -> RankSteps:
+def run_points(recipe: Recipe, layout: Layout, names: set[str], fault: Fault | None) -> RankSteps:
     """Run one step as a rank of a new world; record all points, and the parameters ``names``."""
     if fault is not None:
         fault()
@@ -146,9 +143,7 @@ class _Parts:
             rows[start : start + count] = np.arange(first, first + count)
         return rows
 
-    def _items(
-        self, microbatches: Sequence[int], encoder: str, lane: int, rows: bool
-    ) -> np.ndarray:
+    def _items(self, microbatches: range, encoder: str, lane: int, rows: bool) -> np.ndarray:
         """Return (N,) rows, or (P,) patches, of the items that a lane encodes in one call."""
         starts = self._row_start if rows else self._patch_start
         indices = [np.zeros(0, np.int64)]
@@ -158,9 +153,7 @@ class _Parts:
         return np.concatenate(indices)
 
 
-def _held_tokens(
-    count: int, lengths: tuple[int, ...], groups: ProcessGroupCollection
-) -> np.ndarray:
+def _held_tokens(count: int, lengths: Sequence[int], groups: ProcessGroupCollection) -> np.ndarray:
     """Return positions in the lane (n,) of the ``count`` tokens of a tensor on this rank.
 
     They are all tokens, its context-parallel share, or its sequence-parallel share of that.
@@ -172,9 +165,6 @@ def _held_tokens(
     if count < len(held):
         held = held.reshape(groups.tp.size(), count)[groups.tp.rank()]
     return held
-
-
-# ----------------------------------------------------------------------------- hooks
 
 
 @dataclass
@@ -209,16 +199,11 @@ def record_tower(module: Module) -> LayoutRecording:
     """Watch an encoder; the recording fills as the next steps compute."""
     if isinstance(module, MegatronModule):
         return _record_stage(module)
-    tower, recording = cast("Tower", module.whole), LayoutRecording()
-    tower.register_forward_pre_hook(
-        lambda _, args: recording.keep(PIXELS, tower.values(args[0].args[0]))
-    )
-    watch_blocks(tower.units, tower.config, recording.keep)
-
-    def keep_rows(_: nn.Module, __: object, output: Any) -> None:
-        recording.keep(_ROWS, output.values)
-
-    tower.register_forward_hook(keep_rows)
+    tower, recording = cast("Any", module.whole), LayoutRecording()
+    keep = recording.keep
+    tower.register_forward_pre_hook(lambda _, args: keep(PIXELS, tower.values(args[0].args[0])))
+    watch_blocks(tower.units, tower.config, keep)
+    tower.register_forward_hook(lambda _, __, output: keep(_ROWS, output.values))
     return recording
 
 
@@ -248,16 +233,14 @@ def _record_chunk(chunk: Any) -> LayoutRecording:
 
 def _record_stage(module: MegatronModule) -> LayoutRecording:
     tower, recording = cast("Any", module.raw[0]), LayoutRecording()
-    stage, stages = module.groups.pp.rank(), module.groups.pp.size()
+    keep, stage, stages = recording.keep, module.groups.pp.rank(), module.groups.pp.size()
     if stage == 0:
-        tower.register_forward_pre_hook(
-            lambda _, args: recording.keep(PIXELS, tower.values(args[0]))
-        )
+        tower.register_forward_pre_hook(lambda _, args: keep(PIXELS, tower.values(args[0])))
         _keep_first_input(recording, "vision.embedding", tower.blocks)
     for layer in tower.blocks.layers:
         recording.keep_output(f"vision.blocks.{layer.layer_number - 1}", layer)
     if stage == stages - 1:
-        tower.register_forward_hook(lambda _, __, output: recording.keep(_ROWS, output.values))
+        tower.register_forward_hook(lambda _, __, output: keep(_ROWS, output.values))
     return recording
 
 
@@ -278,9 +261,8 @@ def _record_text(model: LanguageModel) -> LayoutRecording:
         """Keep the logits of this rank, V/tp, from hidden (1, S, H): a collective of tp."""
         with torch.no_grad():
             logits, tp = model.logits(hidden)[0], model.ctx.tp
-        recording.keep(
-            LOGITS, logits if tp is None else logits.chunk(tp.size(), 1)[tp.get_local_rank()]
-        )
+        part = logits if tp is None else logits.chunk(tp.size(), 1)[tp.get_local_rank()]
+        recording.keep(LOGITS, part)
 
     model.text.norm.register_forward_hook(keep_logits)
     return recording

@@ -103,7 +103,7 @@ def replay(run: Path, step: int) -> Replay:
             decoding=decoding,
         ) as batches,
     ):
-        result = train_step(
+        metrics = train_step(
             step=step,
             recipe=recipe,
             model=trainer.model,
@@ -113,20 +113,19 @@ def replay(run: Path, step: int) -> Replay:
         )
     assert watched.plan is not None
     lines = (line for line in json_lines(run / METRICS) if "loss" in line)
-    logged = next((line for line in lines if line["step"] == step), None)
-    samples = list(samples_of(watched.plan, dataset))
-    _check_same(run, step, watched.plan, samples, logged)
-    return Replay(
+    result = Replay(
         step=step,
         weights=None if weights is None else str(weights),
         updates_before=updates_before,
-        loss=result.mean_loss,
-        grad_norm=result.grad_norm,
-        logged=logged,
-        samples=samples,
+        loss=metrics.mean_loss,
+        grad_norm=metrics.grad_norm,
+        logged=next((line for line in lines if line["step"] == step), None),
+        samples=[*samples_of(watched.plan, dataset)],
         activations={name: statistics.result() for name, statistics in watched.activations.items()},
         gradients={name: statistics.result() for name, statistics in watched.gradients.items()},
     )
+    _check_same(run, watched.plan, result)
+    return result
 
 
 def _nearest_checkpoint(run: Path, step: int) -> tuple[Path | None, Recipe]:
@@ -146,16 +145,12 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
     # The update is thrown away. Encoders run microbatch by microbatch to save memory.
     settings = {"optimizer": "sgd", "distributed_optimizer": False, "overlap_param_gather": "auto"}
     colocated = {"placement": "colocated", "encode_group": 1}
-    alone = alone.model_copy(
-        update={
-            "train": alone.train.model_copy(update=settings),
-            "encoders": {n: e.model_copy(update=colocated) for n, e in alone.encoders.items()},
-            "generators": {
-                n: g.model_copy(update={"placement": "colocated"})
-                for n, g in alone.generators.items()
-            },
-        }
-    )
+    train = alone.train.model_copy(update=settings)
+    encoders = {n: e.model_copy(update=colocated) for n, e in alone.encoders.items()}
+    colocated = {"placement": "colocated"}
+    generators = {n: g.model_copy(update=colocated) for n, g in alone.generators.items()}
+    update = {"train": train, "encoders": encoders, "generators": generators}
+    alone = alone.model_copy(update=update)
     layout = build_layout(alone, 1)
     check_memory(alone, layout, range(1), gpu_memory() or machine_memory())
     if weights is None:
@@ -166,30 +161,23 @@ def _trainer(recipe: Recipe, run: Path, weights: Path | None) -> Trainer:
     return trainer
 
 
-def _check_same(
-    run: Path,
-    step: int,
-    plan: StepPlan,
-    samples: list[dict[str, Any]],
-    logged: Mapping[str, Any] | None,
-) -> None:
+def _check_same(run: Path, plan: StepPlan, result: Replay) -> None:
     """Raise InputError if the step had other samples by its metrics or its kept batch."""
     counts = {"tokens": plan.num_tokens, "loss_tokens": plan.num_loss_tokens}
-    differs = [
-        f"{name} {value}, not {logged[name]}"
-        for name, value in counts.items()
-        if logged is not None and logged[name] != value
-    ]
-    kept = run / BATCHES / f"step_{step}.json"
+    logged = counts if result.logged is None else result.logged
+    pairs = ((name, value, logged[name]) for name, value in counts.items())
+    differs = [f"{name} {ours}, not {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    kept = run / BATCHES / f"step_{result.step}.json"
     if kept.exists():
         batch = json.loads(kept.read_text(encoding="utf-8"))
-        keys = ({sample["key"] for sample in group} for group in (samples, batch["samples"]))
+        groups = result.samples, batch["samples"]
+        keys = ({sample["key"] for sample in group} for group in groups)
         differs += [f"sample {key}" for key in sorted(set.symmetric_difference(*keys))[:3]]
     if differs:
         raise InputError(
-            f"--step {step}: the samples are not those of the run any more ({', '.join(differs)}); "
-            f"sources, batch size or packing have changed since, or a sample became unreadable: "
-            f"restore them as in {run / 'recipe.yaml'}"
+            f"--step {result.step}: the samples are not those of the run any more "
+            f"({', '.join(differs)}); sources, batch size or packing have changed since, or a "
+            f"sample became unreadable: restore them as in {run / 'recipe.yaml'}"
         )
 
 

@@ -101,16 +101,9 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
     divisor = sequence_multiple(language.cp, language.tp, language.sp)
     longest = -(-_SEQUENCE_LENGTH // divisor) * divisor
     by_tokens = recipe.data.tokens_per_microbatch is not None
-    workload = Workload(
-        tuple(items),
-        tuple(outputs),
-        NUM_STEPS,
-        microbatches,
-        samples,
-        _source_weights(recipe),
-        longest if by_tokens else None,
-        language.dp if by_tokens else 1,
-    )
+    tokens, lanes = (longest, language.dp) if by_tokens else (None, 1)
+    sizes = (NUM_STEPS, microbatches, samples, _source_weights(recipe), tokens, lanes)
+    workload = Workload(tuple(items), tuple(outputs), *sizes)
     directory = folder / workload.name
     _set_training(data, recipe, precision)
     data["train"] |= {
@@ -136,12 +129,9 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "max_skipped_samples": 0,
     }
     disjoint = [grid for name, grid in layout.grids.items() if name not in layout.colocated]
-    data["bridge"] |= {
-        "wire_dtype": "auto",
-        "check": "always",
-        "timeout_seconds": 60.0,
-        "block_ranks": -(-max(grid.size // grid.pp for grid in disjoint) // layout.blocks),
-    }
+    largest = max(grid.size // grid.pp for grid in disjoint)
+    data["bridge"] |= {"wire_dtype": "auto", "check": "always", "timeout_seconds": 60.0}
+    data["bridge"]["block_ranks"] = -(-largest // layout.blocks)
     scaled = _validated(data)
     placed = check_recipe(scaled, None)
     assert placed == layout, f"{placed} was built, not {layout}"

@@ -43,9 +43,7 @@ from mimo.train.step import StepObserver
 # ------------------------------------------------------------------- on a layout's rank
 
 
-def run_layout(
-    recipe: Recipe, layout: Layout, num_steps: int, fault: Fault | None = None
-) -> RankSteps:
+def run_layout(recipe: Recipe, layout: Layout, num_steps: int, fault: Fault | None) -> RankSteps:
     """Run a layout's steps as one rank of a world launched for this."""
     if fault is not None:
         fault()
@@ -144,16 +142,9 @@ class _KeepFp64(TorchFunctionMode):
         if func is Tensor.backward:
             # Inside of a call the mode is off, but layers that are recomputed need it.
             (loss,), engine = args, cast("Any", torch.autograd.Variable)._execution_engine
+            arguments = (loss,), (torch.ones_like(loss),), False, False, ()
             with self:
-                return engine.run_backward(
-                    (loss,),
-                    (torch.ones_like(loss),),
-                    False,
-                    False,
-                    (),
-                    allow_unreachable=True,
-                    accumulate_grad=True,
-                )
+                return engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
@@ -195,12 +186,11 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
         parts = [losses_of_pack(recipe, local, dataset, pack, step) for pack in packs]
         tokens = sum(count for _, count, _ in parts)
         text: Any = sum(loss for loss, _, _ in parts)
-        means = {LANGUAGE: text / max(tokens, 1)}
-        for name in recipe.generators:
-            of_items = [loss for *_, drawn in parts for loss in drawn[name]]
-            means[name] = torch.stack(of_items).mean()
-        weights = {name: part.loss_weight for name, part in recipe.generators.items()}
-        total: Any = sum(weights.get(name, 1.0) * mean for name, mean in means.items())
+        total = text / max(tokens, 1)
+        means = {LANGUAGE: total}
+        for name, part in recipe.generators.items():
+            means[name] = torch.stack([loss for *_, drawn in parts for loss in drawn[name]]).mean()
+            total = total + part.loss_weight * means[name]
         if total.requires_grad:
             total.backward()
         gradients = [_gradient(recipe, p) for p in trainable]
@@ -318,8 +308,7 @@ def _optimizer(recipe: Recipe, params: Sequence[_NamedParam]) -> torch.optim.Opt
 
 
 def _peak_rate(recipe: Recipe, param: _NamedParam) -> float:
-    rate = recipe.module(param.module).learning_rate or recipe.train.learning_rate
-    for name, generator in recipe.generators.items():
-        if param.pieces(param.parameter)[0].key == f"{LANGUAGE}.{QUERIES}{name}":
-            rate = generator.query_learning_rate or rate
-    return rate
+    key, parts = param.pieces(param.parameter)[0].key, recipe.generators.items()
+    rates = {f"{LANGUAGE}.{QUERIES}{name}": part.query_learning_rate for name, part in parts}
+    module = recipe.module(param.module)
+    return rates.get(key) or module.learning_rate or recipe.train.learning_rate

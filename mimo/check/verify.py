@@ -125,9 +125,6 @@ def _run_layout(scaled: ScaledRecipe, fault: Fault | None) -> Sequence[RankSteps
     return run_on_cpu(_LAYOUT, args, scaled.layout.world_size, _TIMEOUT_SECONDS)
 
 
-# ----------------------------------------------------------------------- the command
-
-
 def main(
     path: Path,
     overrides: Sequence[str],
@@ -177,18 +174,15 @@ def main(
     return 1 if differing else 0
 
 
-def _join_phases(
-    phases: Sequence[Phase], chosen: Sequence[Cells], precision: str
-) -> tuple[list[Cell], list[str]]:
+def _join_phases(phases: Sequence[Phase], chosen: Sequence[Cells], precision: str) -> Cells:
     """Return the layouts and notes of all phases; with several phases, both name theirs."""
-    cells: list[Cell] = []
-    notes: list[str] = []
+    cells, notes = joined = Cells([], [])
     for phase, of_phase in zip(phases, chosen, strict=True):
         prefix = f"{phase.name}: " if phase.name else ""
         cells += [cell._replace(name=f"{prefix}{cell.name}") for cell in of_phase.cells]
         notes += [*([phase.title] if phase.title else ()), *of_phase.notes]
         notes += [f"changed: {change}" for change in changes(phase.recipe, precision)]
-    return cells, notes
+    return joined
 
 
 def print_results(results: Sequence[CellResult], tolerance: float) -> None:

@@ -49,12 +49,24 @@ _PICTURE_QUESTIONS = ("what digits are these ?", "what comes after 3 ?", "read t
 
 
 @dataclass(frozen=True)
+class Item:
+    """An item of one file. media: the type of its content part."""
+
+    media: str
+    suffix: str
+    content: bytes
+
+
+@dataclass(frozen=True)
 class Items:
     """The items of an encoder. media: the type of their content parts. files: makes their files."""
 
     media: str
     placeholder: str
     files: Media[Any]
+
+    def random(self, rng: np.random.Generator) -> Item:
+        return Item(self.media, self.files.suffixes[0], self.files.random_file(rng))
 
 
 @dataclass(frozen=True)
@@ -64,19 +76,10 @@ class Outputs:
     media: str
     files: TargetImages
 
-    def random_file(self, rng: np.random.Generator) -> bytes:
+    def random(self, rng: np.random.Generator) -> Item:
         columns, lines = _DRAWN_SIZES[int(rng.integers(len(_DRAWN_SIZES)))]
-        side = self.files.patch_size
-        return png_bytes(rng.integers(0, 256, (lines * side, columns * side, 3), dtype=np.uint8))
-
-
-@dataclass(frozen=True)
-class Item:
-    """An item of one file. media: the type of its content part."""
-
-    media: str
-    suffix: str
-    content: bytes
+        shape = lines * self.files.patch_size, columns * self.files.patch_size, 3
+        return Item(self.media, "png", png_bytes(rng.integers(0, 256, shape, dtype=np.uint8)))
 
 
 @dataclass(frozen=True)
@@ -216,19 +219,13 @@ class Workload:
 
         is_full: whether it has ``tokens``, if samples are packed by tokens.
         """
-        items = [
-            Item(kind.media, kind.files.suffixes[0], kind.files.random_file(rng))
-            for kind, count in zip(self.items, counts, strict=True)
-            for _ in range(count)
-        ]
+        pairs = zip(self.items, counts, strict=True)
+        items = [kind.random(rng) for kind, count in pairs for _ in range(count)]
         digits = rng.integers(0, 10, int(rng.integers(1, _MAX_ANSWER + 1)))
         shuffled = tuple(items[i] for i in rng.permutation(len(items)))
         question = _QUESTIONS[int(rng.integers(len(_QUESTIONS)))]
-        drawn = tuple(
-            Item(kind.media, "png", kind.random_file(rng))
-            for kind, count in zip(self.outputs, drawn_counts, strict=True)
-            for _ in range(count)
-        )
+        pairs = zip(self.outputs, drawn_counts, strict=True)
+        drawn = tuple(kind.random(rng) for kind, count in pairs for _ in range(count))
         if drawn and microbatch == _ONLY_DRAWN:
             digits = digits[:0]
         if is_full and self.tokens is not None:

@@ -39,8 +39,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
     guests = {**recipe.encoders, **recipe.generators}
     colocated = {name for name, module in guests.items() if module.placement == "colocated"}
     every = (*recipe.encoders, LANGUAGE, *recipe.generators)
-    names = [name for name in every if name not in colocated]
-    grids = {name: _grid(recipe, name) for name in names}
+    grids = {name: _grid(recipe, name) for name in every if name not in colocated}
     if sum(grid.size for grid in grids.values()) > MAX_RANKS:  # before anything is enumerated
         culprit = max(grids, key=lambda name: grids[name].size)
         message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
@@ -147,19 +146,13 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
             placed[name] = replace(grid, rank_offset=offset)
     for name, grid in grids.items():
         if name not in placed:
-            starts = sorted({0, *(other.ranks.stop for other in placed.values())})
-            placed[name] = next(
-                block
-                for block in (replace(grid, rank_offset=start) for start in starts)
-                if all(
-                    block.ranks.stop <= other.ranks.start or other.ranks.stop <= block.ranks.start
-                    for other in placed.values()
-                )
+            taken = [other.ranks for other in placed.values()]
+            starts = sorted({0, *(ranks.stop for ranks in taken)})
+            free = (
+                s for s in starts if all(s + grid.size <= r.start or r.stop <= s for r in taken)
             )
+            placed[name] = replace(grid, rank_offset=next(free))
     return placed
-
-
-# -------------------------------------------------------------------------- checks
 
 
 _NOT_IN_ENCODERS = {"cp": "context parallelism", "vpp": "interleaved pipeline stages"}

@@ -34,19 +34,14 @@ def bridge_ends(layout: Layout, link: Link) -> list[tuple[list[int], list[int]]]
     blocks = layout.blocks_of(link.module)
 
     def ranks(grid: GridSpec, block: int, stage: int) -> list[int]:
-        size = grid.dp // blocks
-        return [
-            grid.rank(dp=dp, pp=stage, cp=cp, tp=tp)
-            for dp in range(block * size, (block + 1) * size)
-            for cp in range(grid.cp)
-            for tp in range(grid.tp)
-        ]
+        first = grid.rank(dp=block * grid.dp // blocks, pp=stage)
+        return [*range(first, first + grid.dp // blocks * grid.cp * grid.tp)]
 
-    ends = [
-        (ranks(module, block, module.pp - 1), ranks(language, block, link.stage))
-        for block in range(blocks)
-    ]
-    return [(b, a) for a, b in ends] if link.module in layout.generators else ends
+    ends = [(module, module.pp - 1), (language, link.stage)]
+    if link.module in layout.generators:
+        ends.reverse()
+    (sender, first), (receiver, last) = ends
+    return [(ranks(sender, n, first), ranks(receiver, n, last)) for n in range(blocks)]
 
 
 def sender_receiver_pairs(layout: Layout) -> dict[str, list[tuple[int, int]]]:
@@ -133,12 +128,9 @@ def _connect_ring(ring: dist.ProcessGroup, groups: Collection[dist.ProcessGroup]
     for pair in sorted(pair for pair in pairs if place in pair):
         (other,) = {ranks[end] for end in pair} - {ranks[place]}
         for group in groups:
-            sent, received = _word(), _word()
-            calls = [(dist.isend, sent), (dist.irecv, received)]
-            works = [
-                call(word, other, group) for call, word in calls[:: 1 if place == pair[0] else -1]
-            ]
-            for work in works:
+            calls = [(dist.isend, _word()), (dist.irecv, _word())]
+            order = 1 if place == pair[0] else -1
+            for work in [call(word, other, group) for call, word in calls[::order]]:
                 assert work is not None, "both ranks are in the group"
                 work.wait()
 

@@ -91,10 +91,8 @@ class GridSpec:
 
     def __str__(self) -> str:
         """For example `tp 2 · cp 1 · pp 2 · dp 1 = 4 ranks`."""
-        plural = "" if self.size == 1 else "s"
-        return (
-            f"tp {self.tp} · cp {self.cp} · pp {self.pp} · dp {self.dp} = {self.size} rank{plural}"
-        )
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        return f"tp {self.tp} · cp {self.cp} · pp {self.pp} · dp {self.dp} = {ranks}"
 
 
 @dataclass(frozen=True)
@@ -276,13 +274,11 @@ def variables_of(layout: Layout, rank: int) -> tuple[Variable, ...]:
 
 def _at_end_of_bridge(layout: Layout, rank: int) -> bool:
     """Whether rows travel between this rank and those of a disjoint module."""
-    for name, grid in layout.item_grids.items():
-        if name in layout.colocated:
-            continue
-        if rank in grid.ranks and grid.coords(rank).pp == grid.pp - 1:
-            return True
-        if rank in layout.language.ranks:
-            stage = layout.language.coords(rank).pp
-            if any(link.stage == stage for link in layout.links_of(name)):
-                return True
-    return False
+    language = layout.language
+    stage = language.coords(rank).pp if rank in language.ranks else None
+    return any(
+        (rank in grid.ranks and grid.coords(rank).pp == grid.pp - 1)
+        or any(link.stage == stage for link in layout.links_of(name))
+        for name, grid in layout.item_grids.items()
+        if name not in layout.colocated
+    )

@@ -132,9 +132,7 @@ class _GroupFactory:
         """Create a group even if another has the same ranks. options: the backend's."""
         if options is not None and self.timeout is not None:
             options._timeout = self.timeout  # torch warns where the two differ
-        group = dist.new_group(
-            list(ranks), timeout=self.timeout, group_desc=name, pg_options=options
-        )
+        group = dist.new_group([*ranks], timeout=self.timeout, group_desc=name, pg_options=options)
         if not isinstance(group, dist.ProcessGroup):
             return None
         self.groups.append(group)
@@ -150,20 +148,17 @@ def comm_grid(spec: GridSpec) -> HyperCommGrid:
 def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
     """Create all groups of a module for Megatron 0.19; None on ranks without a part of it."""
     grid = comm_grid(spec)
-    created = {
-        name: factory.mine(
-            grid.get_rank_enum(list(axes)) if axes else [[r] for r in spec.ranks],
-            f"{spec.module}.{name}",
-        )
-        for name, axes in _GROUP_AXES.items()
-    }
+    alone, created = [[rank] for rank in spec.ranks], dict[str, dist.ProcessGroup | None]()
+    for name, axes in _GROUP_AXES.items():
+        ranks = grid.get_rank_enum(list(axes)) if axes else alone
+        created[name] = factory.mine(ranks, f"{spec.module}.{name}")
     if spec.module == LANGUAGE:
         # Tied embeddings need a [first stage, last stage] group, else Megatron silently skips their
         # synchronisation. Middle stages hold no embedding.
         stages = grid.get_rank_enum(["pp"])
         ends = [[s[0], s[-1]] if len(s) > 1 else [s[0]] for s in stages]
         created["embd"] = factory.mine(ends, f"{spec.module}.embd")
-        created["pos_embd"] = factory.mine([[r] for r in spec.ranks], f"{spec.module}.pos_embd")
+        created["pos_embd"] = factory.mine(alone, f"{spec.module}.pos_embd")
     if factory.rank not in spec.ranks:
         return None
     groups = {name: group for name, group in created.items() if group is not None}
@@ -225,34 +220,25 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
             mesh = _mesh(dist.group.WORLD, spec.rank_offset, sizes, timeout)
             if mesh is not None:
                 topology.meshes[name] = mesh
-    for name in layout.item_grids:
-        for link in layout.links_of(name):
-            for senders, receivers in bridge_ends(layout, link):
-                _add_bridge(topology, factory, link, senders, receivers)
+    for link in (link for name in layout.item_grids for link in layout.links_of(name)):
+        _add_bridge(topology, factory, link)
     return topology
 
 
-def _add_bridge(
-    topology: Topology,
-    factory: _GroupFactory,
-    link: Link,
-    senders: Sequence[int],
-    receivers: Sequence[int],
-) -> None:
-    """Create and connect the groups of a bridge's block; every rank of the world calls it.
+def _add_bridge(topology: Topology, factory: _GroupFactory, link: Link) -> None:
+    """Create and connect the groups of a bridge's blocks; every rank of the world calls it.
 
     Each lane may have rows for any lane at the other end, so a rank connects to the whole of it.
     """
-    ends = sorted({*senders, *receivers})
-    forward, backward = (
-        factory.fresh(ends, f"bridge.{link.module}.{link.stage}.{way}", bridge_group_options())
-        for way in ("forward", "backward")
-    )
-    if topology.rank not in ends:
-        return
-    assert forward is not None and backward is not None
-    # NCCL wants all ranks of a group in its first call; later messages go only between peers that
-    # have rows to exchange.
-    connect_collectives((forward, backward))
-    connect_bridge(forward, backward, senders, receivers)
-    topology.bridges[link] = BridgeGroups(forward, backward)
+    for senders, receivers in bridge_ends(topology.layout, link):
+        ends = sorted({*senders, *receivers})
+        forward, backward = (
+            factory.fresh(ends, f"bridge.{link.module}.{link.stage}.{way}", bridge_group_options())
+            for way in ("forward", "backward")
+        )
+        if forward is not None and backward is not None:
+            # NCCL wants all ranks of a group in its first call; later messages go only between
+            # peers that have rows to exchange.
+            connect_collectives((forward, backward))
+            connect_bridge(forward, backward, senders, receivers)
+            topology.bridges[link] = BridgeGroups(forward, backward)

@@ -46,6 +46,8 @@ _PICTURES, _PICTURE_SIDE, _SHOWN_CHARACTERS = 8, 240, 4000  # of one sample
 _BINS = 24
 _SEED = 0
 
+Facts = dict[str, Any]  # for JSON
+
 
 @dataclass(frozen=True)
 class SampleColumns:
@@ -88,10 +90,7 @@ def read_columns(dataset: Dataset, most: int = MAX_SAMPLES) -> SampleColumns:
     )
 
 
-# ------------------------------------------------------------------------------- figures
-
-
-def histogram(values: np.ndarray) -> dict[str, Any] | None:
+def histogram(values: np.ndarray) -> Facts | None:
     """Count values above 0 in bins [edge, next edge), the last one closed; None without any."""
     values = values[values > 0]
     if not len(values):
@@ -111,14 +110,14 @@ def histogram(values: np.ndarray) -> dict[str, Any] | None:
     }
 
 
-def modality_mix(columns: SampleColumns, names: Sequence[str]) -> list[dict[str, Any]]:
+def modality_mix(columns: SampleColumns, names: Sequence[str]) -> list[Facts]:
     """Return shares of samples, tokens and rows by what samples hold, the most frequent first."""
     held = np.zeros(len(columns.sample), np.int64)
     np.bitwise_or.at(held, columns.item_sample, 1 << columns.media)
     mix = []
     for kind in np.unique(held).tolist():
         selected, bits = held == kind, enumerate(names)
-        row: dict[str, Any] = {
+        row: Facts = {
             "holds": " + ".join(name for bit, name in bits if kind >> bit & 1) or "text alone",
             "samples": float(selected.mean()),
             "tokens": float(columns.tokens[selected].sum() / columns.tokens.sum()),
@@ -128,7 +127,7 @@ def modality_mix(columns: SampleColumns, names: Sequence[str]) -> list[dict[str,
     return sorted(mix, key=lambda row: -row["samples"])
 
 
-def histograms(columns: SampleColumns, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def histograms(columns: SampleColumns, names: Sequence[str]) -> dict[str, Facts]:
     """Return histograms of tokens and embeddings; by modality, of items and their files."""
     values = {
         "tokens of a sample": columns.tokens,
@@ -148,7 +147,7 @@ def histograms(columns: SampleColumns, names: Sequence[str]) -> dict[str, dict[s
     return {name: counts for name, counts in counted.items() if counts is not None}
 
 
-def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
+def packing(recipe: Recipe, planner: StepPlanner) -> Facts:
     """Return how full and how even the lanes' microbatches of the first steps are.
 
     full: real tokens by all, padding included. of_budget: by `data.tokens_per_microbatch`.
@@ -161,12 +160,11 @@ def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
     lanes, linear = planner.layout.language.dp, planner.linear_tokens
     microbatches = [m.samples for step in steps for m in step.microbatches]
     tokens = np.stack([np.bincount(m.lane, m.length, lanes) for m in microbatches])
-    costs = [m.length * (linear + m.length) for m in microbatches]
-    pairs = zip(microbatches, costs, strict=True)
-    loads = {"language": [np.bincount(m.lane, cost, lanes) for m, cost in pairs]}
+    costs = [np.bincount(m.lane, m.length * (linear + m.length), lanes) for m in microbatches]
+    uneven = {"language": [*map(imbalance, costs)]}
     for name in planner.layout.item_grids:
-        loads[name] = [v for s in steps for v in planner.lane_loads(name, s.microbatches)]
-    uneven = {name: [*map(imbalance, values)] for name, values in loads.items()}
+        loads = (v for s in steps for v in planner.lane_loads(name, s.microbatches))
+        uneven[name] = [*map(imbalance, loads)]
     budget = recipe.data.tokens_per_microbatch
     return {
         "steps": len(steps),
@@ -181,7 +179,7 @@ def packing(recipe: Recipe, planner: StepPlanner) -> dict[str, Any]:
     }
 
 
-def largest(dataset: Dataset, columns: SampleColumns) -> list[dict[str, Any]]:
+def largest(dataset: Dataset, columns: SampleColumns) -> list[Facts]:
     """Return the samples with the most tokens."""
     samples = []
     for place in np.argsort(-columns.tokens, kind="stable")[:_LARGEST].tolist():
@@ -189,9 +187,6 @@ def largest(dataset: Dataset, columns: SampleColumns) -> list[dict[str, Any]]:
         sizes = {"tokens": int(columns.tokens[place]), "rows": int(columns.rows[place])}
         samples.append({"key": index.key(sample), "shard": index.shard_of(sample)} | sizes)
     return samples
-
-
-# ------------------------------------------------------------------------- single samples
 
 
 def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
@@ -209,15 +204,13 @@ def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
     return parts
 
 
-def read_some(
-    dataset: Dataset, columns: SampleColumns
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+def read_some(dataset: Dataset, columns: SampleColumns) -> tuple[list[Facts], list[Facts], int]:
     """Decode samples in random places; return readable ones, unreadable ones and their number.
 
     Of readable ones: key, shard, numbers of tokens, text pieces, pictures uint8 (height, width, 3).
     """
     places = np.random.default_rng(_SEED).permutation(len(columns.sample))[:_READ]
-    readable, bad = list[dict[str, Any]](), list[dict[str, Any]]()
+    readable, bad = list[Facts](), list[Facts]()
     for place in places.tolist():
         reader, sample = dataset.readers[columns.source[place]], int(columns.sample[place])
         index = reader.index
@@ -244,7 +237,7 @@ def read_some(
     return readable, bad, len(places)
 
 
-def examine(recipe: Recipe, num_ranks: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def examine(recipe: Recipe, num_ranks: int | None) -> tuple[Facts, list[Facts]]:
     """Return all figures of a recipe's data, for JSON, and samples to show. Raises RecipeError."""
     layout = build_layout(recipe, num_ranks)
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
@@ -294,18 +287,13 @@ def main(
     return 0
 
 
-# ------------------------------------------------------------------------------ the page
-
-
-def render_reports(
-    reports: Sequence[tuple[str, tuple[dict[str, Any], list[dict[str, Any]]]]],
-) -> str:
+def render_reports(reports: Sequence[tuple[str, tuple[Facts, list[Facts]]]]) -> str:
     """Return the page about phases. reports: of each its title, and what `examine` returns."""
     parts = [_part(name if len(reports) > 1 else "", *report) for name, report in reports]
     return render(f"Data of {reports[0][1][0]['recipe']}", parts)
 
 
-def _part(title: str, figures: dict[str, Any], samples: list[dict[str, Any]]) -> Part:
+def _part(title: str, figures: Facts, samples: list[Facts]) -> Part:
     plan, bad = figures["packing"], figures["bad"]
     tiles = {name: number(figures[name]) for name in ("samples", "items", "shards")} | {
         "tokens per sample": f"{figures['tokens_per_sample']:,.0f}",
@@ -364,7 +352,7 @@ def _part(title: str, figures: dict[str, Any], samples: list[dict[str, Any]]) ->
     return Part(title, tiles, [section for section in sections if section.has_content])
 
 
-def _chart(title: str, counts: dict[str, Any]) -> Chart:
+def _chart(title: str, counts: Facts) -> Chart:
     edges, most = [*map(number, counts["edges"])], max(counts["counts"])
     bars = [
         (max(100 * count / most, 1.4 if count else 0), f"{first} to {last}: {number(count)}")
@@ -375,7 +363,7 @@ def _chart(title: str, counts: dict[str, Any]) -> Chart:
     return Chart(title, bars, f"{least} to {most}, median {median}, 99 % below {below}")
 
 
-def _sample(sample: dict[str, Any]) -> Sample:
+def _sample(sample: Facts) -> Sample:
     note = f"{sample['shard']} · {sample['tokens']} tokens, {sample['loss_tokens']} learned"
     images = [thumbnail_url(picture, _PICTURE_SIDE) for picture in sample["pictures"]]
     return Sample(sample["key"], note, images, [*_cut(sample["pieces"], _SHOWN_CHARACTERS)])

@@ -30,14 +30,7 @@ from mimo.report.tables import Table, number, percent, show, write
 from mimo.runtime.run_lock import run_lock
 
 _MIB = 2**20
-_PHASES = {
-    "encode": "encode, s",
-    "forward": "forward, s",
-    "backward": "backward, s",
-    "bridge_wait": "wait at bridges, s",
-    "pipeline_wait": "wait in the pipeline, s",
-    "sync": "wait for all ranks, s",
-}
+_PHASES = ("encode", "forward", "backward", "bridge_wait", "pipeline_wait", "sync")
 
 
 def main(
@@ -80,9 +73,7 @@ def _check_run(run: Run) -> None:
     phased.each(check_data)
 
 
-def _report(
-    experiment: Experiment, recipe: Recipe, outcomes: Sequence[Outcome], folder: Path
-) -> int:
+def _report(experiment: Experiment, recipe: Recipe, outcomes: list[Outcome], folder: Path) -> int:
     precision = recipe.train.precision
     results = results_of(experiment, outcomes, precision)
     show(results_table(results, experiment.reference), problems_table(results))
@@ -140,9 +131,6 @@ def verdict(results: Sequence[Result], reference: str) -> str:
     share = f"{len(results) - len(wrong)} of {len(results)} layouts"
     sentence = f"{share} follow the losses of {reference}, but for rounding"
     return f"{sentence}; {', '.join(wrong)}" if wrong else sentence
-
-
-# ------------------------------------------------------------------------------ the page
 
 
 def write_page(
@@ -222,7 +210,8 @@ def _times(results: Sequence[Result]) -> Section:
                     number(result.figures.get(f"memory_gib_{module}")),
                 )
             )
-    columns = ("layout: module", "idle", *_PHASES.values(), "FLOPs of a step", "memory, GiB")
+    phases = (f"{phase.replace('_', ' ')}, s" for phase in _PHASES)
+    columns = ("layout: module", "idle", *phases, "FLOPs of a step", "memory, GiB")
     title = "A step by layout, module and part: mean over the module's ranks"
     pictures = [
         shares(title, "seconds", seconds),

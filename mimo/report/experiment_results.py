@@ -139,11 +139,7 @@ def results_of(experiment: Experiment, outcomes: Sequence[Outcome], precision: s
     reference, results = done[experiment.reference][:1], []
     for name, runs in done.items():
         compared = [follow(ours, expected, precision) for expected in reference for ours in runs]
-        worst = max(
-            compared,
-            key=lambda followed: (bool(followed.problem), followed.difference),
-            default=None,
-        )
+        worst = max(compared, key=lambda f: (bool(f.problem), f.difference), default=None)
         results.append(Result(name, of_layout[name], [*map(_steady, runs)], worst))
     return results
 

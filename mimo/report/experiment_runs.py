@@ -127,8 +127,7 @@ def check_layouts(runs: Sequence[Run], check: Callable[[Run], object]) -> None:
             for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
                 refused.setdefault(problem, []).append(name)
     if refused:
-        lines = [f"{', '.join(names)}: {problem}" for problem, names in refused.items()]
-        raise RecipeError(*lines)
+        raise RecipeError(*(f"{', '.join(names)}: {why}" for why, names in refused.items()))
 
 
 def make_ready(run: Run) -> Outcome | None:

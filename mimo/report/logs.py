@@ -97,9 +97,6 @@ def logs(folder: Path, rank: int | None, follow: bool) -> int:
     return 0
 
 
-# -------------------------------------------------------------------------- the first error
-
-
 @dataclass(frozen=True)
 class _Error:
     """The error of a rank. text: its lines; the last one has the cause."""

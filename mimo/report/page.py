@@ -130,12 +130,8 @@ def render(title: str, parts: Sequence[Part]) -> str:
     pictures = [p for part in parts for section in part.sections for p in section.pictures]
     has_curves = any(picture.curves for picture in pictures)
     script = (files("mimo.report") / "page.js").read_text(encoding="utf-8") if has_curves else ""
-    return environment.get_template("page.html").render(
-        title=title, parts=parts, script=Markup(script)
-    )
-
-
-# ------------------------------------------------------------------------------- pictures
+    page = environment.get_template("page.html")
+    return page.render(title=title, parts=parts, script=Markup(script))
 
 
 def data_url(content: bytes, kind: str) -> str:

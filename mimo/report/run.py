@@ -130,10 +130,8 @@ def _validations(run: RunData) -> Table:
 
 def _predictions(folder: Path) -> Section:
     """Show pictures, scores and answers that `mimo evaluate` wrote into the folder."""
-    files = [
-        path for kind in ("held_out*", "drawn_*") for path in sorted(folder.glob(f"{kind}.png"))
-    ]
     tables = list[Table]()
+    files = [*sorted(folder.glob("held_out*.png")), *sorted(folder.glob("drawn_*.png"))]
     pictures = [Picture(file.stem, data_url(file.read_bytes(), "png")) for file in files]
     for path in sorted(folder.glob("held_out*.json")):
         try:
@@ -219,9 +217,6 @@ def report(folder: Path, page: Path | None) -> int:
         parts.append(Part("", tiles, [_jobs(folder)]))
     write(page or folder / "report.html", render(f"Run {folder.resolve().name}", parts))
     return 0
-
-
-# ----------------------------------------------------------------------- several runs
 
 
 def figures(runs: Sequence[RunData]) -> Table:

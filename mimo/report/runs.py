@@ -169,9 +169,7 @@ def read_curves(path: Path, newest_bytes: int | None = None) -> dict[str, Curve]
                 steps, values = points.setdefault(name, (array("q"), array("d")))
                 steps.append(step)
                 values.append(value)
-    return {
-        name: Curve(np.array(steps), np.array(values)) for name, (steps, values) in points.items()
-    }
+    return {name: Curve(*map(np.array, columns)) for name, columns in points.items()}
 
 
 def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

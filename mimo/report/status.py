@@ -110,10 +110,8 @@ def _queue(user: int) -> list[list[str]]:
     squeue lists all jobs: it fails for a forgotten number. Raises OSError or SubprocessError.
     """
     ask = ["squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i|%T|%M|%L|%R"]
-    answer = subprocess.run(
-        ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=True
-    )
-    rows = (line.strip().split("|", 4) for line in answer.stdout.splitlines())
+    done = subprocess.run(ask, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=True)
+    rows = (line.strip().split("|", 4) for line in done.stdout.splitlines())
     return [row for row in rows if len(row) == 5]
 
 
@@ -159,9 +157,8 @@ def facts_of(view: View) -> Iterator[tuple[str, str]]:
 
 def output_of(view: View) -> Iterator[tuple[str, str]]:
     """Yield the end of the newest job's output, unless it may go on or all steps are done."""
-    if not (view.is_queued or view.has_ended) and (
-        output := last_output(view.folder, _OUTPUT_LINES)
-    ):
+    is_over = not (view.is_queued or view.has_ended)
+    if is_over and (output := last_output(view.folder, _OUTPUT_LINES)):
         path, lines = output
         yield from ((path.name, line) for line in lines)
 

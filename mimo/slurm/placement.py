@@ -53,10 +53,8 @@ def place(phased: PhasedRecipe, layouts: Sequence[Layout], hetjob: bool = False)
     cluster, size = phased.phases[0].recipe.cluster, layouts[0].world_size
     for phase, layout in zip(phased.phases, layouts, strict=True):
         if layout.world_size != size:
-            message = (
-                f"got {layout.world_size} ranks, but {phased.phases[0].title} has {size}, and all "
-                f"phases run on the ranks of one job; change dp"
-            )
+            ranks = f"got {layout.world_size} ranks, but {phased.phases[0].title} has {size}"
+            message = f"{ranks}, and all phases run on the ranks of one job; change dp"
             raise RecipeError(phase.recipe.problem((LANGUAGE, "grid"), message))
     if not hetjob:
         return Placement((_component("all", range(size), cluster.places_per_node, layouts),))
@@ -85,10 +83,8 @@ def _num_encoder_ranks(phased: PhasedRecipe, layouts: Sequence[Layout]) -> int:
             key = (*phase.recipe.key_of(earliest), "grid", "rank_offset")
             raise RecipeError(phase.recipe.problem(key, message))
         if first and start != first:
-            message = (
-                f"leaves {start} ranks to encoders, but {phased.phases[0].title} {first}, and all "
-                f"phases run on the nodes of one job; change dp"
-            )
+            ranks = f"leaves {start} ranks to encoders, but {phased.phases[0].title} {first}"
+            message = f"{ranks}, and all phases run on the nodes of one job; change dp"
             raise RecipeError(phase.recipe.problem((LANGUAGE, "grid"), message))
         first = start
     return first

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,7 @@ class Job:
             yield {
                 "directives": directives,
                 "srun": options,
-                "table": [
-                    " ".join(table[first : first + _ENTRIES_PER_LINE])
-                    for first in range(0, len(table), _ENTRIES_PER_LINE)
-                ],
+                "table": [" ".join(entries) for entries in batched(table, _ENTRIES_PER_LINE)],
                 "variable": f"ranks_of_{component.name}",
                 "hosts": hosts,
                 "node_list": f"SLURM_JOB_NODELIST{group}",

@@ -80,9 +80,7 @@ def _array(group: Sequence[Job], shell: str, *directives: str) -> str:
 def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_SBATCH_SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_SECONDS)
     except FileNotFoundError:
         raise InputError("sbatch: not found; --submit needs a host of a SLURM cluster") from None
     except subprocess.TimeoutExpired:
@@ -97,12 +95,8 @@ def _sbatch(script: Path, options: Sequence[str] = (), arguments: Sequence[str] 
 
 
 def _record(job: Job, number: str, kind: str, script: Path) -> str:
-    line = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "job_id": number,
-        "kind": kind,
-        "script": str(script),
-    }
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    line = {"time": now, "job_id": number, "kind": kind, "script": str(script)}
     # One write, because the job may append a line at the same time.
     with (job.launch / "jobs.jsonl").open("a", encoding="utf-8") as file:
         file.write(f"{json.dumps(line)}\n")
