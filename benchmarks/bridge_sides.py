@@ -26,7 +26,7 @@ from bridge import (
     BridgeEnd,
     BridgeReceiver,
     BridgeSender,
-    FlatEmbeddings,
+    ItemRows,
     OutputReceiver,
     OutputSender,
 )
@@ -93,7 +93,7 @@ class OurBridge(Bridge):
             to_language=not case.is_output,
         )
         if self.gives:
-            self.sizes = case.runs.split_sizes(self.lane)
+            self.sizes = case.runs.rows_of_lane(self.lane)
             self.values.requires_grad_()
             sender = BridgeSender(self.end, self.lane, run_ahead=1)
             self.bridge = OutputSender(self.end, run_ahead=0) if case.is_output else sender
@@ -114,7 +114,7 @@ class OurBridge(Bridge):
         if isinstance(bridge, BridgeSender | OutputSender):
             arrived = values = self.values if backward else self.values.detach()
             is_flat = isinstance(bridge, BridgeSender)
-            rows: Any = FlatEmbeddings(values, self.sizes) if is_flat else values
+            rows: Any = ItemRows(values, self.sizes) if is_flat else values
             token = bridge.send(0, rows)
             if backward:
                 (arrived,) = torch.autograd.grad(token, values)
