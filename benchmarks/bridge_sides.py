@@ -6,7 +6,6 @@ Letters: n rows of this rank, H hidden.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from bridge import (
     BridgeEnd,
     BridgeReceiver,
     BridgeSender,
-    FlatEmbeddings,
+    ItemRows,
     OutputReceiver,
     OutputSender,
 )
@@ -40,7 +39,7 @@ _TIMEOUT_SECONDS = 300
 DTYPE = torch.float32
 
 
-class Bridge(ABC):
+class Bridge:
     """One contestant, seen from one rank.
 
     values: (n, H), the rows that a rank gives; on a rank that gets rows the gradients that it sends
@@ -61,16 +60,16 @@ class Bridge(ABC):
             mine = numbers[self.rank if case.is_output else self.lane]
             self.values = (mine[:, None] + columns).to(device.local_device())
 
-    def prepare(self) -> None:  # noqa: B027
+    def prepare(self) -> None:
         """Do what is not timed, before every run."""
 
-    @abstractmethod
     def run(self, backward: bool) -> Tensor:
         """Move the rows, and with `backward` their gradients back.
 
         Returns the rows on a rank that gets them, and with `backward` their gradients on one that
         gives them.
         """
+        raise NotImplementedError
 
 
 class OurBridge(Bridge):
@@ -92,8 +91,8 @@ class OurBridge(Bridge):
             gather=topology.modules[MODULE].tp if shares else None,
             to_language=not case.is_output,
         )
+        self.bridge: Any
         if self.gives:
-            self.sizes = case.runs.split_sizes(self.lane)
             self.values.requires_grad_()
             sender = BridgeSender(self.end, self.lane, run_ahead=1)
             self.bridge = OutputSender(self.end, run_ahead=0) if case.is_output else sender
@@ -111,14 +110,13 @@ class OurBridge(Bridge):
         """One step of one microbatch."""
         bridge = self.bridge
         bridge.begin([self.plan], forward_only=not backward)
-        if isinstance(bridge, BridgeSender | OutputSender):
+        if self.gives:
             arrived = values = self.values if backward else self.values.detach()
-            is_flat = isinstance(bridge, BridgeSender)
-            rows: Any = FlatEmbeddings(values, self.sizes) if is_flat else values
-            token = bridge.send(0, rows)
+            rows = ItemRows(values, self.case.runs.rows_of_lane(self.lane))
+            token = bridge.send(0, values if self.case.is_output else rows)
             if backward:
                 (arrived,) = torch.autograd.grad(token, values)
-        elif isinstance(bridge, OutputReceiver):
+        elif self.case.is_output:
             arrived = bridge.receive(0)
             bridge.answer(0, self.values if backward else arrived)
         else:

@@ -108,16 +108,24 @@ class Savers:
             os.sync()  # nobody waits for what the one before has left to write
         barrier()
         started = time.perf_counter()
-        self._begin(name, target)
+        saver = self.savers.get(name)
+        if saver is not None:
+            saver.begin(Progress(self.turn, 0))
+            saver.publish()
+        elif name == SAVE:
+            torch.save(self.state, target / f"rank_{self.rank}.pt")
+            barrier()
+        else:
+            dcp.save(dict[str, Any](self.state), checkpoint_id=target)
         blocked = time.perf_counter() - started
         if before_step:
             tokens, weights = torch.randn(_TOKENS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
             for _ in range(_PRODUCTS):
                 torch.mm(tokens, weights)
-            if name in self.savers:
-                blocked += self.savers[name].wait_for_copy()
-        if name in self.savers:
-            self.savers[name].wait()
+            if saver is not None:
+                blocked += saver.wait_for_copy()
+        if saver is not None:
+            saver.wait()
         barrier()
         total = time.perf_counter() - started
         files = [p for p in target.rglob("*") if p.suffix in (".safetensors", ".pt", ".distcp")]
@@ -126,17 +134,6 @@ class Savers:
         if self.rank == 0:
             shutil.rmtree(target)  # what is not on disk yet never gets there
         return blocked, total, num_bytes
-
-    def _begin(self, name: str, target: Path) -> None:
-        """Save by torch or DCP, or begin a save of ours."""
-        if name in self.savers:
-            self.savers[name].begin(Progress(self.turn, 0))
-            self.savers[name].publish()
-        elif name == SAVE:
-            torch.save(self.state, target / f"rank_{self.rank}.pt")
-            barrier()
-        else:
-            dcp.save(dict[str, Any](self.state), checkpoint_id=target)
 
 
 def judge(contest: Contest, speed: bool) -> Iterator[Bound]:

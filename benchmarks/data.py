@@ -186,8 +186,7 @@ class _Steps(Dataset[LoadedStep]):
 
     def __getitem__(self, step: int) -> LoadedStep:
         microbatches = self.planner.microbatches(step)
-        used = self.planner.used_before(step + 1)
-        loaded = LoadedStep(step, microbatches, used, [{}], [{}])
+        loaded = LoadedStep(step, microbatches, self.planner.used_before(step + 1), [{}], [{}])
         places = {"layout": self.planner.layout, "rank": self.rank, "host_ranks": (self.rank,)}
         for task in tasks_of_step(step, microbatches, [self.reader], Path, **places):
             arrays = decode(self.reader, task.kind, task.address)
@@ -211,8 +210,8 @@ def _packed(loaded: LoadedStep, planner: StepPlanner, reader: SampleReader, rank
     tensors = [staging.copy(torch.from_numpy(array)) for array in arrays]
     pixels = WirePatches.of(items.patches, staging.join, staging.copy).parts[0]
     keys = [reader.index.key(sample) for sample in plan.microbatches[0].samples.sample.tolist()]
-    grids = torch.from_numpy(items.grids)
-    return Batch(keys, sum(lane.real_lengths), [*tensors, pixels, grids])
+    tensors += [pixels, torch.from_numpy(items.grids)]
+    return Batch(keys, sum(lane.real_lengths), tensors)
 
 
 def one_pass(loader: Loader, workload: Workload, num_workers: int, num_ranks: int = 1) -> Run:

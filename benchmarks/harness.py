@@ -85,8 +85,7 @@ class Contest:
 
     def figures(self, contestant: str, figure: str) -> list[float]:
         """A figure of each `Run`, or of its result."""
-        runs = self.runs[contestant]
-        return [(vars(run) | (run.result or {}))[figure] for run in runs]
+        return [(vars(run) | (run.result or {}))[figure] for run in self.runs[contestant]]
 
 
 def timed(function: Callable[[], Any]) -> Run:

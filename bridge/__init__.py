@@ -1,9 +1,9 @@
-"""From flat embeddings in any encoder layout to rows in any language-model layout."""
+"""From rows of items in any encoder layout to rows in any language-model layout."""
 
 from bridge.balance import assign_items, imbalance
 from bridge.colocated import ColocatedBridge
 from bridge.communicator import BridgeReceiver, BridgeSender
-from bridge.flat import FlatEmbeddings, ItemRows, SampleKeys, check_plans, split_sizes_of
+from bridge.flat import ItemRows, SampleKeys, check_plans, check_rows
 from bridge.levels import LevelReceiver, split_levels, take_chunk
 from bridge.outputs import ColocatedOutput, OutputReceiver, OutputSender
 from bridge.plan import BridgePlan, Exchange

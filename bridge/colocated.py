@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bridge.flat import FlatEmbeddings, check_rows
+from bridge.flat import ItemRows, check_rows
 from bridge.plan import BridgePlan, Exchange
 from bridge.runs import Ints, ints, offsets
 from bridge.transfer import BridgeEnd, SteppedEnd, share_out, start_exchanging
@@ -52,7 +52,7 @@ class ColocatedBridge(SteppedEnd):
         self.encoder_gather = encoder_gather
         self._leaves: dict[int, Tensor] = {}
 
-    def deliver(self, microbatches: range, rows: FlatEmbeddings) -> None:
+    def deliver(self, microbatches: range, rows: ItemRows) -> None:
         """Exchange the rows (N, H) of this lane's items of ``microbatches``; all ranks call it.
 
         Under sequence parallelism each rank of the encoder gives its part. The received rows are
@@ -63,7 +63,7 @@ class ColocatedBridge(SteppedEnd):
             self._leaves.clear()  # no `collect` takes the previous group's
         plans = [self._plans[m] for m in microbatches]
         starts, _ = self._held(plans)
-        check_rows(self.end, microbatches, plans, self.lane, rows)
+        check_rows(self.end, microbatches.start, plans, self.lane, rows)
         end = self.end
         sends = [plan.sends(end.rank) for plan in plans]
         # The rows of all sharers, microbatch by microbatch; this rank receives its share of them.

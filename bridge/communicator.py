@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bridge.flat import FlatEmbeddings, check_rows
+from bridge.flat import ItemRows, check_rows
 from bridge.plan import BridgePlan
 from bridge.transfer import (
     BridgeEnd,
@@ -64,7 +64,7 @@ class BridgeSender(SteppedEnd):
         self._memory = RowMemory(end.device)
         self._without_gradient: set[int] = set()
 
-    def send(self, microbatch: int, rows: FlatEmbeddings) -> Tensor:
+    def send(self, microbatch: int, rows: ItemRows) -> Tensor:
         """Send this lane's rows (N, H) and return a scalar token.
 
         Every tensor-parallel rank of the lane calls it with equal rows and sends its share. The
@@ -75,10 +75,9 @@ class BridgeSender(SteppedEnd):
         Raises UnexpectedRows when the rows are not those of the plan, BridgeError when they require
         a gradient that will not come, or none although one will.
         """
-        end, microbatches = self.end, range(microbatch, microbatch + 1)
-        check_rows(end, microbatches, [self._plans[microbatch]], self.lane, rows)
+        check_rows(self.end, microbatch, [self._plans[microbatch]], self.lane, rows)
         token = Crossing.apply(rows.values, self, microbatch)
-        check_gradient_path(end, microbatch, token, self._expects_gradients)
+        check_gradient_path(self.end, microbatch, token, self._expects_gradients)
         return token
 
     def _forward(self, microbatch: int, values: Tensor) -> Tensor:

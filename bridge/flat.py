@@ -1,8 +1,7 @@
 """The output of a tower, and the checks before a bridge moves it.
 
-A tower counts rows per item (`ItemRows`); a bridge moves rows of samples (`FlatEmbeddings`). The
-rows that a tower produced are compared with the plan, and in checked mode all ranks' plans with
-each other.
+A tower counts the rows of each item. They are compared with the plan, and in checked mode all
+ranks' plans with each other.
 
 Letters: N rows of one lane, H language hidden size, L feature levels beside the embeddings.
 """
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan
-from bridge.runs import ItemRuns, ints, offsets, totals
+from bridge.runs import ints
 from bridge.transfer import BridgeEnd
 from bridge.waiting import BridgeError, UnexpectedRows
 
@@ -38,92 +37,39 @@ class ItemRows:
     parts: int = 1
 
 
-@dataclass(frozen=True)
-class FlatEmbeddings:
-    """Rows of one encoder lane for one global microbatch, or for several that follow each other.
+def check_rows(
+    end: BridgeEnd, first_microbatch: int, plans: Sequence[BridgePlan], lane: int, rows: ItemRows
+) -> None:
+    """Raise UnexpectedRows unless ``rows`` are what these plans move from an encoder lane.
 
-    values: (N, H), in plan order; under sequence parallelism this rank's part, (ceil(N / parts),
-    H), padded at the end. split_sizes: rows per sample of the global microbatch, zero for a sample
-    without items on this lane; their sum is N. parts: the number of ranks that the rows are cut
-    over. Raises ValueError when they disagree.
+    plans: of the microbatches from ``first_microbatch`` on that were encoded together. An item with
+    other rows than planned is named with its microbatch and sample.
     """
-
-    values: Tensor
-    split_sizes: tuple[int, ...]
-    parts: int = 1
-
-    def __post_init__(self) -> None:
-        if self.values.dim() != 2:
-            raise ValueError(f"flat embeddings are (rows, hidden), got {tuple(self.values.shape)}")
-        needed = -(-sum(self.split_sizes) // self.parts)
-        if needed != self.values.shape[0]:
-            part = f" on each of {self.parts} ranks" if self.parts > 1 else ""
-            raise ValueError(
-                f"an encoder produced {self.values.shape[0]} rows, but its samples need "
-                f"{needed}{part} ({list(self.split_sizes)})"
-            )
-
-
-def split_sizes_of(
-    rows_per_item: Sequence[int],
-    runs: Sequence[ItemRuns],
-    lane: int,
-    encoder: str,
-    first_microbatch: int,
-) -> tuple[int, ...]:
-    """Rows per item of an encoder lane -> rows per sample, zeros included.
-
-    runs: the planned items of the microbatches from ``first_microbatch`` on that were encoded
-    together. Raises UnexpectedRows naming encoder, microbatch, item, sample and both numbers of
-    rows if the items are not those planned, in their order.
-    """
-    mine = [np.flatnonzero(planned.source_lane == lane) for planned in runs]
-    ends = np.cumsum([len(items) for items in mine])
+    runs = [plan.runs for plan in plans]
+    mine = [np.flatnonzero(of_plan.source_lane == lane) for of_plan in runs]
     planned = np.concatenate([runs[m].rows[items] for m, items in enumerate(mine)])
-    produced = ints(rows_per_item)
+    produced, ends = ints(rows.rows_per_item), np.cumsum([len(items) for items in mine])
+    needed, width = -(-int(planned.sum()) // rows.parts), end.hidden_size
+    microbatch, sample, problem = first_microbatch, None, ""
     if produced.size != planned.size:
-        raise UnexpectedRows(
-            f"encoder {encoder}, lane {lane}, microbatch {first_microbatch}: the tower produced "
-            f"rows of {produced.size} items {produced.tolist()}, planned are {planned.size} "
-            f"{planned.tolist()}",
-            first_microbatch,
-        )
-    wrong = np.flatnonzero(produced != planned)
-    if wrong.size:
+        problem = f"rows of {produced.size} items {produced.tolist()}, planned are {planned.size} "
+        problem += f"{planned.tolist()}"
+    elif (wrong := np.flatnonzero(produced != planned)).size:
         which = int(np.searchsorted(ends, wrong[0], side="right"))
         item = int(wrong[0] - ends[which] + len(mine[which]))
-        raise UnexpectedRows(
-            f"encoder {encoder}, lane {lane}, microbatch {first_microbatch + which}: the tower "
-            f"produced {produced[wrong[0]]} rows for item {item} of {len(mine[which])}, counted "
-            f"from 0, planned are {planned[wrong[0]]}",
-            first_microbatch + which,
-            sample=int(runs[which].sample[mine[which][item]]),
-        )
-    starts = offsets(ints([microbatch.num_samples for microbatch in runs]))
-    sample = np.concatenate([runs[m].sample[items] + starts[m] for m, items in enumerate(mine)])
-    return tuple(totals(sample, produced, int(starts[-1])).tolist())
-
-
-def check_rows(
-    end: BridgeEnd,
-    microbatches: range,
-    plans: Sequence[BridgePlan],
-    lane: int,
-    rows: FlatEmbeddings,
-) -> None:
-    """Raise UnexpectedRows unless ``rows`` are what these plans move from an encoder lane."""
-    several = f"s {microbatches.start} to {microbatches.stop - 1}" if len(plans) > 1 else ""
-    where = f"bridge {end.name}, microbatch{several or f' {microbatches.start}'}"
-    expected = [size for plan in plans for size in plan.runs.split_sizes(lane)]
-    problem = ""
-    if list(rows.split_sizes) != expected:
-        problem = f"rows per sample {list(rows.split_sizes)}, the plan needs {expected}"
+        microbatch, sample = microbatch + which, int(runs[which].sample[mine[which][item]])
+        problem = f"{produced[wrong[0]]} rows for item {item} of {len(mine[which])}, counted from "
+        problem += f"0, planned are {planned[wrong[0]]}"
     elif rows.parts != plans[0].source_parts:
         problem = f"rows cut over {rows.parts} ranks, the plan needs {plans[0].source_parts}"
-    elif rows.values.shape[1] != end.hidden_size:
-        problem = f"rows of size {rows.values.shape[1]}, the language model needs {end.hidden_size}"
+    elif rows.values.shape[1:] != (width,):
+        sizes = " x ".join(map(str, rows.values.shape[1:]))
+        problem = f"rows of size {sizes}, the language model needs {width}"
+    elif len(rows.values) != needed:
+        problem = f"{len(rows.values)} rows, but its items need {needed}"
     if problem:
-        raise UnexpectedRows(f"{where}: the encoder produced {problem}", microbatches.start)
+        where = f"encoder {end.name}, lane {lane}, microbatch {microbatch}"
+        raise UnexpectedRows(f"{where}: the tower produced {problem}", microbatch, sample=sample)
 
 
 # ---------------------------------------------------------------------------- checked mode

@@ -61,10 +61,9 @@ class ItemRuns:
     rows: Ints
     num_samples: int
 
-    def split_sizes(self, lane: int) -> tuple[int, ...]:
-        """(num_samples,) rows that one encoder lane produces per sample, zeros included."""
-        is_here = self.source_lane == lane
-        return tuple(totals(self.sample[is_here], self.rows[is_here], self.num_samples).tolist())
+    def rows_of_lane(self, lane: int) -> tuple[int, ...]:
+        """Return the rows of each item that one encoder lane encodes."""
+        return tuple(self.rows[self.source_lane == lane].tolist())
 
     def source_offsets(self) -> Ints:
         """(I,) the number of each item's first row inside its source lane."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan, Exchange
-from bridge.runs import Ints, ItemRuns, Places, ints, offsets
+from bridge.runs import Ints, Places, ints, offsets
 from bridge.waiting import Message, TransferWatch, Watched, wait_for
 
 Kind = Literal["rows", "gradients"]
@@ -203,9 +203,6 @@ class SteppedEnd:
         assert not self._sent, "the last step has not been finished"
         self._plans = plans
         self._expects_gradients = self.end.trainable and not forward_only
-
-    def runs(self, microbatches: range) -> list[ItemRuns]:
-        return [self._plans[m].runs for m in microbatches]
 
     def finish(self) -> None:
         """Wait until everything has left; call after the module's schedule."""

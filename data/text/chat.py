@@ -197,7 +197,6 @@ class ChatTokenizer:
         MessagesError when the template or the tokenizer refuses the messages, or no token
         conditions an output item.
         """
-        messages = with_system(messages, self.outputs, is_prompt=False)
         chat = self._chat(messages, rows_per_item, key, part_texts)
         whole = self._rendered(chat)
         answer = np.zeros_like(whole.ids, bool)
@@ -216,8 +215,7 @@ class ChatTokenizer:
 
         Raises as `encode`, and MessagesError when the last message already is the assistant's.
         """
-        messages = with_system(messages, self.outputs, is_prompt=True)
-        chat = self._chat(messages, rows_per_item, "prompt", part_texts)
+        chat = self._chat(messages, rows_per_item, "prompt", part_texts, is_prompt=True)
         if is_answer(messages[-1]):
             raise MessagesError(
                 "the last message of a prompt is the assistant's: leave the answer out"
@@ -276,8 +274,10 @@ class ChatTokenizer:
         rows_per_item: Sequence[ItemRows],
         key: str,
         part_texts: Sequence[str] | None,
+        is_prompt: bool = False,
     ) -> _Chat:
         media = [mention.media for mention in self.mentions(messages, key)]
+        messages = with_system(messages, self.outputs, is_prompt)
         texts = [ITEM_SLOT] * len(media) if part_texts is None else part_texts
         slots = [(rows,) if isinstance(rows, int) else rows for rows in rows_per_item]
         rows = [count for of_item in slots for count in of_item]

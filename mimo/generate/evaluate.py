@@ -8,7 +8,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -268,15 +268,12 @@ def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
     An answer has text and images of generators alone.
     """
     index, messages = reader.index, reader.messages(sample)
-    read = [part for part in item_parts(messages[-1:]) if not _is_output(reader, part)]
+    kinds = {output_of(part["type"]) for part in item_parts(messages[-1:])}
+    read = kinds - {*reader.chat.outputs}
     if len(messages) < 2 or not is_answer(messages[-1]) or read:
         problem = "the chat does not end with a question and an answer of text or drawn images"
         raise UnreadableSample(index.shard_of(sample), index.key(sample), None, problem)
     return messages
-
-
-def _is_output(reader: SampleReader, part: Mapping[str, Any]) -> bool:
-    return output_of(part["type"]) in reader.chat.outputs
 
 
 def _answer_length(sample: EncodedSample, end_of_turn: int) -> int:

@@ -115,6 +115,9 @@ class LocalModel:
             module.whole.eval()
         return local
 
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
     def encode(self, encoder: str, patches: np.ndarray, grids: np.ndarray) -> Tensor:
         """Encode patches (P, C) float32 with grids (I, 3) int64 to rows (N, L·H)."""
         tower = self.model.modules[encoder].whole
@@ -142,13 +145,10 @@ class LocalModel:
             values = {encoder: values for encoder, (values, _) in rows.items()}
             return language(inputs, values, with_logits=not with_labels)[None]
 
-        def to_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(self.device)
-
         return language(
             **self._inputs(lane, rows),
-            labels=to_device(lane.labels)[None] if with_labels else None,
-            logits_at=None if at is None else to_device(at),
+            labels=self._to_device(lane.labels)[None] if with_labels else None,
+            logits_at=None if at is None else self._to_device(at),
         )
 
     def hidden_states(
@@ -172,21 +172,18 @@ class LocalModel:
     def _inputs(
         self, lane: PackedLane, rows: Mapping[str, tuple[Tensor, np.ndarray]]
     ) -> dict[str, Any]:
-        def to_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(self.device)
-
         rules, size = self.model.item_rules, self.model.hidden_size
         received = [
-            ReceivedRows.of(values, to_device(places), size, has_embeddings=True)
+            ReceivedRows.of(values, self._to_device(places), size, has_embeddings=True)
             for values, places in rows.values()
         ]
         places = {
-            name: query_places(lane, media, to_device)
+            name: query_places(lane, media, self._to_device)
             for name, media in self.model.query_media.items()
         }
         return {
-            "input_ids": to_device(lane.input_ids)[None],
-            "position_ids": to_device(rules.position_ids(lane))[:, None, :],
+            "input_ids": self._to_device(lane.input_ids)[None],
+            "position_ids": self._to_device(rules.position_ids(lane))[:, None, :],
             "packed_seq_params": PackedSegments.from_lengths(
                 lane.lengths, self.device, items=rules.bidirectional_spans(lane)
             ),

@@ -7,22 +7,14 @@ H hidden, k levels of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bridge import (
-    BridgeSender,
-    ColocatedBridge,
-    FlatEmbeddings,
-    ItemRows,
-    UnexpectedRows,
-    split_levels,
-    split_sizes_of,
-)
+from bridge import ItemRows, UnexpectedRows, split_levels
 from data.batch import PackedLane
 from mimo.device import Staging
 from mimo.engines.contract import Draw
@@ -264,18 +256,15 @@ def cut_levels(
     return torch.stack(parts), torch.arange(parts[0].shape[0], device=places.device)
 
 
-def flat_embeddings(
-    output: ItemRows,
-    bridges: Mapping[Link, BridgeSender] | Mapping[Link, ColocatedBridge],
-    microbatches: range,
-) -> list[FlatEmbeddings]:
-    """Split a tower's output into rows of each bridge; raises UnexpectedRows unless planned."""
-    link, bridge = next(iter(bridges.items()))  # all bridges of an encoder move the same rows
-    runs, first = bridge.runs(microbatches), microbatches.start
-    sizes = split_sizes_of(output.rows_per_item, runs, bridge.lane, link.module, first)
+def rows_of_links(output: ItemRows, links: Collection[Link], microbatch: int) -> list[ItemRows]:
+    """Split a tower's output into the rows of each link of its encoder.
+
+    microbatch: the first of its items. Raises UnexpectedRows for other levels than planned.
+    """
     try:
-        parts = split_levels(output.values, [link.levels for link in bridges])
-        return [FlatEmbeddings(part, sizes, output.parts) for part in parts]
+        parts = split_levels(output.values, [link.levels for link in links])
     except ValueError as error:
-        what = f"encoder {link.module}, microbatch {first}: {error}"
-        raise UnexpectedRows(what, first) from error
+        (encoder,) = {link.module for link in links}
+        what = f"encoder {encoder}, microbatch {microbatch}: {error}"
+        raise UnexpectedRows(what, microbatch) from error
+    return [replace(output, values=part) for part in parts]

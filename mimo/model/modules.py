@@ -42,9 +42,9 @@ from mimo.model.inputs import (
     ReceivedRows,
     WholeBatch,
     cut_levels,
-    flat_embeddings,
     join_levels,
     place_embeddings,
+    rows_of_links,
     stage_items,
     stage_lane,
     stage_whole,
@@ -247,7 +247,7 @@ class MimoModel:
             with SPANS.span(module.name, "encode", number=number):
                 output = tower(batch.patches, batch.items)
                 if senders:
-                    rows = flat_embeddings(output, senders, range(number, number + 1))
+                    rows = rows_of_links(output, senders, number)
                     pairs = zip(senders.values(), rows, strict=True)
                     tokens = [sender.send(number, part_of_rows) for sender, part_of_rows in pairs]
                     output = torch.stack(tokens).sum()  # its backward reaches every link
@@ -310,7 +310,7 @@ class MimoModel:
         with SPANS.span(name, "encode"):
             with torch.set_grad_enabled(module.trains and not forward_only):
                 output = module.encode(batch.patches, batch.items)
-                rows = flat_embeddings(output, bridges, group)
+                rows = rows_of_links(output, bridges, group.start)
             for bridge, part_of_rows in zip(bridges.values(), rows, strict=True):
                 bridge.deliver(group, part_of_rows)
             return [part_of_rows.values for part_of_rows in rows]

@@ -46,10 +46,9 @@ class OutputRuns:
     def run(self, draws: Draws, forward_only: bool) -> None:
         """Run the disjoint generators of this rank; all ranks of each call it."""
         for link, receiver in self.receivers.items():
-            module, of_module = self.modules[link.module], draws[link.module]
-            for number in range(len(of_module)):
+            for number in range(len(draws[link.module])):
                 rows = receiver.receive(number)
-                gradient = self._draw(module, of_module, number, rows, receiver.end, forward_only)
+                gradient = self._draw(link, draws, number, rows, receiver.end, forward_only)
                 receiver.answer(number, gradient)
 
     def emitter(
@@ -67,9 +66,8 @@ class OutputRuns:
             flat = hidden.transpose(0, 1).flatten(0, 1)  # (T, H)
             tokens = [sender.send(number, flat) for sender in self.senders.values()]
             for link, bridge in self.colocated.items():
-                module, of_module = self.modules[link.module], draws[link.module]
                 rows = bridge.exchange(number, flat)
-                gradient = self._draw(module, of_module, number, rows, bridge.end, forward_only)
+                gradient = self._draw(link, draws, number, rows, bridge.end, forward_only)
                 tokens.append(bridge.answer(number, gradient, flat))
             return torch.stack(tokens).sum()
 
@@ -77,8 +75,8 @@ class OutputRuns:
 
     def _draw(
         self,
-        module: Module,
-        draws: Sequence[Sequence[Draw]],
+        link: Link,
+        draws: Draws,
         number: int,
         rows: Tensor,
         end: BridgeEnd,
@@ -88,11 +86,12 @@ class OutputRuns:
 
         rows: (N, H) of this lane, without a graph.
         """
+        module, of_module = self.modules[link.module], draws[link.module]
         rows = rows.detach().requires_grad_(end.trainable and not forward_only)
         has_backward = (module.trains or end.trainable) and not forward_only
-        num_left = sum(map(len, draws[number + 1 :]))
+        num_left = sum(map(len, of_module[number + 1 :]))
         self.note(f"forward of {module.name}", number)
-        for done, draw in enumerate(draws[number], 1):
+        for done, draw in enumerate(of_module[number], 1):
             with torch.set_grad_enabled(has_backward):
                 with SPANS.span(module.name, "forward", number=number):
                     losses = module.whole(draw, rows)
@@ -100,7 +99,7 @@ class OutputRuns:
                 self.losses[module.name] = self.losses.get(module.name, 0.0) + counted
                 if has_backward:
                     self.note(f"backward of {module.name}", number)
-                    is_last = done == len(draws[number]) and num_left == 0
+                    is_last = done == len(of_module[number]) and num_left == 0
                     with SPANS.span(module.name, "backward", number=number):
                         module.learn((losses * draw.weights).sum(), is_last=is_last)
         return torch.zeros_like(rows) if rows.grad is None else rows.grad

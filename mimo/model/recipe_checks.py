@@ -176,18 +176,13 @@ def _profile_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
     profile, steps, size = recipe.train.profile, recipe.train.steps, layout.world_size
     if profile is None:
         return
-    if (last := profile.steps[1]) >= steps:
-        yield recipe.problem(
-            ("train", "profile", "steps"),
-            f"got {last}, but train.steps is {steps}, and steps count from 0; give at most "
-            f"{steps - 1}",
-        )
-    if missing := [rank for rank in profile.ranks if rank >= size]:
-        yield recipe.problem(
-            ("train", "profile", "ranks"),
-            f"got {missing[0]}, but there are {size} ranks, and ranks count from 0; give at most "
-            f"{size - 1}",
-        )
+    for key, given, limit, what in (
+        ("steps", profile.steps[1], steps, f"train.steps is {steps}, and steps"),
+        ("ranks", max(profile.ranks, default=0), size, f"there are {size} ranks, and ranks"),
+    ):
+        if given >= limit:
+            message = f"got {given}, but {what} count from 0; give at most {limit - 1}"
+            yield recipe.problem(("train", "profile", key), message)
 
 
 def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:

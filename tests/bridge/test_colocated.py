@@ -17,7 +17,7 @@ from bridge import (
     BridgeReceiver,
     BridgeSender,
     ColocatedBridge,
-    FlatEmbeddings,
+    ItemRows,
     ItemRuns,
     ReplicatedSource,
     Source,
@@ -56,7 +56,8 @@ GROUPS = (range(0, 2), range(2, 3))  # microbatches that are encoded in one go
 def sources_of(all_runs: list[ItemRuns], encoder: np.ndarray, cut: bool) -> list[Source]:
     """encoder: ranks [lane, tp]. cut: whether the output is sequence-sharded."""
     rows = [
-        np.array([sum(runs.split_sizes(lane)) for lane in range(len(encoder))]) for runs in all_runs
+        np.array([sum(runs.rows_of_lane(lane)) for lane in range(len(encoder))])
+        for runs in all_runs
     ]
     if not cut:
         return [ReplicatedSource(mine, encoder) for mine in rows]
@@ -102,8 +103,8 @@ def there_and_back(
         values = torch.cat([places(runs, lane, m) for m, runs in enumerate(all_runs) if m in group])
         if cut:
             values = part_of(values, int(np.flatnonzero(encoder[lane] == rank)[0]), len(encoder[0]))
-        sizes = split_sizes([all_runs[m] for m in group], lane)
-        bridge.deliver(group, FlatEmbeddings(values, sizes, len(encoder[0]) if cut else 1))
+        sizes = rows_of_items([all_runs[m] for m in group], lane)
+        bridge.deliver(group, ItemRows(values, sizes, len(encoder[0]) if cut else 1))
         mine = int(np.flatnonzero((language[:, 0] == rank).any(1))[0])
         t = int(np.flatnonzero(language[mine, 0] == rank)[0])
         shift = t * TOKENS // language.shape[2] if delivery == "sp" else 0
@@ -128,9 +129,9 @@ def content(microbatch: int, lane: int, positions: torch.Tensor) -> torch.Tensor
     return base[:, None] + torch.arange(HIDDEN) / 8
 
 
-def split_sizes(all_runs: list[ItemRuns], lane: int) -> tuple[int, ...]:
-    """Rows per sample of an encoder lane, one microbatch after the other."""
-    return tuple(size for runs in all_runs for size in runs.split_sizes(lane))
+def rows_of_items(all_runs: list[ItemRuns], lane: int) -> tuple[int, ...]:
+    """Rows per item of an encoder lane, one microbatch after the other."""
+    return tuple(size for runs in all_runs for size in runs.rows_of_lane(lane))
 
 
 def places(runs: ItemRuns, lane: int, microbatch: int) -> torch.Tensor:
@@ -207,7 +208,7 @@ def deliver_narrow_rows(rank: int) -> str:
     bridge, all_runs = lone_bridge(trainable=True)
     rows = places(all_runs[0], 0, 0)[:, :1]
     with pytest.raises(UnexpectedRows) as caught:
-        bridge.deliver(range(1), FlatEmbeddings(rows, split_sizes(all_runs[:1], 0)))
+        bridge.deliver(range(1), ItemRows(rows, rows_of_items(all_runs[:1], 0)))
     return str(caught.value)
 
 
@@ -215,15 +216,15 @@ def test_rows_that_do_not_fit_the_plan_are_refused_before_anything_is_sent(
     run_ranks: RunRanks,
 ) -> None:
     assert run_ranks(deliver_narrow_rows, 1) == [
-        "bridge vision, microbatch 0: the encoder produced rows of size 1, the language model "
-        f"needs {HIDDEN}"
+        "encoder vision, lane 0, microbatch 0: the tower produced rows of size 1, the language "
+        f"model needs {HIDDEN}"
     ]
 
 
 def rows_kept_without_gradients(rank: int) -> int:
     bridge, all_runs = lone_bridge(trainable=False)
     for m, runs in enumerate(all_runs):
-        rows = FlatEmbeddings(places(runs, 0, m), split_sizes([runs], 0))
+        rows = ItemRows(places(runs, 0, m), runs.rows_of_lane(0))
         bridge.deliver(range(m, m + 1), rows)
         bridge.receive(m)
     return len(bridge._leaves)
@@ -245,7 +246,7 @@ def levels_to_their_stages(rank: int) -> list[int]:
     stages = [np.array([[[1, 2]]]), np.array([[[3, 4]]])]
     groups = [[dist.new_group([0, *stage.ravel()]) for _ in range(2)] for stage in stages]
     runs = runs_of(0, 1, 1)
-    source = ReplicatedSource(np.array([sum(runs.split_sizes(0))]), encoder)
+    source = ReplicatedSource(np.array([sum(runs.rows_of_lane(0))]), encoder)
     segments = lanes_of([[TOKENS]])
     received = []
     for number, levels in enumerate([(0,), (1, 2)]):
@@ -257,7 +258,7 @@ def levels_to_their_stages(rank: int) -> list[int]:
             values = torch.cat(rows, dim=-1).requires_grad_()
             sender = BridgeSender(end, lane=0, run_ahead=1)
             sender.begin([plan])
-            token = sender.send(0, FlatEmbeddings(values, runs.split_sizes(0)))
+            token = sender.send(0, ItemRows(values, runs.rows_of_lane(0)))
             (gradient,) = torch.autograd.grad(token, values)
             assert torch.equal(gradient, 2 * values)
             sender.finish()

@@ -17,14 +17,13 @@ from bridge import (
     BridgeError,
     BridgeReceiver,
     BridgeSender,
-    FlatEmbeddings,
+    ItemRows,
     TransferWatch,
     check_plans,
 )
 from tests.bridge.two_grids import (
     CASES,
     HIDDEN,
-    SAMPLES,
     TEXT_ONLY,
     Case,
     build_end,
@@ -322,25 +321,28 @@ def sender_alone(**settings: Any) -> tuple[BridgeSender, Case]:
 @pytest.mark.parametrize(
     ("shape", "sizes", "parts", "message"),
     [
-        ((3, HIDDEN), (1, 0, 2, 0), 1, r"microbatch 0: .*\[1, 0, 2, 0\].*\[7, 0, 3, 13\]"),
-        ((23, HIDDEN + 1), SAMPLES[0], 1, "rows of size 6, the language model needs 5"),
-        ((12, HIDDEN), SAMPLES[0], 2, "cut over 2 ranks, the plan needs 1"),
+        ((3, HIDDEN), (1, 0, 2, 0), 1, r"microbatch 0: .*\[1, 0, 2, 0\], planned are"),
+        ((23, HIDDEN + 1), None, 1, "rows of size 6, the language model needs 5"),
+        ((1, 23, HIDDEN), None, 1, "rows of size 23 x 5, the language model needs 5"),
+        ((22, HIDDEN), None, 1, "22 rows, but its items need 23"),
+        ((12, HIDDEN), None, 2, "cut over 2 ranks, the plan needs 1"),
     ],
-    ids=["counts", "size", "cut"],
+    ids=["counts", "size", "dimensions", "rows", "cut"],
 )
 def test_rows_that_do_not_fit_the_plan_are_refused_with_both_numbers(
-    shape: tuple[int, int], sizes: tuple[int, ...], parts: int, message: str
+    shape: tuple[int, ...], sizes: tuple[int, ...] | None, parts: int, message: str
 ) -> None:
-    sender, _ = sender_alone()
+    sender, case = sender_alone()
+    sizes = case.runs(0).rows_of_lane(0) if sizes is None else sizes
     with pytest.raises(ValueError, match=message):
-        sender.send(0, FlatEmbeddings(torch.zeros(shape), sizes, parts))
+        sender.send(0, ItemRows(torch.zeros(shape), sizes, parts))
 
 
 @pytest.mark.parametrize("trainable", [True, False])
 def test_rows_that_disagree_with_the_plan_about_gradients_are_refused(trainable: bool) -> None:
     sender, case = sender_alone(trainable=trainable)
-    rows = FlatEmbeddings(
-        torch.zeros(0, HIDDEN, requires_grad=not trainable), case.runs(TEXT_ONLY).split_sizes(0)
+    rows = ItemRows(
+        torch.zeros(0, HIDDEN, requires_grad=not trainable), case.runs(TEXT_ONLY).rows_of_lane(0)
     )
     with pytest.raises(BridgeError, match="microbatch 1: the plan expects"):
         sender.send(TEXT_ONLY, rows)
@@ -352,14 +354,3 @@ def test_receiving_without_autograd_is_refused_when_the_plan_expects_gradients()
     receiver.begin([case.plan(TEXT_ONLY)])
     with torch.no_grad(), pytest.raises(BridgeError, match="but the rows require none"):
         receiver.receive(0)
-
-
-def test_flat_embeddings_refuse_rows_that_are_not_those_of_their_samples() -> None:
-    assert FlatEmbeddings(torch.zeros(0, HIDDEN), (0, 0)).values.shape == (0, HIDDEN)
-    with pytest.raises(ValueError, match=r"produced 3 rows, but its samples need 4 \(\[1, 3\]\)"):
-        FlatEmbeddings(torch.zeros(3, HIDDEN), (1, 3))
-    assert FlatEmbeddings(torch.zeros(2, HIDDEN), (1, 2), parts=2).values.shape == (2, HIDDEN)
-    with pytest.raises(ValueError, match="produced 3 rows, but its samples need 2 on each of 2"):
-        FlatEmbeddings(torch.zeros(3, HIDDEN), (1, 2), parts=2)
-    with pytest.raises(ValueError, match=r"\(rows, hidden\), got \(1, 3, 5\)"):
-        FlatEmbeddings(torch.zeros(1, 3, HIDDEN), (3,))

@@ -1,11 +1,15 @@
-"""A tower's rows per item become rows per sample, or are refused."""
+"""A tower's rows per item are those of the plan, or are refused."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from bridge import ItemRuns, UnexpectedRows, split_sizes_of
+from bridge import ItemRows, ItemRuns, UnexpectedRows, check_rows
 
 # Two microbatches of three and two samples; lanes 0 and 1 encode their items in turn.
 RUNS = [
@@ -28,18 +32,22 @@ RUNS = [
 ]
 
 
-def fold(*rows_per_item: int, runs: list[ItemRuns] = RUNS, lane: int = 0) -> tuple[int, ...]:
-    return split_sizes_of(rows_per_item, runs, lane, "vision", 6)
+def check(*rows_per_item: int, runs: list[ItemRuns] = RUNS, lane: int = 0) -> None:
+    """Check rows of size 2, as many as the items say."""
+    plans: Any = [SimpleNamespace(runs=of_plan, source_parts=1) for of_plan in runs]
+    end: Any = SimpleNamespace(name="vision", hidden_size=2)
+    check_rows(end, 6, plans, lane, ItemRows(torch.zeros(sum(rows_per_item), 2), rows_per_item))
 
 
-def test_rows_of_items_add_up_to_rows_of_samples_one_microbatch_after_the_other() -> None:
-    assert fold(4, 1, 6, 3, 5) == (4, 0, 7, 0, 8)
-    assert fold(9, 2, lane=1) == (9, 0, 2, 0, 0)
-    assert fold(4, 1, 6, runs=RUNS[:1]) == (4, 0, 7) == RUNS[0].split_sizes(0)
+def test_rows_of_the_planned_items_of_all_microbatches_are_taken() -> None:
+    check(4, 1, 6, 3, 5)
+    check(9, 2, lane=1)
+    check(4, 1, 6, runs=RUNS[:1])
+    assert RUNS[0].rows_of_lane(0) == (4, 1, 6)
 
 
-def test_a_lane_without_items_has_no_rows_of_any_sample() -> None:
-    assert fold(runs=RUNS[1:], lane=1) == (0, 0)
+def test_a_lane_without_items_has_no_rows() -> None:
+    check(runs=RUNS[1:], lane=1)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +65,11 @@ def test_the_first_item_with_other_rows_than_planned_is_named(
     produced: tuple[int, ...], message: str, microbatch: int, sample: int
 ) -> None:
     with pytest.raises(UnexpectedRows, match=f"^encoder vision, lane 0, {message}") as caught:
-        fold(*produced)
+        check(*produced)
     assert (caught.value.microbatch, caught.value.sample) == (microbatch, sample)
 
 
 @pytest.mark.parametrize("produced", [(), (4, 1, 6, 3), (4, 1, 6, 3, 5, 0)])
 def test_rows_of_another_number_of_items_are_refused(produced: tuple[int, ...]) -> None:
     with pytest.raises(UnexpectedRows, match=rf"of {len(produced)} items .* planned are 5 \[4, 1,"):
-        fold(*produced)
+        check(*produced)

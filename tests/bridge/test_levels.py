@@ -16,7 +16,7 @@ from bridge import (
     BridgePlan,
     BridgeReceiver,
     BridgeSender,
-    FlatEmbeddings,
+    ItemRows,
     ItemRuns,
     LevelReceiver,
     ReplicatedSource,
@@ -75,7 +75,7 @@ def run_chunks(rank: int, rows_of_microbatch: list[int], trainable: bool) -> lis
         sender.begin(plans)
         values = [rows.requires_grad_(trainable) for rows in whole]
         tokens = [
-            sender.send(m, FlatEmbeddings(rows, plans[m].runs.split_sizes(0)))
+            sender.send(m, ItemRows(rows, plans[m].runs.rows_of_lane(0)))
             for m, rows in enumerate(values)
         ]
         if trainable:

@@ -136,11 +136,9 @@ def test_no_replica_sends_or_receives_more_than_its_even_share_and_one_row(case:
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_split_sizes_count_the_rows_of_every_lane_and_sample(case: Case) -> None:
+def test_rows_of_items_are_those_of_every_lane(case: Case) -> None:
     for lane in range(len(case.encoder_ranks)):
-        sizes = case.runs.split_sizes(lane)
-        assert len(sizes) == case.runs.num_samples
-        assert sum(sizes) == len(case.lane_rows[lane])
+        assert sum(case.runs.rows_of_lane(lane)) == len(case.lane_rows[lane])
 
 
 @pytest.mark.parametrize("delivery", ["sequence_parallel", "shared_out", "replicated"])
@@ -150,7 +148,7 @@ def test_a_microbatch_without_rows_has_no_peers(delivery) -> None:
     )
     plan = empty.build()
     assert empty.runs.num_samples == 3
-    assert [empty.runs.split_sizes(lane) for lane in range(2)] == [(0, 0, 0), (0, 0, 0)]
+    assert not empty.runs.rows.any()
     for rank in range(12):
         for exchange in (
             plan.sends(rank),

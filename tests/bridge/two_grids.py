@@ -23,7 +23,7 @@ from bridge import (
     BridgePlan,
     BridgeReceiver,
     BridgeSender,
-    FlatEmbeddings,
+    ItemRows,
     ItemRuns,
     ReplicatedSource,
     sharded_destination,
@@ -99,7 +99,7 @@ class Case:
 
     def plan(self, microbatch: int) -> BridgePlan:
         runs = self.runs(microbatch)
-        rows = np.array([sum(runs.split_sizes(lane)) for lane in range(self.lanes)])
+        rows = np.array([sum(runs.rows_of_lane(lane)) for lane in range(self.lanes)])
         kind = cut_alone if self.sequence_sharded else ReplicatedSource
         source = kind(rows, np.arange(self.encoder_ranks).reshape(-1, self.tp))
         ranks = np.arange(self.first_language_rank, self.num_ranks)
@@ -238,15 +238,15 @@ def encoder_part(case: Case, rows: torch.Tensor, t: int) -> torch.Tensor:
     return padded[t * part : (t + 1) * part]
 
 
-def rows_of(case: Case, microbatch: int, rank: int) -> FlatEmbeddings:
+def rows_of(case: Case, microbatch: int, rank: int) -> ItemRows:
     """The rows of an encoder rank; its padding is not zero."""
     lane, t = divmod(rank, case.tp)
     dense = case.of_lane(microbatch, lane, case.dense(microbatch, seed=0))
     values = encoder_part(case, dense, t).clone()
     values[encoder_part(case, torch.ones_like(dense), t) == 0] = torch.nan
-    return FlatEmbeddings(
+    return ItemRows(
         values.requires_grad_(case.trainable),
-        case.runs(microbatch).split_sizes(lane),
+        case.runs(microbatch).rows_of_lane(lane),
         case.tp if case.sequence_sharded else 1,
     )
 

@@ -40,6 +40,10 @@ class Settings(GeneratorSettings):
     def token_pixels(self) -> int:
         return 2 if self.autoencoder is None else 16
 
+    @property
+    def most_rows(self) -> int:
+        return 1000
+
     def products(self) -> list[Product]:
         return []
 

@@ -122,7 +122,7 @@ def test_a_rank_plans_for_its_lanes_what_the_plan_for_all_ranks_says(
             assert got.held_rows.tolist() == expected.held_rows.tolist()
             assert got.source_parts == expected.source_parts
             for lane in range(case.layout.encoders["vision"].dp):
-                assert got.runs.split_sizes(lane) == expected.runs.split_sizes(lane)
+                assert got.runs.rows_of_lane(lane) == expected.runs.rows_of_lane(lane)
             for name, ranks in (
                 ("sends", senders),
                 ("collects", senders),
@@ -184,7 +184,7 @@ def sources(case: Case, microbatches: tuple[PlannedMicrobatch, ...]) -> list[Sou
         size = case.encode_group or len(microbatches)
     ranks = ranks_of(grid, 0)[:, 0]
     rows = [
-        np.array([sum(m.runs_of("vision").split_sizes(lane)) for lane in range(grid.dp)])
+        np.array([sum(m.runs_of("vision").rows_of_lane(lane)) for lane in range(grid.dp)])
         for m in microbatches
     ]
     if not grid.sp:

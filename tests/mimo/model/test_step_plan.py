@@ -36,11 +36,9 @@ def test_every_link_plans_all_rows_to_the_ranks_of_its_stage(path: Path, deliver
             assert set(bridge.destination_rank.tolist()) == (ranks if rows else set())
             assert bridge.length.sum() == copies * rows
             assert bridge.length[bridge.returned].sum() == rows
-            expected = np.bincount(
-                samples.item_sample[own.item], samples.item_rows[own.item], samples.num_samples
-            )
-            sizes = planned.runs_of("vision").split_sizes(0)
-            assert sizes == bridge.runs.split_sizes(0) == tuple(expected.astype(int).tolist())
+            expected = tuple(samples.item_rows[own.item].tolist())
+            assert planned.runs_of("vision").rows_of_lane(0) == expected
+            assert bridge.runs.rows_of_lane(0) == expected
 
 
 def test_a_rank_plans_the_bridges_that_it_needs_as_every_other_rank_does(path: Path) -> None:
