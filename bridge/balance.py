@@ -6,8 +6,6 @@ The rule is sequential. But until a lane that got an item is the least loaded ag
 go to the next lanes, whatever they cost. Such rounds of items are assigned at once.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

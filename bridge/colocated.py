@@ -7,8 +7,6 @@ Letters: n rows of this rank's messages, N rows of this rank's encoder lane over
 hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ exchanged, and a peer gets one message per direction, or none if it has no rows.
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ ranks' plans with each other.
 Letters: N rows of one lane, H language hidden size, L feature levels beside the embeddings.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Letters: n rows of a message, N of a whole lane, H hidden, k levels of a message
 encoder, the embeddings among them, j levels of one chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -16,8 +16,6 @@ Letters: n rows of a tensor-parallel group's lane (of this rank under sequence p
 of a generator lane, H hidden, T positions on this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The items of a microbatch as runs of rows, and arithmetic on arrays of integers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

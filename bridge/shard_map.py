@@ -12,8 +12,6 @@ rank of a lane, padding included. Encoder context parallelism is not planned.
 Letters: L lanes, G packed segments, K stretches, R runs, Q pieces of consecutive rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Most messages are runs of consecutive rows, which are sent and received in place
 Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter, deque

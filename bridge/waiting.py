@@ -7,8 +7,6 @@ the same BridgeError when time is up. Whoever runs the ranks must end a rank whe
 fails.
 """
 
-from __future__ import annotations
-
 import datetime
 import logging
 import queue

@@ -7,8 +7,6 @@ floor the comparison would be of rounding noise. See docs/parallelism.md.
 Both sides come as plain arrays, so comparing needs no engine; all become matrices.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 The matrix is applied to a recipe's families and settings; only the layout keys come from it.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ and take the hidden states after the last norm.
 Letters: T packed tokens, H hidden, S tokens of an item with C numbers each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`mimo parity`: compare a layout with transformers, which runs the same checkpoint."""
 
-from __future__ import annotations
-
 import json as json_module
 import sys
 import tempfile

@@ -7,8 +7,6 @@ Letters: L tokens of one sample, T of all, I items of one sample, P patches, C n
 N rows, H hidden, V vocabulary, S side of a square image in pixels.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field

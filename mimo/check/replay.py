@@ -4,8 +4,6 @@ The samples are those of the step, whatever the layout. With the weights that th
 the loss is the run's, up to rounding. Layers have the names of the checkpoint format.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ A recipe with a module of `engine: fsdp` starts from a tiny checkpoint of its ar
 layers of every kind.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ each encoder or generator and the language model stay. A layout that still needs
 covered by several layouts, each with some of the parallel axes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The tiny checkpoint that stands in for the folder of a recipe with modules of `engine: fsdp`."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`mimo verify`: compare a recipe's layout, on real ranks of this machine, with one rank."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Sequence

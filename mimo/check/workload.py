@@ -9,8 +9,6 @@ With generators, answers have items likewise: of two sizes, several, one or none
 read or alone, with words or without any.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

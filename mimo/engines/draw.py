@@ -5,8 +5,6 @@ Salmon et al. 2011) whose key is a hash of the name and whose counter begins wit
 number. So a rank draws only the blocks that overlap its part, and all layouts get the same numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

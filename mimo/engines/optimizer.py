@@ -4,8 +4,6 @@ AdamW and SGD treat every element alone, so they work on plain tensors: whole pa
 shares of them, or master copies of 16-bit ones. No function here is a collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`mimo evaluate`: answers held-out samples with a trained model and scores the answers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

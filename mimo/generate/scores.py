@@ -1,7 +1,5 @@
 """Metrics of `mimo evaluate`: how well answers match the expected answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Build this rank's model from the recipe: chunks, DDP, optimizers, bridge ends."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import partial

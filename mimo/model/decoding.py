@@ -4,8 +4,6 @@ The ranks of an encoder lane on one host need the same items, those of a languag
 texts. One of them decodes each and hands it to the others.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import tempfile

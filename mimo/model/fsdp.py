@@ -197,10 +197,9 @@ def _reader(
     A generator without a folder begins like torch's linears: matrices are uniform in
     ±1/sqrt(inputs), biases 0, and other vectors, the weights of norms, 1.
     """
-    is_generator, seed = name in recipe.generators, f"{recipe.train.seed}:"
+    is_generator = name in recipe.generators
     is_drawn = is_generator and (initial is None or name not in initial.weights)
-    if is_generator:
-        seed = f"{seed}{name}."
+    seed = f"{recipe.train.seed}:" + (f"{name}." if is_generator else "")
 
     def read(key: str, rows: slice, columns: slice) -> Tensor | None:
         users = names.users(key)
@@ -213,12 +212,12 @@ def _reader(
         shape = names.shapes[parameter]
         if len(shape) == 1:
             return torch.full((rows.stop - rows.start,), 0.0 if key.endswith(".bias") else 1.0)
-        part = torch.zeros(rows.stop - rows.start, columns.stop - columns.start)
+        first, last, _ = columns.indices(shape[1])
+        part = torch.zeros(rows.stop - rows.start, last - first)
         if not key.endswith(".lora_b"):
             std = language_settings(recipe).init_std
             numbers = normal(std) if is_query else adapter_numbers(shape[1])
-            whole = shape[0], shape[1]
-            draw(part, rows.start, columns.start, whole, f"{seed}{parameter}", numbers)
+            draw(part, rows.start, first, (shape[0], shape[1]), f"{seed}{parameter}", numbers)
         return part
 
     return read

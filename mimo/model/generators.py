@@ -1,7 +1,5 @@
 """Build a generator: its transformer of diffusers under FSDP2, and its frozen autoencoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

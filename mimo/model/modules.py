@@ -8,8 +8,6 @@ language model's run. The last chunk's forward sends hidden states to generators
 Letters: B sequences (1 for packed) of S tokens on this lane, N rows, H hidden, k levels.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

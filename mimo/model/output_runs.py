@@ -6,8 +6,6 @@ gradient. Colocated, all of that happens inside the forward of the language mode
 Letters: N rows of a generator's lane, T positions of this rank, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Checks of a recipe before any rank starts: its model on its layout, its data, its memory."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ these send to. So the work of a rank does not grow with the number of lanes.
 Letters: M microbatches, E encoder lanes, L language lanes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

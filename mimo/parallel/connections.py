@@ -5,8 +5,6 @@ its call. Inside a step that could close a circle of waiting ranks, so every pai
 messages is connected when the groups are created. Collectives have connections of their own.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -4,8 +4,6 @@ A grid is a block of consecutive ranks seen as `arange(size).view(pp, dp, cp, tp
 tp varies fastest, then cp, then dp, then pp. `mimo.parallel.build` places the grids of a recipe.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple

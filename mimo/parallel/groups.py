@@ -4,8 +4,6 @@ Each module is a separate Megatron job on its own grid of ranks, so each gets a
 `ProcessGroupCollection`; no global `parallel_state` is initialised.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import math

@@ -8,8 +8,6 @@ gathers logits, queries and keys.
 Letters: B batch (1 for packed), S sequence (T packed tokens), H hidden.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

@@ -5,8 +5,6 @@ All figures are of samples as training sees them: in its order, so mixed by the 
 Letters: n samples that are looked at, m of their items.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`mimo experiment FILE`: run what is not done yet, compare the layouts, and write the results."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

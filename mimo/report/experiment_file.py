@@ -1,7 +1,5 @@
 """The file of an experiment: one recipe and its layouts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -8,8 +8,6 @@ which shows a wrong gradient that the optimizer scales away. Then the bound grow
 until, after some hundred steps, only means over many steps say anything.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Mapping, Sequence

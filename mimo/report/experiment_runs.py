@@ -4,8 +4,6 @@ A run is a folder, a resolved recipe beside it and two files with what its comma
 tell whether it is done, so an interrupted experiment continues.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

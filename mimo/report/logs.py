@@ -4,8 +4,6 @@ The output of ranks that SLURM started is in the folder of the jobs; log and las
 are in the folder of the run or the phase. A file may grow, be replaced or appear while it is read.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Sequence

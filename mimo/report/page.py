@@ -4,8 +4,6 @@ A page has parts, a part has tiles and sections, a section has pictures, tables,
 Pictures are SVG in an address, where no script can run.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """`mimo report` and `mimo compare`: pages about one run, its phases, or several runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Read a run folder: curves, incidents and jobs, and whether the run has ended, died or goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

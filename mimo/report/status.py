@@ -3,8 +3,6 @@
 The folder is enough, so any machine that sees it can show the state.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

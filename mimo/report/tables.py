@@ -1,7 +1,5 @@
 """Tables on the console, numbers as text, and the files of reports."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

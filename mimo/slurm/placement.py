@@ -4,8 +4,6 @@ Ranks are placed in order. The ranks of a tensor-parallel group stay on one node
 not fit into the rest of a node begins the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise

@@ -5,8 +5,6 @@ step whose loss or gradient norm is not finite, or whose loss spikes, are kept i
 ``batches/step_<n>.json``; `mimo replay` runs the step again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, deque

@@ -12,8 +12,6 @@ The sum that carries the loss of step k also carries the unreadable samples of s
 No background thread ever waits for another thread, so none can hang.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

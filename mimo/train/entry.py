@@ -3,8 +3,6 @@
 Megatron imports Transformer Engine, which initialises the GPU.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import traceback

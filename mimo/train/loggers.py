@@ -4,8 +4,6 @@ The last two are the user's own packages. Unless their environment variables say
 write to the run folder and use no network. A resumed run continues the same run of theirs.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

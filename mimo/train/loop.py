@@ -1,7 +1,5 @@
 """The training loop of one rank: steps, progress, validation, checkpoints, traces, garbage."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`mimo train`: check everything that can be checked, make the run folder, start the ranks."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The figures of a step: its outcome, where its time went, and its line in metrics.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One rank, from joining the others to leaving them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

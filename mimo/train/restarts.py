@@ -3,8 +3,6 @@
 The launcher restarts the ranks that it started. Torchrun's agent does so too, unknown to its ranks.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The start of a run: its folder, and whether a checkpoint fits what the recipe says now."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Facts of a run: its parameters, data and length, printed at each start, kept for the report."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

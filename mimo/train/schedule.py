@@ -1,7 +1,5 @@
 """The learning rate of every module at every step, as a function of the recipe alone."""
 
-from __future__ import annotations
-
 import math
 
 from mimo.config.schema import Recipe, Train

@@ -1,7 +1,5 @@
 """One training step of one rank; read `train_step` from top to bottom."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

@@ -8,8 +8,6 @@ Letters: B items of one size, S tokens of each with C numbers, P = B·S patches,
 H their size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Letters: B sequences (1 for packed) of S tokens, S' of them on this rank, H hidd
 n chosen tokens or rows, k feature levels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial

@@ -4,8 +4,6 @@ Letters: I items, N embeddings, L feature levels, H hidden size, B sequences of 
 1 of T), n tokens with a loss, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

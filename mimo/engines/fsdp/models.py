@@ -6,8 +6,6 @@ for masks is, so transformers builds no masks. Segments of a packed sequence nev
 Letters: B sequences (1 for packed) of S tokens (T packed), N heads, G key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

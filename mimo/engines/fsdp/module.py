@@ -1,7 +1,5 @@
 """One module's part on this rank, as FSDP2 and tensor parallelism by DTensor run it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ Letters: B sequences of S tokens, S' of them on this rank, H hidden, V vocabular
 O outputs of a linear, R rank of an adapter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

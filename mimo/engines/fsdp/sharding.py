@@ -10,8 +10,6 @@ Letters: R rows, C columns of a whole parameter or tensor, seen as a matrix of i
 by all others; a vector has one column.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

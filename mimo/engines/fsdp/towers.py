@@ -7,8 +7,6 @@ Letters: I items, P patches of all items, C numbers of each, N embeddings, L lev
 of the language model.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from abc import abstractmethod

@@ -5,8 +5,6 @@ and logits are whole plain tensors on every rank of tp. Every rank computes the 
 unscaled, and gets whole gradients of its parameters. Modules without a style are replicated.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -8,8 +8,6 @@ serves every layer that Transformer Engine does not. Segments of a packed sequen
 other.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, cast

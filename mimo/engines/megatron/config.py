@@ -5,8 +5,6 @@ reduce-scatters. All ranks of the group call it. `scatter_sequence`: (S, B, H), 
 -> this rank's (S/tp, B, H); the backward all-gathers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ the few ``torch.cuda`` functions that Megatron calls get CPU equivalents. Its li
 matrix products. With a GPU nothing is changed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

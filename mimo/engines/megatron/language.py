@@ -4,8 +4,6 @@ Letters: S sequence of this rank (all its packed tokens, or one of B samples), B
 packed), H hidden, D head size, V vocabulary, n chosen tokens, t ranks of the tensor-parallel group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast

@@ -18,8 +18,6 @@ Letters: S sequence, B batch, I inputs and O outputs of the linear, R rank of th
 of the tensor-parallel group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Gradients are summed over data parallelism, never averaged, because every module
 `calculate_per_token_loss`. See docs/parallelism.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Megatron's DDP and optimizer for one module, built on explicit process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

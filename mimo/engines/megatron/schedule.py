@@ -3,8 +3,6 @@
 The bridge hides in autograd, so the schedules run unmodified: see docs/parallelism.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 

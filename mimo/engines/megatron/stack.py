@@ -7,8 +7,6 @@ Letters: B sequences (1 for packed) of S local tokens, H hidden, n embeddings of
 feature levels of this chunk.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Sequence
 from functools import partial
