@@ -148,6 +148,7 @@ def planner_of(
     """Return a planner of the recipe's steps. options: further arguments of `StepPlanner`."""
     recipe = load_recipe(path, overrides)
     dataset, media = open_sources(recipe), {"vision": ("image",)}
+    media |= {name: (generator.output,) for name, generator in recipe.generators.items()}
     sizes = micro_batch_size, num_microbatches
     layout = build_layout(recipe)
     return StepPlanner(layout, media, dataset.indexes, dataset.order, *sizes, **options)

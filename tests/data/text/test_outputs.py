@@ -212,6 +212,24 @@ def test_skipped_tokens_are_in_no_condition(opened: Open, skipped: int, rows: in
     assert (sample.item_offsets.tolist(), sample.item_rows.tolist()) == ([skipped], [rows])
 
 
+def test_chats_with_an_item_get_the_system_message_of_its_generator_unless_they_have_one(
+    opened: Open,
+) -> None:
+    chat = opened("digits", OutputText(START, END, 4, most_rows=6, system="read"))
+    before, asked = {"role": "system", "content": "see"}, user("9")
+    prompt = "<|im_start|> {} <|im_end|> <|im_start|> user 9 <|im_end|> <|im_start|> assistant"
+    for messages, text in (([asked], "system read"), ([before, asked], "system see")):
+        expected = prompt.format(text)
+        assert chat.text(chat.encode_prompt(messages, []).input_ids) == expected
+        drawn = chat.encode([*messages, answer(IMAGE)], [0], "k")
+        assert chat.text(drawn.input_ids).startswith(expected)
+        # The condition begins behind the system message.
+        assert (drawn.item_offsets.tolist(), drawn.item_rows.tolist()) == ([4], [6])
+    assert "system" not in chat.text(chat.encode([asked, answer("3")], [], "k").input_ids)
+    with pytest.raises(MessagesError, match="condition of 7 tokens, but its generator takes 6"):
+        chat.encode([user("9 3"), answer(IMAGE)], [0], "k")
+
+
 # ------------------------------------------------------------------ tokens
 
 

@@ -15,6 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from data.index.reader import SampleReader
+from data.text.chat import ChatTokenizer
+from data.text.digits import write_tokenizer
+from data.text.outputs import OutputText
 from mimo.checkpoint.assets import portable_recipe
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf.initial import convert_from_hf
@@ -335,3 +338,17 @@ def test_the_judge_counts_digits_that_were_drawn_as_asked(
     assert judge.share_drawn_right(tmp_path) == 5 / 8
     judge.main(tmp_path)
     assert capsys.readouterr().out == "exact_match=0.500 per_digit=0.750 drawn=0.625\n"
+
+
+def test_the_length_of_an_answer_counts_text_before_its_images(tmp_path: Path) -> None:
+    from mimo.generate.evaluate import _answer_length
+
+    write_tokenizer(tmp_path)
+    chat = ChatTokenizer(tmp_path, {}, {"output.image": OutputText("<draw>", "</draw>")})
+    answered = [{"type": "text", "text": "1 2 3 4 5"}, {"type": "image"}]
+    asked = [{"type": "text", "text": "read"}]
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    for messages in (turns, [*turns, *turns]):
+        sample = chat.encode(messages, [3] * (len(messages) // 2), "k")
+        # Five words, the start, the end, and the end of the turn.
+        assert _answer_length(sample, chat.eos_token_id) == 8

@@ -81,7 +81,7 @@ def test_a_generator_adds_its_tokens_and_its_targets(path: Path) -> None:
     assert chat.added_tokens == ("<|image_gen_start|>", "<|image_gen_end|>")
     assert chat.vocab_size == open_tokenizer(plain).vocab_size + 2
     start, end = chat.added_tokens
-    assert chat.outputs == {"output.image": OutputText(start, end)}
+    assert chat.outputs == {"output.image": OutputText(start, end, most_rows=1000)}
     prompt = load_recipe(
         path, [DRAW, "generators.draw.condition=prompt", "generators.draw.skipped_tokens=34"]
     )

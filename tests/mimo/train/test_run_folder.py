@@ -17,6 +17,7 @@ from mimo.train.restarts import is_requeued
 from tests.mimo import tiny
 from tests.mimo.checkpoint.hf import folders
 from tests.mimo.checkpoint.manifests import small_checkpoint, write_manifest
+from tests.mimo.drawings import GENERATOR
 from tests.mimo.runs import shards
 
 
@@ -150,6 +151,20 @@ REFUSED = {
         "language.lora.targets",
         "got ['qkv']",
         "be lost",
+    ),
+    "generator": (
+        [GENERATOR],
+        [GENERATOR, "generators.image.model.axes_dims_rope=[8, 4, 4]"],
+        "generators.image.model.axes_dims_rope",
+        "got [8, 4, 4]",
+        "with [4, 6, 6]",
+    ),
+    "condition": (
+        [GENERATOR],
+        [GENERATOR, "generators.image.queries=2"],
+        "generators.image.queries",
+        "got 2",
+        "is conditioned on",
     ),
 }
 
