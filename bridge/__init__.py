@@ -1,4 +1,4 @@
-"""From rows of items in any encoder layout to rows in any language-model layout."""
+"""Move rows between encoders, the language model and generators, in any layout."""
 
 from bridge.balance import assign_items, imbalance
 from bridge.colocated import ColocatedBridge

@@ -186,7 +186,7 @@ class BridgeReceiver(SteppedEnd):
 
 
 class Crossing(torch.autograd.Function):
-    """Calls `_forward` and `_backward` of an end of a bridge, in either direction."""
+    """Autograd function that calls `_forward` and `_backward` of a bridge end."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, end: Any, microbatch: int) -> Tensor:

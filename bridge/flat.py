@@ -40,8 +40,8 @@ def check_rows(
 ) -> None:
     """Raise UnexpectedRows unless ``rows`` are what these plans move from an encoder lane.
 
-    plans: of the microbatches from ``first_microbatch`` on that were encoded together. An item with
-    other rows than planned is named with its microbatch and sample.
+    plans: of the microbatches that were encoded together, from ``first_microbatch`` on. The error
+    names the first item with a wrong number of rows, its microbatch and its sample.
     """
     runs = [plan.runs for plan in plans]
     mine = [np.flatnonzero(of_plan.source_lane == lane) for of_plan in runs]

@@ -51,7 +51,7 @@ class OutputSender(SteppedEnd):
         token waits for the rows' gradients, and gathers them over ``end.gather``.
         """
         places = self.end.positions(self._plans[microbatch])
-        rows = hidden.index_select(0, places)  # those of all sharers
+        rows = hidden.index_select(0, places)  # the rows of every rank that shares
         token = Crossing.apply(rows, self, microbatch)
         check_gradient_path(self.end, microbatch, token, self._expects_gradients)
         return token
@@ -83,7 +83,7 @@ class OutputSender(SteppedEnd):
 
 
 class OutputReceiver(SteppedEnd):
-    """A generator's end, on every rank of a disjoint one. lane: this rank's."""
+    """A generator's end, on every rank of a disjoint generator. lane: this rank's."""
 
     def __init__(self, end: BridgeEnd, lane: int) -> None:
         super().__init__(end)
@@ -128,7 +128,7 @@ class OutputReceiver(SteppedEnd):
 
 
 class ColocatedOutput(SteppedEnd):
-    """Both ends on one rank; every rank of the language model has one. lane: the generator's."""
+    """Both ends of a colocated generator, on every language rank. lane: the generator's."""
 
     def __init__(self, end: BridgeEnd, lane: int) -> None:
         super().__init__(end)
@@ -137,8 +137,8 @@ class ColocatedOutput(SteppedEnd):
     def exchange(self, microbatch: int, hidden: Tensor) -> Tensor:
         """Send rows of hidden states (T, H); return the rows (N, H) of this lane's items.
 
-        Every rank of the language model calls it, also without rows. No gradient flows: `answer`
-        takes it.
+        Every rank of the language model calls it, also without rows. Autograd stops here: the
+        gradient goes to `answer`.
         """
         plan, end = self._plans[microbatch], self.end
         own = hidden.detach().index_select(0, end.positions(plan))[end.own_rows(plan)]

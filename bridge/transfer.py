@@ -47,7 +47,7 @@ class BridgeEnd:
     """One rank's settings of a bridge.
 
     name: the module's, with its levels if they are several. to_language: whether rows go to the
-        language model, as those of encoders; rows for a generator come from there.
+        language model, as from encoders, or come from it, as for generators.
     forward, backward: groups for rows and for gradients, over both ends.
     wire_dtype: dtype of all messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group, if each rank gets a share of the lane's rows but
@@ -203,7 +203,7 @@ class SteppedEnd:
         self._expects_gradients = self.end.trainable and not forward_only
 
     def finish(self) -> None:
-        """Wait until everything has left; call after the module's schedule."""
+        """Wait until all sends are finished; call after the module's schedule."""
         while self._sent:
             self._sent.popleft().wait()
 

@@ -239,7 +239,7 @@ class PackedLane:
     packed: bool = True  # whether all segments are one sequence; else each is one, equally long
     items: tuple[tuple[int, int], ...] = ()  # first token and number of tokens of each item
     parts: tuple[tuple[str, tuple[int, int, int]], ...] = ()  # modality and grid of each item
-    # Modality, first query position and their number, of each output item that has any.
+    # Of each output item with queries: modality, first query position, number of queries.
     queries: tuple[tuple[str, int, int], ...] = ()
 
     @property
@@ -262,7 +262,7 @@ def pack_lane(
 ) -> PackedLane:
     """Lay a lane's samples one after the other into ``num_tokens`` tokens.
 
-    samples: with input items alone (`read_items`). grids: per sample, the (t, h, w) of its items in
+    samples: with input items only (`read_items`). grids: per sample, the (t, h, w) of its items in
     rows. parts, queries: see `PackedLane`. time_steps: per sample, positions from one frame to the
     next. loss_tokens: per sample; one
     planned with none (blanked) has its whole loss mask cleared. segment_lengths: per sample, its
@@ -304,14 +304,14 @@ def pack_lane(
 def queries_of(
     samples: GlobalMicrobatch, items: slice, plans: Sequence[PartPlan]
 ) -> list[tuple[str, int, int]]:
-    """Return `PackedLane.queries` of items of one lane; plans: of each of them."""
+    """Return `PackedLane.queries` of one lane's items. plans: of each item."""
     media = [samples.media[kind] for kind in samples.item_media[items].tolist()]
     placed = zip(media, samples.item_position[items].tolist(), plans, strict=True)
     return [(name, first, p.num_rows) for name, first, p in placed if p.is_output and p.num_rows]
 
 
 def read_items(sample: EncodedSample, plans: Sequence[PartPlan]) -> EncodedSample:
-    """Return a sample with only the items that the model reads; outputs have positions of text.
+    """Return a sample with only the items that the model reads; output items count as text.
 
     plans: of all its items, in order; none if it is blanked.
     """

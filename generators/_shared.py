@@ -1,4 +1,4 @@
-"""What families of generators share: settings, checks, masks and autoencoders.
+"""Shared parts of generator families: settings, checks, masks and autoencoders.
 
 Letters: B items, T rows of each condition, H their size, c channels of latents, h and w in pixels.
 """
@@ -34,7 +34,7 @@ class TransformerSettings(GeneratorSettings):
     """Settings of a transformer that takes squares of 2 × 2 pixels or latents."""
 
     axes_dims_rope: Annotated[tuple[Channels, Channels, Channels], Field(strict=False)]
-    """Channels of a head that turn with time or text, row and column; even, together a head."""
+    """Channels of a head rotated by time or text, row and column: even, in sum the head's size."""
 
     @model_validator(mode="after")
     def _axes_make_a_head(self) -> Self:
@@ -123,8 +123,8 @@ def folder_settings(
 ) -> tuple[dict[str, Any], Config] | None:
     """Return settings of a folder of diffusers, and ``transformer/config.json``.
 
-    None for a transformer of another class. keys: theirs by ours. expected: the only values of
-    their keys that the family computes. Raises ValueError for others.
+    None for a transformer of another class. keys: diffusers' by ours. expected: the only values
+    of diffusers' keys that the family computes. Raises ValueError for others.
     """
     path = folder / "transformer" / "config.json"
     config = read_json(path)
@@ -155,7 +155,7 @@ def linear_weights(products: Sequence[Product], without_bias: tuple[str, ...] = 
 
 
 def with_a_row(condition: Tensor) -> Tensor:
-    """Add a row of zeros to a condition (B, 0, H): modules take at least one, masked."""
+    """Add a masked row of zeros to a condition (B, 0, H): modules need at least one row."""
     from torch.nn.functional import pad  # recipes are read without it
 
     return condition if condition.shape[1] else pad(condition, (0, 0, 0, 1))

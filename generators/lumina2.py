@@ -1,9 +1,9 @@
 """Lumina-Image 2.0's transformer (arXiv:2503.21758): condition and tokens are one sequence.
 
-The module is `Lumina2Transformer2DModel` of diffusers. Blocks of their own refine the condition and
-the tokens before the joint ones. Its time runs from noise at 0 to the image at 1, and its velocity
-points there. The published model is conditioned on another layer than the last, so the generator of
-a folder takes learned queries by default.
+The module is `Lumina2Transformer2DModel` of diffusers. Separate blocks refine the condition and
+the tokens before the joint blocks. Its time runs from noise at 0 to the image at 1, and its
+velocity points there. The published model is conditioned on another layer than the last, so a
+generator from a folder takes learned queries by default.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Settings(_shared.TransformerSettings):
     num_refiner_layers: Layers = 2
     """Layers that refine the condition, and as many that refine the tokens."""
     axes_lens: Annotated[tuple[Side, Side, Side], Field(strict=False)] = (300, 512, 512)
-    """Positions in the text, of rows and of columns; a condition has fewer rows than the first."""
+    """Most positions of text, lines and columns; a condition has fewer rows than the first."""
 
     @model_validator(mode="after")
     def _heads_form_groups(self) -> Settings:
@@ -135,7 +135,7 @@ def predict(
 ) -> Tensor:
     """Return the velocity, see `GeneratorFamily.predict`. Raises ValueError for too many positions.
 
-    An item without a condition has a row of zeros.
+    An item without a condition gets one row of zeros.
     """
     from mimo.families.flow import pack, unpack
 

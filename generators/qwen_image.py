@@ -64,7 +64,7 @@ class Settings(_shared.TransformerSettings):
 
     @property
     def most_rows(self) -> int:
-        """Positions of the condition follow half of the longer side's, and all are 4,096."""
+        """Positions left for the condition, of 4,096, after half of the longest side."""
         tokens = self.max_pixels // self.token_pixels**2
         return max(4096 - int((tokens * MAX_ASPECT_RATIO) ** 0.5) // 2, 1)
 
@@ -140,7 +140,7 @@ def predict(
     """Return the velocity, see `GeneratorFamily.predict`; the module's has the same sign."""
     condition = _shared.with_a_row(condition)
     mask = _shared.condition_mask(condition, lengths)
-    # More kernels of attention work without a mask; on the device, asking would wait for it.
+    # Without a mask more attention kernels apply; on a device, the check would block the host.
     if lengths.device.type == "cpu" and bool((lengths == condition.shape[1]).all()):
         mask = None
     (velocity,) = transformer(
@@ -148,7 +148,7 @@ def predict(
         timestep=times,
         encoder_hidden_states=condition,
         encoder_hidden_states_mask=mask,
-        # All of one size: its rotary embedding takes the first one's for the whole call.
+        # All items have one size: the rotary embedding uses that of the first.
         img_shapes=[[(1, *grid)]] * len(tokens),
         return_dict=False,
     )

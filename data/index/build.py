@@ -192,7 +192,7 @@ def _read_sample(
 ) -> tuple[_Row, list[_Row], list[_Row]]:
     """Read a sample, its items and its files; `item_file` counts from the sample's first file.
 
-    The sample also has its `text_tokens`, of which there is no column.
+    The row of the sample also has `text_tokens`, which no column stores.
 
     Raises ValueError or RecursionError for an unusable sample, PlaceholderError and
     UnknownMediaError for one that would be misread.

@@ -1,4 +1,4 @@
-"""Images that a generator learns to make, in the squares that its tokens stand for."""
+"""Target images of a generator, cut into one square per token."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from data.modalities.processor import Part, PartPlan, Size, Triple
 
 @dataclass(frozen=True)
 class TargetImages(StillImages):
-    """Values in -1..1, ordered by channel, line and column in each square; squares line by line.
+    """Images as squares, line by line; each has values in -1..1 by channel, line and column.
 
     An item's grid counts tokens, and its rows are ``num_queries`` query positions. patch_size: side
     of a token's square in pixels. max_pixels: of a resized image. tower_width: hidden size of the
@@ -39,7 +39,7 @@ class TargetImages(StillImages):
             )
 
     def resized(self, width: int, height: int) -> Size:
-        """The size within `max_pixels`, in whole squares: at least one in each direction.
+        """Return a size within `max_pixels`, in whole squares: at least one in each direction.
 
         A very long image may end above `max_pixels`. Raises ValueError for an aspect ratio above
         200.

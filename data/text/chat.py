@@ -73,10 +73,10 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One tokenized sample; every item is as many placeholder or query positions long as it needs.
+    """One tokenized sample, with a placeholder or query position for each row of an item.
 
-    An item has rows at ``item_offsets`` and the tokens after it: its placeholders, or of an output
-    item the query positions, which have the padding's id, or the tokens that condition it.
+    The rows of an item stand at ``item_offsets`` and the tokens after it. They are placeholders;
+    for an output item, query positions (with the padding's id) or the tokens of its condition.
     """
 
     input_ids: np.ndarray  # (L,) int64
@@ -155,7 +155,7 @@ class ChatTokenizer:
         needed = {eos, *self.placeholders.values()}
         needed |= {text.written for text in media_text.values()}
         needed |= {token for text in self.outputs.values() for token in (text.start, text.end)}
-        self.output_ids: dict[str, tuple[int, int]] = {  # of start and end
+        self.output_ids: dict[str, tuple[int, int]] = {  # start and end tokens
             name: (backend.token_to_id(text.start), backend.token_to_id(text.end))
             for name, text in self.outputs.items()
         }
@@ -165,7 +165,7 @@ class ChatTokenizer:
         self.pad_token_id = self.eos_token_id if pad is None else self._required_id(pad, "padding")
 
     def mentions(self, messages: Sequence[Message], key: str) -> list[Mention]:
-        """Return parts that stand for items, in order, outputs under the name of their modality.
+        """Return the parts that stand for items, in order; outputs as ``output.<modality>``.
 
         Raises MessagesError, UnknownMediaError.
         """
@@ -305,7 +305,7 @@ class ChatTokenizer:
         return _Rendered(text, ids, offsets, spans)
 
     def _of_items(self, chat: _Chat, rendered: _Rendered) -> np.ndarray:
-        """bool per token: whether it stands for an item, or opens or closes one that is no output.
+        """Return bool per token: whether it stands for an item, or opens or closes an input item.
 
         A special token right beside such an item, such as Qwen's <|vision_start|>, belongs to it;
         an end of turn does not.

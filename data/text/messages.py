@@ -67,7 +67,7 @@ class Mention:
     media: str
     frames: int  # consecutive files that it takes
     fps: float  # frames per second
-    in_answer: bool  # whether the model is to learn to write its message
+    in_answer: bool  # whether the model learns to write its message
 
 
 def mentions(messages: Sequence[Message], key: str) -> list[Mention]:

@@ -37,11 +37,11 @@ def split_outputs(modalities: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class OutputText:
-    """How items of one modality appear in an answer, and what conditions them.
+    """The tokens around items of one modality in an answer, and the settings of their condition.
 
-    start, end: tokens. skipped_tokens: first tokens of a sample that are in no condition, where the
-    tokens before an item condition it; None where its query positions do. most_rows: of such a
-    condition. system: the system message of chats without one that are answered with an item.
+    start, end: tokens. skipped_tokens: number of first tokens of a sample that no condition has;
+    None where query positions are the condition. most_rows: limit of a condition of tokens.
+    system: the system message for chats without one that are answered with an item.
     """
 
     start: str
@@ -65,7 +65,7 @@ def with_system(
 ) -> Sequence[Message]:
     """Put the system message of an output before a chat that has none.
 
-    is_prompt: whether the answer is still to come, which may have an item.
+    is_prompt: whether the answer is still to come; it may have an item of any output.
     """
     answers = item_parts([message for message in messages if is_answer(message)])
     names = [*outputs] if is_prompt else [output_of(part["type"]) for part in answers]
@@ -97,9 +97,9 @@ def with_marks(messages: Sequence[Message], outputs: Mapping[str, Any]) -> list[
 def add_tokens(
     backend: Tokenizer, outputs: Mapping[str, OutputText], vocab_size: int
 ) -> tuple[str, ...]:
-    """Add the start and end tokens that a tokenizer lacks, in order, and return these.
+    """Add the start and end tokens that a tokenizer lacks, in order; return the added ones.
 
-    Those that it has become special. vocab_size: the tokenizer's largest id and 1. Raises
+    Tokens that it has become special. vocab_size: the tokenizer's largest id plus 1. Raises
     ValueError where a new token would get the id of another.
     """
     from tokenizers import AddedToken
@@ -121,14 +121,14 @@ def add_tokens(
 def find_conditions(
     items: Iterable[tuple[int, OutputText]], offsets: np.ndarray, rows: np.ndarray
 ) -> None:
-    """Put the conditions that are tokens before an output item into its offset and rows.
+    """Set the offset and rows of each output item to the tokens before it, its condition.
 
     items: number and text of each output item, in order. offsets, rows: int64 (I,), of all items:
-    those of output items are the first query position and the number of them. A condition begins
-    behind the skipped tokens and the output item before it, and ends before the start token. Raises
+    for output items, the first query position and the number of queries. A condition begins after
+    the skipped tokens and the previous output item, and ends before the start token. Raises
     ValueError for an empty one.
     """
-    end = 0  # of the output item before
+    end = 0  # of the previous output item
     for number, text in items:
         start, queries = int(offsets[number]) - 1, int(rows[number])
         if text.skipped_tokens is not None:

@@ -191,7 +191,7 @@ class Template:
     """The chat template of a tokenizer folder; safe to use in several threads.
 
     tokenizer: of transformers, which renders it. special: tells its special tokens from text.
-    outputs: by modality, the items in whose place the template gets a text.
+    outputs: by modality; the template gets a text in place of each of these items.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Chats in which the model reads digits, and chats in which it draws them.
 
-A sample to draw asks for one or two digits, and its answer is a scan of each, 8 x 8 pixels. Half of
-the other samples are those of `examples.digits.scans`.
+One kind of sample asks for one or two digits; its answer is a scan of each, 8 x 8 pixels. The other
+kind is that of `examples.digits.scans`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def prepare_drawn_digits(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write shards and tokenizer/ like `prepare_digits`; every second sample is to be drawn."""
+    """Write shards and tokenizer/ like `prepare_digits`; half of those with images are to draw."""
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     settings = {f"num_{split}": count for split, count in counts.items()}
     settings |= {"seed": seed, "drawings_version": FORMAT_VERSION}

@@ -1,8 +1,8 @@
 """Score a run that reads and draws digits: ``python -m examples.digits.judge RUN``.
 
-A classifier that knows the training scans reads what the run has drawn for the test questions.
-The line printed is ``exact_match=... per_digit=... drawn=...``; `mimo evaluate` has found the
-first two.
+A classifier fitted to the training scans reads the images that the run drew for test questions.
+The script prints ``exact_match=... per_digit=... drawn=...``; the first two come from
+`mimo evaluate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.digits.scans import load_scans
 
 
 def share_drawn_right(run: Path) -> float:
-    """Return the share of digits asked for that the classifier reads in what was drawn."""
+    """Return the share of requested digits that the classifier reads in the drawn images."""
     from sklearn.svm import SVC  # late: it is slow to import
 
     scans, digits = load_scans("train")
@@ -42,7 +42,7 @@ def share_drawn_right(run: Path) -> float:
 
 
 def _features(images: np.ndarray) -> np.ndarray:
-    """uint8 (k, 8, 8) -> (k, 64) in the 17 levels of the scans."""
+    """Convert uint8 (k, 8, 8) to (k, 64), on the 0 to 16 scale of the scans."""
     return (images.astype(np.float64) * (16 / 255)).reshape(len(images), -1)
 
 

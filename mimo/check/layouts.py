@@ -19,7 +19,7 @@ from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
 _COLOCATED, _NONE = "colocated", "none"
 _SECOND = "second"  # the name of an encoder that a cell needs and the recipe lacks
-# Overrides; `encoder`, `generator` and `each` stand for the first of a kind and for all of these.
+# Overrides. `encoder` and `generator`: the first of its kind; `each`: both and the language model.
 _OPTIONS = {
     "frozen encoder": ("encoder.freeze=true",),
     "frozen language": ("language.freeze=true",),

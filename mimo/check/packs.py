@@ -1,8 +1,8 @@
 """The losses of packs of samples on one rank, for the reference that layouts are compared with.
 
-A generator is called once for each item. Of a layout's way from hidden states to its losses they
-share the module and the random numbers of an item. Hooks put queries into the text's embeddings,
-and take the hidden states after the last norm.
+A generator is called once for each item. From hidden states to losses, only the module and the
+random numbers of an item are those of a layout. Hooks put queries into the text's embeddings, and
+take the hidden states after the last norm.
 
 Letters: T packed tokens, H hidden, S tokens of an item with C numbers each.
 """
@@ -139,7 +139,7 @@ def _hidden_states(recipe: Recipe, local: LocalModel, items: list[_Item]) -> Ite
 
 
 def _item_loss(recipe: Recipe, local: LocalModel, item: _Item, hidden: Tensor) -> Tensor:
-    """Compute the mean squared error of the velocity, of a straight line from data to noise."""
+    """Return the mean squared error of an item's velocity, which is noise minus target."""
     plan, media = item.reader.plan(item.number), item.reader.media(item.number)
     numbers = output_planner(recipe, item.generator, _SPLIT).numbers(item.at, plan)
     values = torch.from_numpy(media.wire.values(item.reader.patches(item.number)))
@@ -168,7 +168,7 @@ def _items(
     readers: Sequence[SampleReader],
     lane: PackedLane,
 ) -> Iterator[_Item]:
-    """Yield items in order; where they are follows from the start and end tokens in the pack."""
+    """Yield items in order, found by their start and end tokens in the pack."""
     by_modality = {part.output: name for name, part in recipe.generators.items()}
     marks = np.array([readers[0].chat.output_ids[media] for media in by_modality])
     begin = 0

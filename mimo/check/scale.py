@@ -32,8 +32,8 @@ _USUAL_SAMPLES = 6  # of all lanes, in a microbatch
 _SEQUENCE_LENGTH = 192
 MULTI_RANK_KEYS = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
 _AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
-_MOST_QUERIES = 3  # of an item that a generator makes; the image, of 6 or 12 tokens, has more
-_MOST_SKIPPED = 2  # tokens of a sample: the shortest has some more
+_MOST_QUERIES = 3  # per output item: fewer than the 6 or 12 tokens of its image
+_MOST_SKIPPED = 2  # tokens of a sample: fewer than the shortest has
 _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
 
 # Large enough for weights to move visibly, and for Adam not to turn rounding noise into ± lr.
@@ -246,7 +246,7 @@ def _num_microbatches(layout: Layout) -> int:
 
 
 def _samples_per_microbatch(layout: Layout) -> int:
-    """Return the samples of all lanes: two per lane or more, and about one per other lane."""
+    """Return the samples of a microbatch: at least two per language lane, one per other lane."""
     lanes = layout.language.dp
     needed = max(2 * lanes, *(grid.dp for grid in layout.item_grids.values()), 0)
     is_usual = _USUAL_SAMPLES % lanes == 0 and needed <= _USUAL_SAMPLES

@@ -62,8 +62,8 @@ def place(
 
     Disjoint modules stand in the order of their offsets; where these are equal, encoders come
     first and generators last. modules: all but the language model. in_blocks: with the fewest
-    blocks of lanes above one, if the lanes can be divided. generators: names of those modules that
-    are no encoders.
+    blocks of lanes above one, if the lanes can be divided. generators: names of the modules that
+    are generators.
     """
     encoders = {name: grid for name, grid in modules.items() if name not in generators}
     grids, start = {**encoders, LANGUAGE: language, **modules}, 0
@@ -90,7 +90,7 @@ def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
 
 
 def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
-    """Set other axes than ``axes`` to 1; None if a colocated module does not fit then."""
+    """Set all axes but ``axes`` to 1; None if a colocated module does not fit then."""
 
     def reduced(grid: GridSpec) -> GridSpec:
         sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}

@@ -26,7 +26,7 @@ def tiny_checkpoint(
     """
     modules = {**layout.encoders, LANGUAGE: layout.language}
     if all(grid.engine != "fsdp" for grid in modules.values()):
-        return None, {}  # generators begin with weights that are drawn
+        return None, {}  # generators start with random weights
     architecture = _architecture_of(recipe)
     if architecture is None or architecture.model_type not in FAMILIES:
         families = [recipe.language.family, *(e.family for e in recipe.encoders.values())]

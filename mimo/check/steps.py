@@ -220,7 +220,7 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
 
 
 def _gradient(recipe: Recipe, param: _NamedParam) -> Tensor:
-    """Return a trainable parameter's gradient; a generator's that its loss does not need is 0."""
+    """Return a trainable parameter's gradient; 0 for an unused parameter of a generator."""
     if param.parameter.grad is None:
         assert param.module in recipe.generators, f"a parameter of {param.module} got no gradient"
         param.parameter.grad = torch.zeros_like(param.parameter)

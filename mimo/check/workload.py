@@ -5,8 +5,8 @@ several items, with one and with none, items of every modality in one sample, a 
 any item, and one with a single item, which leaves all but one encoder lane empty. Several data
 sources take turns within a step, even in the middle of a microbatch.
 
-With generators, answers have items likewise: of two sizes, several, one or none, beside items to
-read or alone, with words or without any.
+With generators, answers have several items, one or none, of two sizes, with or without words, and
+with or without items to read.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ _QUESTIONS = ("read the digits", "what is this ?", "there are digits in order ."
 _MAX_ANSWER = 6  # words
 _BETWEEN = "then"  # two items in an answer
 _TEMPLATE_TOKENS = 6  # of a question and an answer: where each begins and ends, and whose it is
-# Likewise of items that answers have; the first sample has some to read, too.
+# The same for items in answers; the first sample also has items to read.
 _DRAWN_ITEMS = (1, 0, 2, 1, 0, 3)
 _DRAWN_SIZES = ((2, 3), (4, 3))  # columns and lines of tokens
 _EMPTY, _SINGLE = 1, 2  # microbatches of a step without items, and with one
-_ONLY_DRAWN, _ONLY_READ = 3, 4  # with an item and no word in each answer, and without any in these
+_ONLY_DRAWN, _ONLY_READ = 3, 4  # microbatches: one item, no words in answers; no items in answers
 _SEEDS = 1000  # seeds to try; a tenth is enough for any weights in use
 _TURN = 3.5  # microbatches per turn of a source: the two above, one more, and part of a fourth
 
@@ -69,7 +69,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The items of a generator: parts of this type in answers. files: reads them."""
+    """The items of a generator. media: type of their parts in answers. files: their reader."""
 
     media: str
     files: TargetImages
@@ -94,7 +94,7 @@ class Sample:
         asked, reply = conversation([i.media for i in self.items], self.question, self.answer)
         parts = [*reply["content"]] if self.answer else []
         for number, item in enumerate(self.drawn):
-            # A prompt is the text before an item and behind the last one.
+            # The prompt of an item is the text between the previous item and it.
             parts += [{"type": "text", "text": _BETWEEN}] if number else []
             parts.append({"type": item.media})
         return [asked, {**reply, "content": parts or reply["content"]}]

@@ -242,7 +242,7 @@ class Generator(Module):
     """A generator: it turns hidden states of the language model into items of its modality."""
 
     engine: Literal["fsdp"] = "fsdp"
-    """What runs it: a module of diffusers, under FSDP2."""
+    """The engine: diffusers' own module under FSDP2."""
     media: bounds.Word = "image"
     """Modality that it makes: content parts of this type in an assistant's message are its
     targets."""
@@ -251,21 +251,21 @@ class Generator(Module):
     freeze: Annotated[bool | Names, _freeze("true, false", bool | Names)] = False
     """`true` freezes all weights; a list freezes weights by patterns of names."""
     condition: Literal["queries", "prompt"] = "queries"
-    """Hidden states that it gets: those of learned `queries`, or of the `prompt`, the tokens before
-    the item."""
+    """Hidden states that it gets: those of learned `queries`, or of the `prompt` (the tokens before
+    the item)."""
     queries: Annotated[int, Field(ge=1, le=2**14)] = 64
-    """With `condition: queries`, learned query positions of an item."""
+    """With `condition: queries`, number of learned query positions per item."""
     query_learning_rate: bounds.LearningRate | None = None
     """Peak learning rate of the queries; null takes the language model's."""
     skipped_tokens: Annotated[int, Field(ge=0, le=2**14)] = 0
-    """With `condition: prompt`, first tokens of a sample that are left out of the condition."""
+    """With `condition: prompt`, number of first tokens of a sample that no condition has."""
     system_prompt: Annotated[str, Field(max_length=65536)] | None = None
-    """System message of chats without one that are answered with an item, such as the template
-    that the first `skipped_tokens` come from."""
+    """System message for chats that have none and are answered with an item. `skipped_tokens` can
+    leave it out of the condition."""
     condition_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of items that are trained without a condition, which guidance needs."""
+    """Share of items that are trained without a condition; guidance needs some."""
     loss_weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Factor of its loss beside that of the text."""
+    """Weight of its loss; the loss of the text has weight 1."""
     time_mean: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Mean of the normal distribution whose sigmoid gives the times of the noise."""
     time_std: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -275,7 +275,7 @@ class Generator(Module):
     start_token: bounds.Word = "<|image_gen_start|>"
     """Token before an item, which the model learns to write; added to a tokenizer without it."""
     end_token: bounds.Word = "<|image_gen_end|>"
-    """Token after an item, likewise."""
+    """Token after an item; added likewise."""
 
     @property
     def num_queries(self) -> int:

@@ -83,7 +83,7 @@ class Chunk:
         labels (n,) int64 of the tokens at loss_at (n,) int64, where s·B + b is token s of
             sequence b -> on the last chunk losses (n,), at least fp32,
         emit: on the last chunk, maps its hidden states (S', B, H) after the final norm to a scalar
-            that stands behind the losses (n + 1,), or None.
+            that is appended to the losses (n + 1,), or None.
     number: index of the chunk on its pipeline stage. is_first: whether it embeds tokens.
     """
 
@@ -98,7 +98,7 @@ class Draw:
 
     grid: height and width in tokens. patches: of the targets, `mimo.families.wire.WirePatches`.
     noise: (B, S, C) fp32. times: (B,) fp32 in 0..1. rows: (B, T) int64, the rows of each condition
-    among the lane's; their number stands for a blank one. lengths: (B,) int64, the rows of each.
+    among the lane's N; N itself is a row of zeros. lengths: (B,) int64, the rows of each.
     weights: (B,) fp64, the factor of each loss in the backward. counted: (B,) fp32, 0 for a blank
     item, else 1.
     """

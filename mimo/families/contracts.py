@@ -191,9 +191,9 @@ class GeneratorSettings(FamilySettings):
     """The recipe keys under ``generators.<name>.model``."""
 
     in_channels: Width
-    """Numbers of each token of an item: of a square of 2 × 2 pixels or latents."""
+    """Numbers per token of an item: those of a square of 2 × 2 pixels or latents."""
     condition_size: Width
-    """Width of the hidden states that it is conditioned on: the language model's."""
+    """Width of its condition: the hidden size of the language model."""
     max_pixels: Pixels = 1024 * 1024
     """Targets with more pixels are made smaller."""
     autoencoder: PathText | None = None
@@ -256,7 +256,7 @@ class Autoencoder(Protocol):
 class GeneratorFamily(Protocol):
     """A family of generators: a transformer of diffusers that learns by flow matching.
 
-    Letters: B items, S tokens of each in the lines of its grid, C ``in_channels``, T hidden states
+    Letters: B items, S tokens of each, line by line, C ``in_channels``, T hidden states
     of each condition, H their size.
     """
 

@@ -41,9 +41,9 @@ class Schedule:
     """The times of sampling, with the keys of diffusers' `FlowMatchEulerDiscreteScheduler`.
 
     shift: of times, without dynamic shifting. With it, the shift is exp(μ), or μ if
-    ``time_shift_type`` is linear, where μ goes from base_shift for images of base_image_seq_len
-    tokens to max_shift for max_image_seq_len, in a line. shift_terminal: times are stretched so
-    that the last is this.
+    ``time_shift_type`` is linear. μ is linear in the number of tokens: base_shift for
+    base_image_seq_len, max_shift for max_image_seq_len. shift_terminal: the last time before 0,
+    to which times are stretched.
     """
 
     shift: float = 1.0
@@ -98,6 +98,6 @@ def guided(with_condition: Tensor, without: Tensor, scale: float) -> Tensor:
 
 
 def euler_step(tokens: Tensor, velocity: Tensor, time: float, next_time: float) -> Tensor:
-    """Go from one time to the next: tokens (B, S, C), in fp32 at least, in their dtype."""
+    """Move tokens (B, S, C) from one time to the next; computed in fp32 at least."""
     wide = torch.promote_types(tokens.dtype, torch.float32)
     return (tokens.to(wide) + (next_time - time) * velocity.to(wide)).to(tokens.dtype)

@@ -115,7 +115,7 @@ QUERIES = "queries."
 
 
 def query_weights(recipe: Recipe) -> list[Weight]:
-    """Return the language model's query parameters, which no checkpoint in their format has."""
+    """Return the language model's query parameters, which no published checkpoint has."""
     size = language_settings(recipe).hidden_size
     return [
         plain(f"{QUERIES}{name}", f"{QUERIES}{name}", generator.num_queries, size)

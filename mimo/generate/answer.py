@@ -139,7 +139,7 @@ class Generator:
         """Return greedy answers, one per request; all requests run packed together.
 
         max_length: cut an answer when it and its prompt have this many tokens together. how: to
-        draw images; None to leave them out. Raises InputError for a request that the tokenizer or
+        draw images; None draws none. Raises InputError for a request that the tokenizer or
         a processor refuses.
         """
         prompts = [self._encode_prompt(request) for request in requests]

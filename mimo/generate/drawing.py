@@ -26,16 +26,16 @@ from mimo.families.flow import euler_step, guided, unpack
 from mimo.families.registry import generator_settings
 from mimo.model.generators import open_autoencoder
 
-BATCH_ITEMS = 64  # that are drawn together
+BATCH_ITEMS = 64  # items that are drawn together
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How items are drawn.
+    """Settings for drawing items.
 
     steps: from noise to an image. guidance: scale of classifier-free guidance, 1 for none. seed: of
     the noise. size: width and height in pixels; None for the largest square that was trained on.
-    first: number of the first image, on which its noise depends.
+    first: number of the first image; the noise depends on the number.
     """
 
     steps: int = 20

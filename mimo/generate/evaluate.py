@@ -44,7 +44,7 @@ def main(
 ) -> int:
     """Write the answers of `answer_split` and their score; the last line is the score.
 
-    Images of answers are written to ``drawn_<split>/`` beside them. how: they are drawn.
+    Images of answers are written to ``drawn_<split>/`` beside them. how: to draw them.
     """
     if unknown := [name for name in metrics if name not in METRICS]:
         raise InputError(f"--metric {unknown[0]}: {suggestion(unknown[0], [*METRICS])}")
@@ -60,7 +60,7 @@ def main(
         for number, sample in enumerate(
             answer_split(run, split, max_new_tokens, average, left_out, how)
         ):
-            if number == 0:  # nothing refused the evaluation
+            if number == 0:  # the evaluation was not refused
                 shutil.rmtree(drawn, ignore_errors=True)
             line: dict[str, Any] = {
                 "key": sample.key,
@@ -192,7 +192,7 @@ def answer_split(
         for batch in _batches(_questions(dataset, counts), limit, max_length):
             requests = [question.request for question in batch]
             answers = generator.respond(requests, limit, max_length, how)
-            # The noise of an image depends on its number alone, not on what is answered together.
+            # The noise of an image depends on its number alone, not on the batch.
             how = replace(how, first=how.first + sum(len(answer.images) for answer in answers))
             for question, answer in zip(batch, answers, strict=True):
                 yield replace(question.sample, answer=answer.text, drawn=answer.images)
@@ -263,7 +263,7 @@ def _batches(
 def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
     """Return the messages of a sample. Raises UnreadableSample if the last is no answer.
 
-    An answer has text and images of generators alone.
+    An answer has only text and images of generators.
     """
     index, messages = reader.index, reader.messages(sample)
     kinds = {output_of(part["type"]) for part in item_parts(messages[-1:])}
@@ -275,7 +275,7 @@ def _question_and_answer(reader: SampleReader, sample: int) -> list[dict]:
 
 
 def _answer_length(sample: EncodedSample, end_of_turn: int) -> int:
-    """Return the tokens of the last answer that count; those of the others end before it."""
+    """Return the number of loss tokens of the last answer; the others' end before it."""
     counted = np.flatnonzero(sample.loss_mask)
     ends = counted[sample.labels[counted] == end_of_turn]
     return int((counted > (ends[-2] if len(ends) > 1 else -1)).sum())

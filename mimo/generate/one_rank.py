@@ -156,7 +156,7 @@ class LocalModel:
     ) -> Tensor:
         """Return the hidden states (T, H) after the final norm, as generators get them.
 
-        rows: see `forward`. Not of a model that takes rows itself.
+        rows: see `forward`. Not for a model that takes rows itself.
         """
         language: Any = self.model.modules[LANGUAGE].whole
         states = list[Tensor]()

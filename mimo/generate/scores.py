@@ -8,7 +8,7 @@ import numpy as np
 
 NO_ITEMS = "text alone, where others have items"
 DRAWN = "answers with images"
-"""Why samples that were answered are not scored."""
+"""The reason why answered samples are not scored."""
 
 Points = tuple[float, int]
 """Points of an answer, and the most that it could have. A score is their ratio over all samples."""

@@ -75,7 +75,7 @@ def linear_tokens(recipe: Recipe) -> int:
 
 
 def modality_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what keeps every modality from having one encoder or generator and its own tokens."""
+    """Yield problems: a modality or token that two encoders or generators claim."""
     owners = dict[tuple[str, str], str]()
 
     def claim(location: Location, shown: str, value: str, *kinds: str) -> Iterator[str]:
@@ -271,7 +271,7 @@ def unknown_text(sources: Iterable[Source], indexes: Iterable[Index]) -> list[st
 
 
 def added_tokens(chat: ChatTokenizer) -> list[str]:
-    """Return a note on the tokens of generators that the tokenizer's files lack, if there are."""
+    """Return a note on the tokens of generators that the tokenizer's files lack, if any."""
     names = ", ".join(chat.added_tokens)
     return [f"note: tokens added to those of data.tokenizer: {names}"] if names else []
 

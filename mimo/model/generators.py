@@ -33,7 +33,7 @@ def open_autoencoder(recipe: Recipe, name: str) -> Autoencoder | None:
 
 
 def _encoder(autoencoder: Autoencoder | None, side: int) -> Encode:
-    """Return what makes tokens of squares of ``side`` pixels."""
+    """Return the function that turns squares of ``side`` pixels into tokens."""
 
     def encode(squares: Tensor, grid: tuple[int, int]) -> Tensor:
         if autoencoder is None:

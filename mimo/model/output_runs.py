@@ -1,4 +1,4 @@
-"""The forwards and backwards of generators, and what the language model hands to them.
+"""The forwards and backwards of generators, and the hidden states sent to them.
 
 Disjoint, a generator's rank receives the rows of one microbatch after the other, and returns their
 gradient. Colocated, all of that happens inside the forward of the language model's last chunk.
@@ -25,7 +25,7 @@ Draws = Mapping[str, Sequence[Sequence[Draw]]]
 class OutputRuns:
     """This rank's part in generators.
 
-    modules: of this rank. note: told the activity and microbatch that begins. senders: of disjoint
+    modules: of this rank. note: called with each activity and its microbatch. senders: of disjoint
     generators, on the language model's last stage. receivers: on their own ranks. colocated: on
     those of the language model. losses: summed over the items of this lane, of the last step.
     """

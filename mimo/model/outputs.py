@@ -1,4 +1,4 @@
-"""What a generator's ranks need of a step: targets, noise, and where their conditions are.
+"""Inputs of a generator's ranks in a step: targets, noise, and positions of conditions.
 
 Letters: B items of one forward, S tokens of each with C numbers, N rows of a lane, T of the longest
 condition.
@@ -46,8 +46,8 @@ class HostDraw:
 class OutputPlanner:
     """Plans the forwards of a generator's lane.
 
-    key: names the random numbers, which depend on it, the step, the sample and the item alone, as
-    in `mimo.engines.draw`. channels: C.
+    key: names the random numbers. They depend only on it, the step, the sample and the item, as in
+    `mimo.engines.draw`. channels: C.
 
     Lanes under FSDP2 gather weights together, so all of them run one forward for each size of item
     in the global microbatch. A lane without such an item runs a blank one, which has no weight.
@@ -154,7 +154,7 @@ class OutputPlanner:
 
 
 def output_planner(recipe: Recipe, name: str, split: str) -> OutputPlanner:
-    """Return the planner of a generator's forwards. split: what batches are called."""
+    """Return the planner of a generator's forwards. split: name of the batches."""
     key, settings = f"{recipe.train.seed}:{split}:{name}", generator_settings(recipe, name)
     return OutputPlanner(name, recipe.generators[name], key, settings.in_channels)
 

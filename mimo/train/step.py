@@ -227,7 +227,7 @@ def mean_losses(plan: StepPlan, sums: Mapping[str, float | Tensor]) -> dict[str,
 
 
 def total_loss(recipe: Recipe, losses: Mapping[str, float]) -> float:
-    """Return the loss that is trained on: the generators' with their weights beside the text's."""
+    """Return the training loss: the text's plus the weighted losses of generators."""
     weights = {name: generator.loss_weight for name, generator in recipe.generators.items()}
     return sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
 

@@ -111,7 +111,7 @@ def copy_small_files(recipe: Recipe, target: Path) -> None:
 
 
 def write_around(recipe: Recipe, generator: str, assets: Path, target: Path) -> None:
-    """Write all but weights and tokenizer around a text encoder in ``target``.
+    """Write the rest of a folder of diffusers into ``target``, without weights and tokenizer.
 
     The autoencoder is copied. assets: the checkpoint's. Raises InputError.
     """

@@ -45,9 +45,9 @@ def fill_recipe(data: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     A Hub id (``org/name``) becomes its folder in the local cache, downloaded on first use.
     Values in the recipe win. Without ``encoders`` it gets one for images; ``encoders: {}`` means
     the language model alone. The folder's tower is the first encoder that names no family, or the
-    folder's family; the others have their own. A folder of diffusers is that of its text encoder,
-    and its transformer is a generator, by the same rules. Yields location and message of every
-    problem.
+    folder's family; the others have their own. In a folder of diffusers, the text encoder
+    is such a folder, and the transformer is a generator, by the same rules. Yields location and
+    message of every problem.
     """
     init_from = data.get("init_from")
     if init_from is None:

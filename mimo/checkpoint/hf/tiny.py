@@ -161,7 +161,7 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
 def _write_pipeline(settings: TinyCheckpoint, folder: Path) -> int:
     """Write a folder of diffusers; return the number of weights.
 
-    The autoencoder keeps the weights of its class, with which images come through.
+    The autoencoder keeps its initial weights, so that its output depends on the image.
     """
     import diffusers
     import torch

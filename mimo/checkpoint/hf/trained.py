@@ -56,8 +56,8 @@ class TrainedWeight:
 class TrainedModel:
     """A checkpoint of ours whose model has a form in Hugging Face format.
 
-    weights: those that have that form. averages: keys that are read in place of parameters' keys.
-    generator: the one that diffusers' form has. queries: of all generators.
+    weights: those that can be exported. averages: keys to read in place of the parameters' keys.
+    generator: the one in the folder of diffusers. queries: of all generators.
     """
 
     checkpoint: Path
@@ -87,7 +87,7 @@ class TrainedModel:
     def read(
         self, weights: Iterable[TrainedWeight], only_adapters: bool = False
     ) -> dict[str, Tensor]:
-        """Return parameters and what adapts them, or only the latter, by key."""
+        """Return parameters and their adapters, or only the adapters, by key."""
         stored = {key: tensor for weight in weights for key, tensor in weight.stored.items()}
         sources = {k: self.averages.get(k, k) for k in stored if is_adapter(k) or not only_adapters}
         tensors = read(self.checkpoint, sources.values())

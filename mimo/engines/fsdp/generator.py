@@ -54,7 +54,7 @@ class GeneratorModel(Wrapper):
         with torch.no_grad():
             squares = values.unflatten(0, (len(noise), -1))
             target = self._encode(squares, draw.grid).to(noise.dtype)
-        # Rounded as the transformer rounds them, so that it knows how much noise there is.
+        # Rounded as in the transformer, so that the noise is that of the time it gets.
         times = draw.times.to(self.ctx.dtype).to(noise.dtype)
         t = times[:, None, None]
         predicted = self.predict((1 - t) * target + t * noise, times, rows, draw)

@@ -99,7 +99,7 @@ def run_schedule(
     forward_step: as in Megatron: (iterator, chunk) -> (output, loss function).
     shapes: shapes of each microbatch, equal for all chunks; needed with several stages.
     run_ahead: further forward passes before the first backward, of 1F1B even with one stage; None
-        for a language model that waits for nobody.
+        for a language model that waits for no generator.
     Returns what the loss function logged on the last stage, else an empty list.
     """
     config = cast("TransformerConfig", chunks[0].config)
