@@ -55,7 +55,9 @@ class GeneratorModel(Wrapper):
             squares = values.unflatten(0, (len(noise), -1))
             target = self._encode(squares, draw.grid).to(noise.dtype)
         # Rounded as in the transformer, so that the noise is that of the time it gets.
-        times = draw.times.to(self.ctx.dtype).float()
+        times = draw.times
+        if self.ctx.dtype.itemsize < times.dtype.itemsize:
+            times = times.to(self.ctx.dtype).float()
         t = times.to(noise.dtype)[:, None, None]
         predicted = self.predict((1 - t) * target + t * noise, times, rows, draw)
         return (predicted.to(noise.dtype) - (noise - target)).square().mean(dim=(1, 2))
