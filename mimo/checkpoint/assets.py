@@ -1,7 +1,8 @@
 """What lies beside a checkpoint's tensors: recipe, configuration, tokenizer; and its overview.
 
 ``assets/`` has copies of the small files of the model's and the tokenizer's folders. So a moved
-checkpoint answers questions and can be exported, even if those folders are gone.
+checkpoint answers questions and can be exported, even if those folders are gone. Only a generator's
+autoencoder is not copied.
 """
 
 import json
