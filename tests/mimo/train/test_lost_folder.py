@@ -42,7 +42,8 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "no room for metrics": lambda run_dir: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
 }
 SAID = {
-    "gone": r"rank 1 failed: .*No such file or directory: '{run}/metrics\.jsonl'",
+    # Whichever file is written first: TensorBoard has a thread of its own.
+    "gone": r"rank 1 failed: .*No such file or directory: b?'{run}/(metrics|tensorboard/).+'",
     "no room for metrics": r"rank 1 failed: .*File too large: '{run}/metrics\.jsonl'",
 }
 
