@@ -209,8 +209,8 @@ def cut_after(model: LanguageModel, place: Any) -> Any:
     assert model.border is not None
     tp = model.border.tp
 
-    def cut(text: Tensor) -> Tensor:
-        whole = DTensor.from_local(place(text), tp, [Replicate()], run_check=False)
+    def cut(text: Tensor, queries: Any) -> Tensor:
+        whole = DTensor.from_local(place(text, queries), tp, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(0)]).to_local()
 
     return cut
