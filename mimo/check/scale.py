@@ -126,7 +126,8 @@ def scale_recipe(recipe: Recipe, layout: Layout, folder: Path, precision: str) -
         "shuffle_block": workload.block,
         "max_skipped_samples": 0,
     }
-    disjoint = [grid for name, grid in layout.grids.items() if name not in layout.colocated]
+    others = layout.colocated | layout.generators.keys()
+    disjoint = [grid for name, grid in layout.grids.items() if name not in others]
     largest = max(grid.size // grid.pp for grid in disjoint)
     data["bridge"] |= {"wire_dtype": "auto", "check": "always", "timeout_seconds": 60.0}
     data["bridge"]["block_ranks"] = -(-largest // layout.blocks)

@@ -180,8 +180,8 @@ def _shrink_module(layout: Layout, name: str, language: GridSpec) -> GridSpec | 
 
 
 def _fewest_blocks(layout: Layout) -> int:
-    """Return the fewest blocks above one that divide the lanes of disjoint modules; else 1."""
-    disjoint = [grid for name, grid in layout.item_grids.items() if name not in layout.colocated]
+    """Return the fewest blocks above one that divide the lanes of disjoint encoders; else 1."""
+    disjoint = [grid for name, grid in layout.encoders.items() if name not in layout.colocated]
     lanes = math.gcd(layout.language.dp, *(grid.dp for grid in disjoint)) if disjoint else 1
     return next((number for number in range(2, lanes + 1) if lanes % number == 0), 1)
 

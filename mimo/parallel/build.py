@@ -45,7 +45,8 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
         message = f"got {grids[culprit]}, but all grids together have at most {MAX_RANKS}"
         raise RecipeError(recipe.problem((*recipe.key_of(culprit), "grid"), message))
     grids = _place(recipe, _derive_lanes(recipe, grids, world_size))
-    blocks = _blocks(grids, recipe.bridge.block_ranks) if len(grids) > 1 else 1
+    in_blocks = {name: grid for name, grid in grids.items() if name not in recipe.generators}
+    blocks = _blocks(in_blocks, recipe.bridge.block_ranks) if len(in_blocks) > 1 else 1
     needed = sum(grid.size for grid in grids.values())
     language = grids[LANGUAGE]
     for name in colocated:  # the language model's ranks, but the module's own axes
@@ -75,7 +76,7 @@ def build_layout(recipe: Recipe, world_size: int | None = None) -> Layout:
 def _blocks(grids: dict[str, GridSpec], most_ranks: int) -> int:
     """Return the fewest blocks of lanes with at most `most_ranks` at an end of a bridge.
 
-    grids: of the language model and of disjoint modules.
+    grids: of the language model and of disjoint encoders.
     """
     lanes = math.gcd(*(grid.dp for grid in grids.values()))
     ranks = max(grid.size // grid.pp for grid in grids.values())

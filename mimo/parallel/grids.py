@@ -121,8 +121,12 @@ class Layout:
         return self.links.get(module, (Link(module),))
 
     def blocks_of(self, module: str) -> int:
-        """Number of blocks of lanes between which a module's rows do not travel."""
-        return 1 if module in self.colocated else self.blocks
+        """Number of blocks of lanes between which a module's rows do not travel.
+
+        A generator whose lanes they do not divide has one.
+        """
+        is_whole = module in self.colocated or self.item_grids[module].dp % self.blocks
+        return 1 if is_whole else self.blocks
 
     @property
     def item_grids(self) -> dict[str, GridSpec]:
@@ -224,8 +228,9 @@ def minimum_run_ahead(pp: int, vpp: int, microbatches: int, ahead: int = 0) -> i
         for chunk in range(vpp)
         for _ in range(first, min(first + pp, microbatches))
     ]
-    behind = pp - 1
-    warmup = min(behind + ahead if vpp == 1 else behind * 2 + (vpp - 1) * pp, len(table))
+    later_stages = pp - 1
+    warmup = later_stages + ahead if vpp == 1 else later_stages * 2 + (vpp - 1) * pp
+    warmup = min(warmup, len(table))
     received = table[:warmup].count(0)
     returned = needed = 0
     for step, chunk in enumerate(table):

@@ -221,3 +221,13 @@ def test_ranks_are_connected_the_way_that_rows_and_gradients_go(run_ranks: Any) 
     for rank in (5, 6, 7):
         expected = [(False, stage, "backward") for stage in (3, 4)]
         assert found[rank] == expected + [(True, stage, "forward") for stage in (3, 4)]
+
+
+def test_a_generators_lanes_leave_the_blocks_of_encoders_as_they_are(path: Path) -> None:
+    lanes = ["encoders.vision.grid.dp=4", "language.grid.dp=4", "bridge.block_ranks=1"]
+    lanes += ["train.global_batch_size=16"]
+    for dp, blocks in ((3, 1), (4, 4)):
+        layout = layout_of(path, *lanes, f"generators.image.grid.dp={dp}")
+        assert (layout.blocks_of("vision"), layout.blocks_of("image")) == (4, blocks)
+        (link,) = layout.links_of("image")
+        assert len(bridge_ends(layout, link)) == blocks
