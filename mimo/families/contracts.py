@@ -1,8 +1,7 @@
 """The contracts of families: Python modules that are found by the name in the recipe.
 
 A family of encoders is a file in `encoders`, one of language models in `mimo.families.languages`,
-one of generators in `generators`.
-Its settings hold all that is known before it is built.
+one of generators in `generators`. Its settings hold all that is known before it is built.
 
 Letters: P patches of all items of a call, C numbers per patch, I items, N rows, L feature levels,
 H hidden size of the language model, D of the tower, S sequence, B batch, V vocabulary.
@@ -13,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -26,8 +26,6 @@ from mimo.families.keymap import Weight
 from mimo.families.settings import FamilySettings, ItemRules
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import Tensor, nn
 
@@ -208,6 +206,12 @@ class GeneratorSettings(FamilySettings):
     @abstractmethod
     def most_rows(self) -> int:
         """Most hidden states of a condition."""
+
+    @property
+    def autoencoder_bytes(self) -> int:
+        """Size of the autoencoder's files of weights."""
+        files = Path(self.autoencoder).glob("*.safetensors") if self.autoencoder else ()
+        return sum(file.stat().st_size for file in files)
 
     def problems(self, hidden_size: int) -> Iterator[tuple[str, str]]:
         """Yield keys, each with what is wrong with it. hidden_size: the language model's.

@@ -24,7 +24,6 @@ from mimo.errors import InputError
 from mimo.families.contracts import Autoencoder
 from mimo.families.flow import euler_step, guided, unpack
 from mimo.families.registry import generator_settings
-from mimo.model.generators import open_autoencoder
 
 BATCH_ITEMS = 64  # items that are drawn together
 
@@ -133,7 +132,7 @@ class Drawer:
         self.settings, self.model = generator_settings(recipe, name), cast("Any", module.whole)
         self.generator, self.name = recipe.generators[name], name
         self.end, self.padding = chat.output_ids[self.generator.output][1], chat.pad_token_id
-        self.autoencoder: Autoencoder | None = open_autoencoder(recipe, name)
+        self.autoencoder: Autoencoder | None = self.model.encode.autoencoder
         self.schedule = schedule_of(recipe, name)
 
     def open_output(self, sequence: list[int], outputs: list[Output]) -> None:
@@ -203,7 +202,7 @@ class Drawer:
 def draw_of(conditions: Sequence[Tensor], grid: tuple[int, int]) -> Draw:
     """Return the places of conditions that follow each other in one tensor; nothing is random."""
     device = conditions[0].device
-    lengths = torch.tensor([len(condition) for condition in conditions], device=device)
+    lengths = torch.tensor([len(condition) for condition in conditions])
     total = sum(map(len, conditions))
     places = torch.arange(total, device=device).split([*map(len, conditions)])
     rows = pad_sequence(list(places), batch_first=True, padding_value=total)

@@ -143,7 +143,7 @@ def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
     return settings.num_inputs(plan.grid) / plan.num_rows
 
 
-_IN_LAYER = re.compile(r"(^|\.)(layers|transformer_blocks)\.").search
+_IN_LAYER = re.compile(r"(^|\.)(layers|transformer_blocks|\w+_refiner)\.").search
 
 
 class _Module:
@@ -152,7 +152,7 @@ class _Module:
     layers: of a stage. size: bytes of a number in computations; wide: of a gradient.
     shapes: of the parameters by name; of one layer only, except in models of transformers.
     held, trained: elements on a tensor-parallel rank, of all and of trainable parameters: of the
-    "first" stage, of a "layer", of the "last" stage.
+    "first" stage, of a "layer", of the "last" stage. autoencoder: its bytes.
     listed: layers in ``shapes``. is_one_unit: whether FSDP2 gathers all layers at once.
     """
 
@@ -164,11 +164,13 @@ class _Module:
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
         self.layers = module_settings(recipe, name).num_layers // self.grid.pp
+        self.autoencoder = 0
         last: tuple[str, ...] = (_OUTPUT,) if name == LANGUAGE else ()
         if name in recipe.encoders:
             last = encoder_family(recipe, name).PROJECTOR
         elif name in recipe.generators:
-            self.hidden = module_settings(recipe, name).hidden_size
+            settings = generator_settings(recipe, name)
+            self.hidden, self.autoencoder = settings.hidden_size, settings.autoencoder_bytes
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
@@ -195,7 +197,6 @@ class _Module:
                 by_columns = weight.endswith(CUT_BY_COLUMNS)
                 sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
                 self._count(place, lora.rank * sum(sizes), self.part.trains)
-
         for counter in (self.held, self.trained):
             counter["layer"], rest = divmod(counter["layer"], self.listed)
             counter["first"] += rest
@@ -239,13 +240,13 @@ class _Module:
         gathered = outside + (self.layers if self._keeps_layers else 1) * inside
         if self.part.reshard_after_forward:
             gathered -= self._embedding
-        is_gathered = shares > 1 or self.size < self.wide
         return RoleMemory(
             role=self.name,
             module=self.name,
             ranks=self.grid.ranks,
             weights=self._all(self.held) * self.wide / shares
-            + (gathered * self.size if is_gathered else 0),
+            + (gathered * self.size if shares > 1 or self.size < self.wide else 0)
+            + self.autoencoder,
             gradients=trained * self.wide / (1 if self._keeps_gradients else shares),
             optimizer=trained * self.wide * state / shares,
         )
@@ -358,8 +359,7 @@ class _Module:
     @property
     def _is_frozen(self) -> bool:
         """Whether an encoder runs no backward."""
-        freeze = self.part.freeze
-        is_frozen = freeze is True or (freeze == "tower" and not self.part.lora)
+        is_frozen = self.part.freeze is True or (self.part.freeze == "tower" and not self.part.lora)
         return self.name in self.layout.encoders and is_frozen
 
     def _widths(self) -> tuple[float, float]:

@@ -131,6 +131,15 @@ def _generator_problems(recipe: Recipe, name: str) -> Iterator[str]:
         schedule_of(recipe, name)
     except ValueError as error:
         yield recipe.problem(key, f"the folder's scheduler cannot be used: {error}")
+    if isinstance(recipe.language.freeze, tuple) and not recipe.trains_before_language:
+        is_trainable = trainable_names(recipe, LANGUAGE)
+        weights = weights_of(recipe, LANGUAGE, language_settings(recipe).padded_vocab_size(1))
+        if all(w.name.startswith("output_layer") for w in weights if is_trainable(w.name)):
+            yield recipe.problem(
+                (LANGUAGE, "freeze"),
+                f"its patterns leave only the head, which has no part in the condition of "
+                f"generators.{name}; set it to true, or let layers train",
+            )
     if part.recompute == "selective":
         message = "got selective, but its attention is diffusers' own; set it to full or none"
         yield recipe.problem((*key, "recompute"), message)

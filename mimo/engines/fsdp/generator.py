@@ -39,7 +39,7 @@ class GeneratorModel(Wrapper):
     ) -> None:
         super().__init__(ctx)
         self.transformer: Any = transformer
-        self.units, self._predict, self._encode = list(units), predict, encode
+        self.units, self._predict, self.encode = list(units), predict, encode
         self.name_as_in(transformer)
         if ctx.recompute == "full":
             self.transformer.enable_gradient_checkpointing()
@@ -53,7 +53,7 @@ class GeneratorModel(Wrapper):
         noise = draw.noise.to(torch.promote_types(self.ctx.dtype, torch.float32))
         with torch.no_grad():
             squares = values.unflatten(0, (len(noise), -1))
-            target = self._encode(squares, draw.grid).to(noise.dtype)
+            target = self.encode(squares, draw.grid).to(noise.dtype)
         # Rounded as in the transformer, so that the noise is that of the time it gets.
         times = draw.times
         if self.ctx.dtype.itemsize < times.dtype.itemsize:

@@ -12,6 +12,7 @@ import pytest
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError, RecipeError
+from mimo.model.memory import parameters_by_role
 from mimo.model.recipe_checks import check_data, check_indexed_data, check_recipe
 from mimo.model.step_plan import StepFlops, step_planner
 from mimo.parallel.build import build_layout
@@ -42,6 +43,8 @@ BAD = {
     ),
     "language.freeze=true encoders.vision.freeze=true generators.image.freeze=true "
     "generators.image.condition=prompt": ("language.freeze: every module is frozen",),
+    "language.freeze=['embedding.*','decoder.*'] encoders.vision.freeze=true "
+    "generators.image.condition=prompt": ("language.freeze: its patterns leave only the head",),
     "generators.image.freeze=['*']": (
         "generators.image.freeze: its patterns freeze everything; set it to true",
     ),
@@ -192,3 +195,21 @@ def test_an_image_in_an_answer_without_a_generator_is_read_as_before(path: Path)
     assert before.media(item) is before.processors["image"]
     assert not sample.loss_mask[sample.item_offsets[0]], "rows never count"
     assert after.media(item) is after.processors["output.image"]
+
+
+def test_the_memory_of_a_generator_holds_its_autoencoder(path: Path, tmp_path: Path) -> None:
+    write_tiny(TinyCheckpoint("qwen_image"), tmp_path / "model")
+    recipe = load_recipe(path, [f"init_from={tmp_path / 'model'}", "language={}", "encoders={}"])
+    plain = recipe.generators["image"].model | {"autoencoder": None, "in_channels": 12}
+    without = recipe.generators["image"].model_copy(update={"model": plain})
+    roles = {}
+    for name, part in {"with": recipe.generators["image"], "without": without}.items():
+        changed = recipe.model_copy(update={"generators": {"image": part}})
+        (roles[name],) = (
+            role
+            for role in parameters_by_role(changed, build_layout(changed))
+            if role.module == "image"
+        )
+    (weights,) = (tmp_path / "model" / "vae").glob("*.safetensors")
+    held = roles["with"].weights - roles["without"].weights
+    assert held == pytest.approx(weights.stat().st_size, rel=0.05)
