@@ -61,8 +61,8 @@ class OutputSender(SteppedEnd):
         # Without a backward that waits for the receiver, nothing else retires finished sends.
         while not self._expects_gradients and len(self._sent) > self.run_ahead:
             self._sent.popleft().wait()
-        own = rows.detach()[end.own_rows(plan)]
-        self._sent.append(start_sending(end, microbatch, "rows", plan.returns(end.rank), own))
+        share = rows.detach()[end.own_rows(plan)]
+        self._sent.append(start_sending(end, microbatch, "rows", plan.returns(end.rank), share))
         return rows.new_zeros(())
 
     def _backward(self, microbatch: int, token: Tensor) -> Tensor:
@@ -141,11 +141,11 @@ class ColocatedOutput(SteppedEnd):
         gradient goes to `answer`.
         """
         plan, end = self._plans[microbatch], self.end
-        own = hidden.detach().index_select(0, end.positions(plan))[end.own_rows(plan)]
+        share = hidden.detach().index_select(0, end.positions(plan))[end.own_rows(plan)]
         rows = end.empty(int(plan.held_rows[self.lane]))
         span = range(microbatch, microbatch + 1)
         sends, collects = plan.returns(end.rank), plan.collects(end.rank)
-        start_exchanging(end, span, "rows", sends, own, collects, rows).wait()
+        start_exchanging(end, span, "rows", sends, share, collects, rows).wait()
         return rows.to(end.dtype)
 
     def answer(self, microbatch: int, gradient: Tensor, hidden: Tensor) -> Tensor:
@@ -159,8 +159,9 @@ class ColocatedOutput(SteppedEnd):
             return hidden.new_zeros(())
         arrived, sends = end.empty(end.bounds(plan)[-1]), plan.sends(end.rank)
         span = range(microbatch, microbatch + 1)
-        given, receives = gradient.detach(), end.incoming(plan)
-        start_exchanging(end, span, "gradients", sends, given, receives, arrived).wait()
+        start_exchanging(
+            end, span, "gradients", sends, gradient.detach(), end.incoming(plan), arrived
+        ).wait()
         if end.gather is not None:
             share_out(end, end.gather, microbatch, "gradients", arrived, end.row_shares(plan))
         rows = hidden.index_select(0, end.positions(plan))

@@ -162,11 +162,10 @@ def with_a_row(condition: Tensor) -> Tensor:
 
 
 def condition_mask(condition: Tensor, lengths: Tensor) -> Tensor:
-    """Return (B, T) bool, true in the first ``lengths`` (B,) rows of condition (B, T, H)."""
+    """Return (B, T) bool, true in the first ``lengths`` (B,), on the host, rows of (B, T, H)."""
     import torch
 
-    positions = torch.arange(condition.shape[1], device=lengths.device)
-    return (positions < lengths[:, None]).to(condition.device)
+    return (torch.arange(condition.shape[1]) < lengths[:, None]).to(condition.device)
 
 
 def diffusers_class(name: str) -> Any:

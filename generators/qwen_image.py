@@ -139,10 +139,9 @@ def predict(
 ) -> Tensor:
     """Return the velocity, see `GeneratorFamily.predict`; the module's has the same sign."""
     condition = _shared.with_a_row(condition)
-    mask = _shared.condition_mask(condition, lengths)
-    # Without a mask more attention kernels apply; on a device, the check would block the host.
-    if lengths.device.type == "cpu" and bool((lengths == condition.shape[1]).all()):
-        mask = None
+    # Without a mask more attention kernels apply.
+    is_full = bool((lengths == condition.shape[1]).all())
+    mask = None if is_full else _shared.condition_mask(condition, lengths)
     (velocity,) = transformer(
         hidden_states=tokens,
         timestep=times,

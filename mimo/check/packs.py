@@ -173,7 +173,7 @@ def _items(
     marks = np.array([readers[0].chat.output_ids[media] for media in by_modality])
     begin = 0
     for n, (reader, length) in enumerate(zip(readers, lane.lengths, strict=False)):
-        tokens, behind = lane.input_ids[begin : begin + length], 0
+        tokens, after_last = lane.input_ids[begin : begin + length], 0
         starts, ends = (np.flatnonzero(np.isin(tokens, ids)).tolist() for ids in marks.T)
         numbers = np.flatnonzero(samples.item_sample == n).tolist()
         media = [samples.media[int(samples.item_media[number])] for number in numbers]
@@ -182,7 +182,7 @@ def _items(
             part = recipe.generators[by_modality[media[i]]]
             first, last = start + 1, end
             if part.condition == "prompt":
-                first, last = max(part.skipped_tokens, behind), start
+                first, last = max(part.skipped_tokens, after_last), start
             yield _Item(
                 by_modality[media[i]],
                 (step, int(samples.source[n]), int(samples.sample[n]), i),
@@ -191,5 +191,5 @@ def _items(
                 begin + np.arange(first, last),
                 begin + start + 1,
             )
-            behind = end + 1
+            after_last = end + 1
         begin += length

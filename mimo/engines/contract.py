@@ -98,9 +98,9 @@ class Draw:
 
     grid: height and width in tokens. patches: of the targets, `mimo.families.wire.WirePatches`.
     noise: (B, S, C) fp32. times: (B,) fp32 in 0..1. rows: (B, T) int64, the rows of each condition
-    among the lane's N; N itself is a row of zeros. lengths: (B,) int64, the rows of each.
-    weights: (B,) fp64, the factor of each loss in the backward. counted: (B,) fp32, 0 for a blank
-    item, else 1.
+    among the lane's N; N itself is a row of zeros. lengths: (B,) int64 on the host, the rows of
+    each. weights: (B,) fp64, the factor of each loss in the backward. counted: (B,) fp32, 0 for a
+    blank item, else 1.
     """
 
     grid: tuple[int, int]

@@ -5,6 +5,7 @@ Salmon et al. 2011) whose key is a hash of the name and whose counter begins wit
 number. So a rank draws only the blocks that overlap its part, and all layouts get the same numbers.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable
 
@@ -41,6 +42,12 @@ def adapter_numbers(inputs: int) -> Numbers:
     return fill
 
 
+@functools.lru_cache
+def philox_key(name: str) -> int:
+    """Return the generator's key for a name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
+
+
 def draw(
     part: Tensor, row: int, column: int, whole: tuple[int, int], name: str, numbers: Numbers
 ) -> None:
@@ -48,7 +55,7 @@ def draw(
 
     row, column: position of its first element. whole: rows and columns of the matrix.
     """
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
+    key = philox_key(name)
     (rows, columns), (bottom, right) = whole, (row + part.shape[0], column + part.shape[1])
     per_row = -(-columns // BLOCK)
     memory = np.empty(BLOCK * BLOCK, np.float32)

@@ -6,7 +6,6 @@ condition.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from mimo.config.modules import Generator
 from mimo.config.schema import Recipe
 from mimo.device import Staging
 from mimo.engines.contract import Draw
+from mimo.engines.draw import philox_key
 from mimo.families.flow import shifted_time
 from mimo.families.registry import generator_settings
 from mimo.families.wire import WirePatches
@@ -36,10 +36,11 @@ class HostDraw:
     draw: Draw
 
     def staged(self, staging: Staging) -> Draw:
-        """Copy it to the device."""
-        draw = {n: staging.copy(t) for n, t in vars(self.draw).items() if isinstance(t, Tensor)}
+        """Copy it to the device, all but the lengths."""
+        names = "noise", "times", "rows", "weights", "counted"
+        copies = {name: staging.copy(getattr(self.draw, name)) for name in names}
         patches = WirePatches.of(self.patches, staging.join, staging.copy)
-        return replace(self.draw, patches=patches, **draw)
+        return replace(self.draw, patches=patches, **copies)
 
 
 @dataclass(frozen=True)
@@ -87,27 +88,30 @@ class OutputPlanner:
         source, item = samples.source[sample], samples.item[items.item]
         plans = plans_of_items(readers, source, item)
         sizes = [plan.grid[1:] for plan in plans]
-        here = np.flatnonzero(items.lane == lane).tolist()
-        rows = samples.item_rows[items.item][here]
-        first = dict(zip(here, (np.cumsum(rows) - rows).tolist(), strict=True))
+        of_lane = np.flatnonzero(items.lane == lane).tolist()
+        rows = samples.item_rows[items.item][of_lane]
+        first = dict(zip(of_lane, (np.cumsum(rows) - rows).tolist(), strict=True))
         # In a sample, items are numbered in order; the index numbers those of all samples.
         start = np.searchsorted(samples.item_sample, samples.item_sample[items.item])
-        number = items.item - start
-        for size in sorted(set(sizes)):
-            made = []
-            for i in (i for i in here if sizes[i] == size):
-                at = loaded.step, int(source[i]), int(samples.sample[sample[i]]), int(number[i])
-                patches = loaded.patches[m][int(source[i]), int(item[i])]
-                wire = readers[int(source[i])].media(int(item[i])).wire
-                count = int(samples.item_rows[items.item[i]])
-                made.append((wire, patches, self.numbers(at, plans[i]), first[i], count))
-            form = readers[0].processors[self.generator.output].wire
-            yield self._draw(size, made, form, int(rows.sum()), weight)
+        number, form = items.item - start, readers[0].processors[self.generator.output].wire
+        by_size: dict[tuple[int, int], list[_Target]] = {size: [] for size in sorted(set(sizes))}
+        for i in of_lane:
+            at = loaded.step, int(source[i]), int(samples.sample[sample[i]]), int(number[i])
+            target = _Target(
+                form=readers[int(source[i])].media(int(item[i])).wire,
+                patches=loaded.patches[m][int(source[i]), int(item[i])],
+                numbers=self.numbers(at, plans[i]),
+                first_row=first[i],
+                num_rows=int(samples.item_rows[items.item[i]]),
+            )
+            by_size[sizes[i]].append(target)
+        for size, targets in by_size.items():
+            yield self._draw(size, targets, form, int(rows.sum()), weight)
 
     def numbers(self, at: tuple[int, int, int, int], plan: PartPlan) -> _Numbers:
         """Draw what is random for an item. at: step, source, sample, item in the sample."""
         step, source, sample, item = at
-        key = int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:16], "big")
+        key = philox_key(self.key)
         # The generator counts in the first of four words.
         philox = np.random.Philox(key=key, counter=[0, step, source << 48 | sample, item])
         generator, config = np.random.Generator(philox), self.generator
@@ -120,37 +124,30 @@ class OutputPlanner:
     def _draw(
         self,
         size: tuple[int, int],
-        items: Sequence[tuple[WireForm, Tensor, _Numbers, int, int]],
+        targets: Sequence[_Target],
         form: WireForm,
         num_rows: int,
         weight: float,
     ) -> HostDraw:
-        """Put items of one size together. items: form, patches, numbers, first row, rows.
-
-        form: of the patches of a blank item. num_rows: N.
-        """
+        """Put items of one size together. form: of a blank item's patches. num_rows: N."""
         counted, tokens = 1.0, size[0] * size[1]
-        if not items:
+        if not targets:
             blank = _Numbers(0.5, True, torch.zeros(tokens, self.channels))
-            items = [(form, torch.zeros(tokens, form.width, dtype=torch.uint8), blank, 0, 1)]
+            patches = torch.zeros(tokens, form.width, dtype=torch.uint8)
+            targets = [_Target(form, patches, blank, 0, 1)]
             counted = weight = 0.0
-        drawn = [numbers for _, _, numbers, _, _ in items]
-        places = [
-            torch.full((rows,), num_rows) if n.dropped else torch.arange(first, first + rows)
-            for *_, n, first, rows in items
-        ]
-        lengths = [0 if n.dropped else rows for *_, n, _, rows in items]
+        rows = [target.rows(blank=num_rows) for target in targets]
         draw = Draw(
             grid=size,
             patches=None,
-            noise=torch.stack([n.noise for n in drawn]),
-            times=torch.tensor([n.time for n in drawn], dtype=torch.float32),
-            rows=pad_sequence(places, batch_first=True, padding_value=num_rows),
-            lengths=torch.tensor(lengths),
-            weights=torch.full((len(items),), weight, dtype=torch.float64),
-            counted=torch.full((len(items),), counted),
+            noise=torch.stack([target.numbers.noise for target in targets]),
+            times=torch.tensor([t.numbers.time for t in targets], dtype=torch.float32),
+            rows=pad_sequence(rows, batch_first=True, padding_value=num_rows),
+            lengths=torch.tensor([0 if t.numbers.dropped else t.num_rows for t in targets]),
+            weights=torch.full((len(targets),), weight, dtype=torch.float64),
+            counted=torch.full((len(targets),), counted),
         )
-        return HostDraw([(of_item, patches) for of_item, patches, *_ in items], draw)
+        return HostDraw([(target.form, target.patches) for target in targets], draw)
 
 
 def output_planner(recipe: Recipe, name: str, split: str) -> OutputPlanner:
@@ -166,3 +163,20 @@ class _Numbers:
     time: float
     dropped: bool
     noise: Tensor
+
+
+@dataclass(frozen=True)
+class _Target:
+    """An item of a lane. patches: (S, W). first_row, num_rows: of its condition in the lane's."""
+
+    form: WireForm
+    patches: Tensor
+    numbers: _Numbers
+    first_row: int
+    num_rows: int
+
+    def rows(self, blank: int) -> Tensor:
+        """Return the rows of its condition; ``blank`` for each if it has none."""
+        if self.numbers.dropped:
+            return torch.full((self.num_rows,), blank)
+        return torch.arange(self.first_row, self.first_row + self.num_rows)
