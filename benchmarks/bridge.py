@@ -215,9 +215,9 @@ def main(
         args, size = (case, rounds, rival), case.layout.world_size
         with tempfile.TemporaryDirectory(prefix="mimo-bench-") as directory:
             variables = rank_variables(Path(directory))
-            found, *_ = run_processes("benchmarks.bridge_sides:in_world", args, size, variables)
-        contests += found.values()
-        for way, contest in found.items():
+            by_way, *_ = run_processes("benchmarks.bridge_sides:in_world", args, size, variables)
+        contests += by_way.values()
+        for way, contest in by_way.items():
             bounds += judge(way, contest)
     if not quick:  # after the ranks have ended, so that nothing else runs
         name = f"a core plans a step of {_MICROBATCHES} microbatches for {_PLAN_RANKS} ranks, ms"

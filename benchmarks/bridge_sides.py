@@ -6,6 +6,7 @@ Letters: n rows of this rank, H hidden.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ _TIMEOUT_SECONDS = 300
 DTYPE = torch.float32
 
 
-class Bridge:
+class Bridge(ABC):
     """One contestant, seen from one rank.
 
     values: (n, H), the rows that a rank gives; on a rank that gets rows the gradients that it sends
@@ -60,16 +61,16 @@ class Bridge:
             mine = numbers[self.rank if case.is_output else self.lane]
             self.values = (mine[:, None] + columns).to(device.local_device())
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Do what is not timed, before every run."""
 
+    @abstractmethod
     def run(self, backward: bool) -> Tensor:
         """Move the rows, and with `backward` their gradients back.
 
         Returns the rows on a rank that gets them, and with `backward` their gradients on one that
         gives them.
         """
-        raise NotImplementedError
 
 
 class OurBridge(Bridge):

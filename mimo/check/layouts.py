@@ -163,7 +163,7 @@ none → tp2 sp → colocated · frozen language | dp2 → tp2 → dp2 · frozen
 dp2 → tp2 sp → dp2 · adapters | colocated → dp2 → colocated · adapters |
 1 rank → dp2 → dp4 replicate2 · unpacked | none → tp2 sp → colocated · unpacked · recompute |
 dp2 → tp2 sp → dp2 · distributed optimizer
-# Generators behind a module of transformers.
+# Generators whose conditions come from a model of transformers.
 fsdp dp2 → fsdp dp2 → dp2 · reduced each time | fsdp → fsdp tp2 sp → dp3 · recompute |
 colocated fsdp → fsdp tp2 sp → colocated · prompt | fsdp dp2 → fsdp tp2 → dp2 · frozen language
 """

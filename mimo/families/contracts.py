@@ -290,7 +290,7 @@ class GeneratorFamily(Protocol):
         """Return the velocity (B, S, C) of ``tokens`` (B, S, C), all of one grid.
 
         Tokens are (1 - t) · x + t · noise for times t (B,) in 0..1, fp32, and the velocity is
-        noise - x. condition: (B, T, H), of which item b has the first ``lengths[b]``; lengths:
+        noise - x. condition: (B, T, H), the first ``lengths[b]`` rows are item b's; lengths:
         (B,) int64, best on the host; an item without a condition has 0. grid: height and width in
         tokens. Tokens and condition have the dtype in which the module computes.
         """

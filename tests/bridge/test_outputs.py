@@ -258,10 +258,10 @@ def test_rows_leave_a_rank_that_holds_their_position_and_arrive_in_the_order_of_
             for other in sharers(case, rank)
         ]
         assert sorted(itertools.chain(*rows)) == sorted(case.rows_of(sequence))
-        own, returns = rows[sharers(case, rank).index(rank)], plan.returns(rank)
+        share, returns = rows[sharers(case, rank).index(rank)], plan.returns(rank)
         ends = offsets(ints(returns.counts)).tolist()
         for peer, span in zip(returns.peers, itertools.pairwise(ends), strict=True):
-            messages[rank, peer] = [own[i] for i in returns.index[slice(*span)]]
+            messages[rank, peer] = [share[i] for i in returns.index[slice(*span)]]
     for lane, rank in enumerate(case.encoder_ranks[:, 0].tolist()):
         collects, arrived = plan.collects(rank), list[Row]()
         for peer in collects.peers:
@@ -273,7 +273,7 @@ def test_rows_leave_a_rank_that_holds_their_position_and_arrive_in_the_order_of_
 
 
 def sharers(case: PlanCase, rank: int) -> list[int]:
-    """The ranks that hold the rows of ``rank`` too, each of which sends a part of them."""
+    """The ranks that hold the same rows as ``rank``; each sends a part of them."""
     if case.delivery == "sequence_parallel":
         return [rank]
     return next(r for r in case.language_ranks.reshape(-1, case.tp).tolist() if rank in r)

@@ -262,7 +262,7 @@ class Planner:
 
 
 def load(reader: SampleReader, path: Path, texts: bool, workers: int = 0) -> LoadedStep:
-    """One step, of which this rank needs the texts, or the items that are outputs."""
+    """One step where this rank needs the texts, or the items that are outputs."""
 
     def tasks(
         step: int,

@@ -26,7 +26,7 @@ def settings_of(family: str, **changes: Any) -> tuple[Any, Any]:
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any]:
-    """The family's module and a transformer of which no weight has a special value."""
+    """The family's module and a transformer whose weights all have random values."""
     module, settings = settings_of(family)
     transformer = module.build(settings)
     generator = torch.Generator().manual_seed(seed)

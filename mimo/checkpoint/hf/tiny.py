@@ -127,8 +127,8 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
     Equal settings give equal bytes; a folder of an earlier call is replaced. The family may be any
     `model_type` of AutoModelForImageTextToText, or one of `PIPELINES`, a folder of diffusers;
     ``tied``, ``width`` and ``num_layers`` are for the families of `FAMILIES`. Raises InputError for
-    an unknown family, for a class of which no tiny model can be made, and for a
-    folder that holds something else.
+    an unknown family, for a class that cannot be made tiny, and for a folder that holds something
+    else.
     """
     from mimo.checkpoint.hf.tiny_class import classes, make
 

@@ -223,7 +223,7 @@ def test_chats_with_an_item_get_the_system_message_of_its_generator_unless_they_
         assert chat.text(chat.encode_prompt(messages, []).input_ids) == expected
         drawn = chat.encode([*messages, answer(IMAGE)], [0], "k")
         assert chat.text(drawn.input_ids).startswith(expected)
-        # The condition begins behind the system message.
+        # The condition begins after the system message.
         assert (drawn.item_offsets.tolist(), drawn.item_rows.tolist()) == ([4], [6])
     assert "system" not in chat.text(chat.encode([asked, answer("3")], [], "k").input_ids)
     with pytest.raises(MessagesError, match="condition of 7 tokens, but its generator takes 6"):
@@ -242,9 +242,9 @@ def test_missing_tokens_are_added_after_the_last_and_always_alike(
     assert chat.output_ids == {"output.image": (plain.vocab_size, plain.vocab_size + 1)}
     assert chat.vocab_size == plain.vocab_size + 2
     assert plain.added_tokens == ()
-    own = with_tokens(chat, tmp_path)
-    assert own.added_tokens == ()
-    assert (own.vocab_size, own.output_ids) == (chat.vocab_size, chat.output_ids)
+    tokenizer = with_tokens(chat, tmp_path)
+    assert tokenizer.added_tokens == ()
+    assert (tokenizer.vocab_size, tokenizer.output_ids) == (chat.vocab_size, chat.output_ids)
     assert not chat.differences(ChatTokenizer(chat.directory, chat.media_text, chat.outputs))
 
 
@@ -389,7 +389,7 @@ def check_conditions(
     rows: int,
     ids: np.ndarray,
 ) -> None:
-    """Conditions of outputs lie behind each other, with start and end tokens between them."""
+    """Conditions follow each other, with start and end tokens between them."""
     start, end = chat.output_ids["output.image"]
     counts = [0 if out else rows for out in is_output]
     starts, ends = (np.flatnonzero(ids == token) for token in (start, end))

@@ -150,5 +150,5 @@ def test_losses_and_every_gradient_are_those_of_diffusers(
 def steps_of(rank: int, recipe: Recipe, layout: Layout) -> tuple[dict[str, Any], list[Any]]:
     from mimo.check.steps import layout_steps
 
-    found = layout_steps(recipe, layout, 1)
-    return found.metrics[0], found.shards
+    steps = layout_steps(recipe, layout, 1)
+    return steps.metrics[0], steps.shards

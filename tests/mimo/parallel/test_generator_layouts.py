@@ -53,9 +53,9 @@ def test_a_rank_offset_moves_a_generator_and_the_others_fill_the_rest(path: Path
 
 
 def test_a_generators_lanes_are_derived_from_the_world_size(path: Path) -> None:
-    given = ["generators.image.grid.dp=null", "language.grid.dp=2", "train.micro_batch_size=2"]
-    assert layout_of(path, *given, world_size=6).generators["image"].dp == 3
-    assert layout_of(path, *given).generators["image"].dp == 1
+    lanes = ["generators.image.grid.dp=null", "language.grid.dp=2", "train.micro_batch_size=2"]
+    assert layout_of(path, *lanes, world_size=6).generators["image"].dp == 3
+    assert layout_of(path, *lanes).generators["image"].dp == 1
 
 
 def test_a_colocated_generator_has_a_lane_on_each_rank_of_the_language_model(path: Path) -> None:
@@ -124,15 +124,15 @@ def test_a_layout_that_cannot_work_names_the_key_and_both_numbers(
 def test_without_interleaving_the_language_model_runs_ahead_for_a_disjoint_generator(
     path: Path, language: str, overrides: list[str], ahead: int
 ) -> None:
-    given = [f"language.grid={language}", "language.model.num_layers=12"]
-    given += ["train.micro_batch_size=1"]
-    assert layout_of(path, *given, *overrides).ahead == ahead
-    assert build_layout(load_recipe(path, given)).ahead == 0
+    stages = [f"language.grid={language}", "language.model.num_layers=12"]
+    stages += ["train.micro_batch_size=1"]
+    assert layout_of(path, *stages, *overrides).ahead == ahead
+    assert build_layout(load_recipe(path, stages)).ahead == 0
 
 
 def test_encoders_run_ahead_of_a_language_model_that_runs_ahead(path: Path) -> None:
-    given = ["language.grid.pp=3", "train.micro_batch_size=1"]
-    plain, drawing = (load_recipe(path, [*given, *more]) for more in ([], [GENERATOR]))
+    stages = ["language.grid.pp=3", "train.micro_batch_size=1"]
+    plain, drawing = (load_recipe(path, [*stages, *more]) for more in ([], [GENERATOR]))
     assert run_ahead(plain, build_layout(plain), "vision") == 3
     assert run_ahead(drawing, build_layout(drawing), "vision") == 4
 
@@ -198,29 +198,29 @@ def first_messages(rank: int) -> list[tuple[bool, int, str]]:
 
     from mimo.parallel.groups import build_topology
 
-    batch, found = dist.batch_isend_irecv, list[tuple[bool, int, str]]()
+    batch, messages = dist.batch_isend_irecv, list[tuple[bool, int, str]]()
 
     def record(operations: Any) -> Any:
-        for one in operations:
-            name = one.group.group_desc
+        for p2p in operations:
+            name = p2p.group.group_desc
             if name.startswith("bridge.image"):
-                found.append((one.op is dist.irecv, one.peer, name.rpartition(".")[-1]))
+                messages.append((p2p.op is dist.irecv, p2p.peer, name.rpartition(".")[-1]))
         return batch(operations)
 
     dist.batch_isend_irecv = record
     build_topology(STAGES)
-    return sorted(found)
+    return sorted(messages)
 
 
 def test_ranks_are_connected_the_way_that_rows_and_gradients_go(run_ranks: Any) -> None:
-    found = run_ranks(first_messages, STAGES.world_size)
-    assert found[:3] == [[], [], []]
+    messages = run_ranks(first_messages, STAGES.world_size)
+    assert messages[:3] == [[], [], []]
     for rank in (3, 4):
         expected = [(False, lane, "forward") for lane in (5, 6, 7)]
-        assert found[rank] == expected + [(True, lane, "backward") for lane in (5, 6, 7)]
+        assert messages[rank] == expected + [(True, lane, "backward") for lane in (5, 6, 7)]
     for rank in (5, 6, 7):
         expected = [(False, stage, "backward") for stage in (3, 4)]
-        assert found[rank] == expected + [(True, stage, "forward") for stage in (3, 4)]
+        assert messages[rank] == expected + [(True, stage, "forward") for stage in (3, 4)]
 
 
 def test_a_generators_lanes_leave_the_blocks_of_encoders_as_they_are(path: Path) -> None:
