@@ -187,11 +187,14 @@ class HangMonitor:
     def _beat(self) -> None:
         limit, path = self._step_timeout, self._stacks(self._rank)
         with open(os.devnull if limit is None else path, "w") as file:
-            while not self._left.wait(self._beat_seconds):
+            while True:
                 if limit is not None:
-                    # Needs no interpreter, which a call that never returns may hold.
+                    # Needs no interpreter, which a call that never returns may hold. Set before
+                    # the first wait: such a call may begin within it.
                     faulthandler.dump_traceback_later(limit, file=file)
                     signal.alarm(math.ceil(limit + _HANG_SECONDS))  # ends this process
+                if self._left.wait(self._beat_seconds):
+                    break
                 self._write()
                 if self._is_stuck() or self._hang_folder.exists():
                     text = self._explain_hang()

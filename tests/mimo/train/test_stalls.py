@@ -98,6 +98,7 @@ GRADIENTS = "waits for bridge vision: gradients of microbatch"
 NEXT = "at step 2, in 'forward and backward'"
 CASES = {
     "setup": Case(1, _sleep, (0, "setup"), "mimo.train.rank", "load_start", behind(0, "setup")),
+    "before the first beat": Case(1, _hold, (0, "setup"), "mimo.train.rank", "load_start", SILENT),
     "data": Case(
         1, _sleep, (0, "norm and loss"), "mimo.train.batches:Batches", "_prepare",
         behind(2, "batch"), 2, NEXT,
