@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.config import ProcessGroupCollection
-    from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import Form
 
 Purpose = Literal["save", "load"]
 
@@ -146,14 +146,19 @@ class Module(Protocol):
         """
         ...
 
-    def attention_forms(self) -> frozenset[LayerForm]:
+    def attention_forms(self) -> frozenset[Form]:
         """The forms of its layers, for `PackedSegments.prepare`."""
         ...
 
     # ---- one step, in this order; every rank of the module makes the same calls
 
-    def begin_step(self, forward_only: bool) -> None:
-        """Clear gradients, and choose between training and evaluation."""
+    def begin_step(self, forward_only: bool, losses_per_token: float = 0.0) -> None:
+        """Clear gradients, and choose between training and evaluation.
+
+        losses_per_token: tokens with a loss over all tokens of the global batch. Losses per token,
+        as routers have, are scaled by it, because `finish_gradients` divides by the former. With 0
+        there are none.
+        """
         ...
 
     def run_language(

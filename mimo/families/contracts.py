@@ -141,6 +141,12 @@ class LanguageSettings(FamilySettings):
         if groups % tp and tp % groups:
             yield f"tp={tp} must divide num_query_groups, which is {groups}, or be a multiple of it"
 
+    def expert_problems(self, ep: int, etp: int) -> Iterator[tuple[str, str]]:
+        """Yield axes of experts in the grid, each with what is wrong with its size."""
+        for axis, size in {"ep": ep, "etp": etp}.items():
+            if size > 1:
+                yield axis, f"got {size}, but this family has no experts; remove it"
+
     def products(self, vocab_size: int) -> list[Product]:
         """Return all matrices and attention, in the order of a forward. vocab_size: V."""
         embedding = "embedding.word_embeddings.weight"

@@ -158,7 +158,7 @@ class MimoModel:
         complete after `finish_gradients`.
         """
         for module in self.modules.values():
-            module.begin_step(forward_only)
+            module.begin_step(forward_only, plan.num_loss_tokens / max(plan.num_tokens, 1))
         bridges = self._bridges()
         for link, bridge in bridges.items():
             plans = plan.bridges[link]

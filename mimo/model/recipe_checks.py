@@ -92,6 +92,8 @@ def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
     elif grid.engine == "megatron":
         for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp):
             yield recipe.problem(("language", "grid"), message)
+        for axis, message in settings.expert_problems(grid.ep, grid.etp):
+            yield recipe.problem(("language", "grid", axis), message)
     yield from _fp8_problems(recipe, grid.tp)
     if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
         yield recipe.problem(

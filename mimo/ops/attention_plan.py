@@ -21,7 +21,14 @@ from torch import Tensor
 
 from mimo.device import send
 from mimo.ops.attention_kernels import KERNELS, AttentionBlocks
-from mimo.ops.segments import LaneOrder, gather_rows, held_chunks, to_device, zigzag_order
+from mimo.ops.segments import (
+    LaneOrder,
+    PackedSegments,
+    gather_rows,
+    held_chunks,
+    to_device,
+    zigzag_order,
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,10 @@ class LayerForm:
     window: int | None = None
     cp_size: int = 1
     cp_rank: int = 0
+
+    def plan_of(self, segments: PackedSegments) -> AttentionPlan:
+        """Return the plan for these segments, in host tensors."""
+        return self.plan(segments.lengths, segments.items)
 
     def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> AttentionPlan:
         """Return the plan for segments of these padded ``lengths``, in host tensors.

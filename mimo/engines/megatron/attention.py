@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from mimo.engines.megatron.experts import SparseMLP
 from mimo.ops.acceleration import (
     TRANSFORMER_ENGINE,
     AttentionCase,
@@ -29,7 +30,7 @@ from mimo.ops.acceleration import (
 )
 from mimo.ops.attention_plan import AttentionPlan, LayerForm, batch_plan
 from mimo.ops.layers import rotate
-from mimo.ops.segments import PackedSegments, gather_lane
+from mimo.ops.segments import Form, PackedSegments, gather_lane
 
 logger = logging.getLogger(__name__)
 
@@ -181,10 +182,11 @@ class WindowAttention(nn.Module):
         return self.core(*args, packed_seq_params=windows, **kwargs)
 
 
-def forms_in(modules: Iterable[nn.Module]) -> frozenset[LayerForm]:
+def forms_in(modules: Iterable[nn.Module]) -> frozenset[Form]:
     """Collect the forms of all layers inside, for `PackedSegments.prepare`.
 
     Transformer Engine's attention needs no plan.
     """
     inside = (part for module in modules for part in module.modules())
-    return frozenset(part.form for part in inside if isinstance(part, CoreAttention))
+    kinds = (CoreAttention, SparseMLP)
+    return frozenset(part.form for part in inside if isinstance(part, kinds))

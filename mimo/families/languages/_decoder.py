@@ -94,12 +94,18 @@ def decoder_sizes(config: Config) -> dict[str, Any]:
 
 
 def decoder_weights(
-    settings: LanguageSettings, norms: Mapping[str, str], qkv_bias: bool = False
+    settings: LanguageSettings,
+    norms: Mapping[str, str],
+    qkv_bias: bool = False,
+    mlp: Callable[[Any, str, str], list[Weight]] | None = None,
 ) -> list[Weight]:
-    """Implement `LanguageFamily.weights_in_hf`. norms: of a layer, our name by theirs."""
+    """Implement `LanguageFamily.weights_in_hf`. norms: of a layer, our name by theirs.
+
+    mlp: takes settings, and our and their name of a layer's MLP; None for a gated one.
+    """
     size, vocab = settings.hidden_size, settings.vocab_size
     assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
-    ffn, head = settings.ffn_hidden_size, settings.head_size
+    head = settings.head_size
     heads, groups = settings.num_attention_heads, settings.num_query_groups
     weights = [
         plain("embedding.word_embeddings.weight", f"{_PREFIX}.embed_tokens.weight", vocab, size),
@@ -118,13 +124,18 @@ def decoder_weights(
             keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]
             qkv = f"{attention}.linear_qkv.{kind}"
             weights.append(grouped_qkv(qkv, keys, groups, heads // groups, head, *columns))
-        gate_up = [f"{source}.mlp.{which}_proj.weight" for which in ("gate", "up")]
-        weights += [
-            plain(f"{attention}.linear_proj.weight", f"{theirs}.o_proj.weight", size, heads * head),
-            stacked(f"{layer}.mlp.linear_fc1.weight", gate_up, ffn, size),
-            plain(f"{layer}.mlp.linear_fc2.weight", f"{source}.mlp.down_proj.weight", size, ffn),
-        ]
+        weights.append(
+            plain(f"{attention}.linear_proj.weight", f"{theirs}.o_proj.weight", size, heads * head)
+        )
+        weights += (mlp or _gated_mlp)(settings, f"{layer}.mlp", f"{source}.mlp")
     return weights
+
+
+def _gated_mlp(settings: LanguageSettings, ours: str, theirs: str) -> list[Weight]:
+    sizes = settings.ffn_hidden_size, settings.hidden_size
+    gate_up = [f"{theirs}.{which}_proj.weight" for which in ("gate", "up")]
+    down = plain(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", *sizes[::-1])
+    return [stacked(f"{ours}.linear_fc1.weight", gate_up, *sizes), down]
 
 
 class MRopeSettings(DecoderSettings):
