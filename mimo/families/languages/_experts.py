@@ -46,6 +46,10 @@ class ExpertSettings(DecoderSettings):
             )
         return self
 
+    @property
+    def num_routers(self) -> tuple[int, int]:
+        return self.num_layers, self.num_experts
+
     def experts(self) -> engine.Experts:
         return engine.Experts(
             count=self.num_experts,

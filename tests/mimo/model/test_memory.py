@@ -118,7 +118,7 @@ def held_by_roles(rank: int, recipe: Recipe, layout: Layout) -> list[tuple[str, 
             optimizer.init_state_fn(base, optimizer.config)
             learnt: list[Any] = [p for p in params if p.requires_grad]
             grads = sum(p.main_grad.nbytes for p in learnt)
-            state = sum(
+            state += sum(
                 tensor.nbytes
                 for one in base.state.values()
                 for kind, tensor in one.items()
