@@ -222,7 +222,7 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
         raise RecipeError("encoders: the sweep needs a recipe with an encoder or a generator")
     cells: list[Cell] = []
     left_out: dict[str, list[str]] = {}  # by reason
-    has_experts = language_settings(recipe).num_routers[0] > 0
+    has_experts = language_settings(recipe).routers[0] > 0
     refused = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
         for shorthand in SWEEP:

@@ -228,6 +228,17 @@ class Module(Protocol):
         """
         ...
 
+    def add_router_sums(self, total: Tensor) -> None:
+        """Add what this rank's routers counted since `begin_step` to ``total``; no collective.
+
+        total: (L, E + 4) fp64 on the device, by layer of the whole model: the tokens that chose
+        each of E experts; the number of tokens; and, summed over these, the entropy of their
+        probabilities, the balancing loss and the z-loss. The sum over all ranks counts every token
+        of every microbatch with a backward once. Nothing is added by an engine without router
+        losses.
+        """
+        ...
+
     # ---- what it holds, under the names of the checkpoint format
 
     def tensors(self) -> dict[str, list[Tensor]]:

@@ -142,9 +142,9 @@ class LanguageSettings(FamilySettings):
             yield f"tp={tp} must divide num_query_groups, which is {groups}, or be a multiple of it"
 
     @property
-    def num_routers(self) -> tuple[int, int]:
-        """Layers with a router, and the experts of each."""
-        return 0, 0
+    def routers(self) -> tuple[int, int, int]:
+        """Number of layers with a router, experts of each, and experts that a token chooses."""
+        return 0, 0, 0
 
     def expert_problems(self, ep: int, etp: int) -> Iterator[tuple[str, str]]:
         """Yield axes of experts in the grid, each with what is wrong with its size."""

@@ -216,6 +216,9 @@ class FsdpModule:
         if gradients:
             cast("Any", torch)._foreach_mul_(gradients, factor)
 
+    def add_router_sums(self, total: Tensor) -> None:
+        """Return at once: routers of transformers' modules are not watched."""
+
     def tensors(self) -> dict[str, list[Tensor]]:
         kinds = {"parameters": [local_part(param.whole) for param in self._parameters]}
         if self._optimizer is not None:

@@ -67,8 +67,7 @@ class Router(nn.Module):
 
     losses_per_token: loss tokens over all tokens of the global batch, since gradients are divided
         by the number of the former. 0 leaves the losses out.
-    sums: (E + 3,) fp64, over the real tokens of all backward passes since `begin_step`: tokens of
-        each expert, entropy, balancing loss and z-loss.
+    sums: (E + 4,) fp64, see `mimo.engines.contract.Module.add_router_sums`.
     """
 
     def __init__(
@@ -109,7 +108,8 @@ class Router(nn.Module):
             choice = Choice(choice.logits, choice.probabilities, weights, choice.experts)
         with torch.no_grad():
             entropy = torch.special.entr(choice.probabilities).sum(-1) * is_real
-            sums = torch.cat((per_expert, torch.stack((entropy.sum(), balance, z)))).double()
+            others = torch.stack((is_real.sum().to(z), entropy.sum(), balance, z))
+            sums = torch.cat((per_expert, others)).double()
             self.sums = sums if self.sums is None else self.sums + sums
         return choice
 

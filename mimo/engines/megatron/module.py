@@ -208,6 +208,11 @@ class MegatronModule:
                 chunk.start_param_sync()
         return change
 
+    def add_router_sums(self, total: Tensor) -> None:
+        for router in routers_in(self.raw):
+            if router.counts_once and router.sums is not None:
+                total[router.layer_number - 1] += router.sums
+
     def tensors(self) -> dict[str, list[Tensor]]:
         """Tensors in memory; gradients are DDP's buffers, updated weights part of the state."""
         tensors = dict[str, list[Tensor]]()

@@ -47,8 +47,8 @@ class ExpertSettings(DecoderSettings):
         return self
 
     @property
-    def num_routers(self) -> tuple[int, int]:
-        return self.num_layers, self.num_experts
+    def routers(self) -> tuple[int, int, int]:
+        return self.num_layers, self.num_experts, self.experts_per_token
 
     def experts(self) -> engine.Experts:
         return engine.Experts(
