@@ -147,8 +147,7 @@ def half_of(recipe: Recipe, name: str, config: Any, ctx: FsdpContext) -> Wrapper
     if name != LANGUAGE:
         modality = recipe.encoders[name].media
         blank = modality, (FRAMES[modality], *_BLANK)
-        shares_calls = verdict.shares_calls
-        return EncoderHalf(config, ctx, form_of, blank, levels, ItemRows, shares_calls)
+        return EncoderHalf(config, ctx, form_of, blank, levels, ItemRows, verdict.shares_calls)
     text = config.get_text_config()
     return LanguageHalf(
         config,
