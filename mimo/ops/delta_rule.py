@@ -34,7 +34,7 @@ from mimo.ops.segments import bounds_of
 CHUNK = 64
 """Tokens of a chunk at most; a power of two."""
 
-_TOKENS_AT_ONCE = 1024  # of a stretch: heads times this fill a GPU, more would only cost memory
+_TOKENS_AT_ONCE = 512  # of a stretch: times heads, these fill a GPU; more only cost memory
 
 
 @dataclass(frozen=True)

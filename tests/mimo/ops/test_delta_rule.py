@@ -238,7 +238,7 @@ def test_few_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_many_short_segments_take_few_steps() -> None:
     device = torch.device("cpu")
-    for lengths, most in (((4,) * 512, 2), ((300, 3) * 20, 21), ((2048, *(64,) * 100), 64)):
+    for lengths, most in (((4,) * 512, 4), ((300, 3) * 20, 51), ((2048, *(64,) * 100), 45)):
         plan = delta_rule.stretches(lengths, 64, device)
         assert sum(len(stretch.sizes) - 1 for stretch in plan) <= most
         rows = torch.cat([stretch.rows for stretch in plan])
