@@ -28,9 +28,9 @@ CASES = (2048,), (1024, 512, 256, 128, 64, 64), (32,) * 64
 
 def theirs(*inputs: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Call transformers' function once for each segment."""
-    segments = zip(*(x[None].split(lengths, dim=1) for x in inputs), strict=True)
     rule = partial(torch_chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True)
-    return torch.cat([rule(*parts)[0][0] for parts in segments])
+    segments = (x[None].split(lengths, dim=1) for x in inputs)
+    return torch.cat([rule(*parts)[0][0] for parts in zip(*segments, strict=True)])
 
 
 def make(sizes: tuple[int, int, int], lengths: tuple[int, ...], name: str) -> Any:
@@ -43,11 +43,10 @@ def make(sizes: tuple[int, int, int], lengths: tuple[int, ...], name: str) -> An
     function = partial(gated_delta_rule if name == OURS else theirs, lengths=lengths)
     before = psutil.Process().memory_info().rss
 
-    def step() -> list[Tensor]:
-        return [output := function(*inputs), *torch.autograd.grad(output, inputs, gradient)]
-
     def run() -> Run:
-        timed = harness.timed(step)
+        timed = harness.timed(
+            lambda: [output := function(*inputs), *torch.autograd.grad(output, inputs, gradient)]
+        )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
         result = {"peak": peak, "norms": [float(x.detach().norm()) for x in timed.result]}
         return Run(timed.seconds, timed.processor_seconds, result)
