@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.config import ProcessGroupCollection
-    from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import Form
 
 Purpose = Literal["save", "load"]
 
@@ -146,7 +146,7 @@ class Module(Protocol):
         """
         ...
 
-    def attention_forms(self) -> frozenset[LayerForm]:
+    def attention_forms(self) -> frozenset[Form]:
         """The forms of its layers, for `PackedSegments.prepare`."""
         ...
 

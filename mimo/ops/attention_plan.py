@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mimo.device import send
 from mimo.ops.attention_kernels import KERNELS, AttentionBlocks
-from mimo.ops.segments import LaneOrder, gather_rows, held_chunks, to_device, zigzag_order
+from mimo.ops.segments import Form, LaneOrder, gather_rows, held_chunks, to_device, zigzag_order
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class LayerForm:
 
 
 @functools.lru_cache(maxsize=8)
-def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
+def batch_plan(form: Form, length: int, batch: int, device: torch.device) -> Any:
     """Return the plan for ``batch`` segments of one ``length``; most steps and layers share it."""
     plan = form.plan((length,) * batch, ())
     return to_device(plan, functools.partial(send, device=device))

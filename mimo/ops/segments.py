@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,13 @@ from torch import Tensor
 
 from mimo.device import send, send_together
 
-if TYPE_CHECKING:
-    from mimo.ops.attention_plan import LayerForm
+
+class Form(Protocol):
+    """A form of layers: they share one plan for each microbatch. Hashable."""
+
+    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> Any:
+        """Return the plan in host tensors. lengths, items: see `PackedSegments`."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -36,7 +41,7 @@ class PackedSegments:
     items: (start, length) in the lane, ascending, of items whose tokens see each other in both
         directions.
     windows: the parts of segments that some layers attend inside; see `WindowAttention`.
-    plans: the attention plan of each form of layer.
+    plans: the plan of each form of layer, such as that of attention.
 
     Layers of Megatron and Transformer Engine read the other fields, those of Megatron's
     `PackedSeqParams`. Bounds are (segments + 1,) int32.
@@ -46,7 +51,7 @@ class PackedSegments:
     items: tuple[tuple[int, int], ...] = ()
     windows: PackedSegments | None = None
     # Not copied by `dataclasses.replace`: its tensors may be on another device.
-    plans: dict[LayerForm, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    plans: dict[Form, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     qkv_format: str = "thd"
     cu_seqlens_q: Tensor
@@ -99,7 +104,7 @@ class PackedSegments:
         )
 
     def prepare(
-        self, forms: Iterable[LayerForm], copy: Callable[[Tensor], Tensor] | None = None
+        self, forms: Iterable[Form], copy: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Make the plans for layers of these forms ahead, in any thread.
 
@@ -116,7 +121,7 @@ class PackedSegments:
         host_plans = tuple(form.plan(self.lengths, self.items) for form in missing)
         self.plans.update(zip(missing, to_device(host_plans, copy), strict=True))
 
-    def plan(self, form: LayerForm) -> Any:
+    def plan(self, form: Form) -> Any:
         """Return the plan for layers of this form on the device; make it if it is missing."""
         if form not in self.plans:
             self.prepare((form,))
@@ -198,6 +203,16 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
     """Return host tensors. Raises ValueError for a segment that 2·cp does not divide."""
     shares = torch.cat([zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)])
     return LaneOrder(to_lane=torch.argsort(shares), to_shares=shares)
+
+
+@dataclass(frozen=True)
+class LaneForm:
+    """The form of layers whose plan is the order of the lane, a `LaneOrder`."""
+
+    cp_size: int
+
+    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> LaneOrder:
+        return zigzag_order(lengths, self.cp_size)
 
 
 def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:

@@ -24,7 +24,7 @@ from mimo.engines.megatron.config import ProcessGroupCollection
 from mimo.engines.megatron.schedule import hidden_shapes, pass_token, run_schedule, sum_losses
 from mimo.engines.megatron.weights import gradient_pieces, module_pieces
 from mimo.engines.optimizer import restart_average, squared_norm, update_weights
-from mimo.ops.attention_plan import LayerForm
+from mimo.ops.segments import Form
 
 
 @dataclass
@@ -62,7 +62,7 @@ class MegatronModule:
     def whole(self) -> nn.Module:
         return self.raw[0]
 
-    def attention_forms(self) -> frozenset[LayerForm]:
+    def attention_forms(self) -> frozenset[Form]:
         return forms_in(self.raw)
 
     def begin_step(self, forward_only: bool) -> None:
