@@ -276,7 +276,8 @@ def _widened(config: PreTrainedConfig, width: int, num_layers: int | None) -> Pr
 def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
     """Draw all weights, in the order of their names in the model.
 
-    Matrices are drawn around 0; a norm's weights around the class's initial value, 1 or 0.
+    Matrices are drawn around 0, a norm's weights around the class's initial value, 1 or 0, and the
+    logarithms of decay rates around -1.
     """
     import torch
 
@@ -286,6 +287,8 @@ def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:
                 weight.copy_(matrix_std * noise)
+            elif name.endswith("A_log"):  # of slow decays; gradients of fast ones are mostly noise
+                weight.copy_(_NORM_NOISE * noise - 1)
             elif name.endswith("bias"):
                 weight.copy_(_BIAS_NOISE * noise)
             else:
