@@ -135,7 +135,10 @@ class Settings(MRopeSettings):
         return keys, self.linear_num_value_heads * self.linear_value_size
 
     def scaled_down(self, chunks: int, tp: int) -> Self:
-        """Scale down; half of each head turns, and there are key heads for two ranks of cp."""
+        """Scale down; half of each head turns, and there are key heads for two ranks of cp.
+
+        With a smaller norm_eps, norms would enlarge the rounding noise of states that are nearly 0.
+        """
         both = len(set(self.layer_kinds())) == 2
         interval = 2 if both else 1 if self.full_attention_interval == 1 else chunks + 1
         heads = 2 * math.lcm(2, tp)
@@ -151,7 +154,8 @@ class Settings(MRopeSettings):
                 "linear_num_value_heads": heads * (2 if grouped else 1),
                 "linear_key_size": 8,
                 "linear_value_size": 12,
-                "init_std": 0.2,
+                "norm_eps": 0.01,
+                "init_std": 0.1,
             }
         )
 
