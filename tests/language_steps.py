@@ -146,7 +146,7 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         from mimo.engines.megatron.config import ModuleContext
         from mimo.engines.megatron.parallel import (
-            build_optimizer,
+            build_optimizers,
             prepare_engine,
             wrap_data_parallel,
         )
@@ -179,7 +179,7 @@ class Trainer:
         switches = [chunk.no_sync for chunk in self.chunks]
         for chunk in self.raw:
             chunk.config.no_sync_func = switches if grid.vpp > 1 else switches[0]
-        self.optimizer = build_optimizer(
+        self.optimizers = build_optimizers(
             self.chunks,
             OptimizerSettings(job.optimizer, 0.1, 0.9, 0.95, 1e-4, job.distributed),
             job.learning_rate,
@@ -236,7 +236,7 @@ class Trainer:
         from mimo.engines.megatron.module import MegatronModule
 
         chunks: list[torch.nn.Module] = [*self.chunks]
-        return MegatronModule("language", self.groups, self.raw, chunks, self.optimizer, True)
+        return MegatronModule("language", self.groups, self.raw, chunks, self.optimizers, True)
 
     def waiting(self) -> int:
         """Gathers of updated weights that nobody has waited for."""
@@ -293,8 +293,8 @@ def state_sizes(rank: int, job: Job) -> int:
     """Elements of this rank's optimizer state after a step, the count of steps left out."""
     trainer = Trainer(job)
     trainer.step(0)
-    optimizer: Any = trainer.optimizer.optimizer
-    states = optimizer.state.values()
+    bases: Any = [optimizer.optimizer for optimizer in trainer.optimizers]
+    states = [state for base in bases for state in base.state.values()]
     return sum(state[kind].numel() for state in states for kind in state if kind != "step")
 
 

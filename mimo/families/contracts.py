@@ -138,6 +138,17 @@ class LanguageSettings(FamilySettings):
         if groups % tp and tp % groups:
             yield f"tp={tp} must divide num_query_groups, which is {groups}, or be a multiple of it"
 
+    @property
+    def routers(self) -> tuple[int, int, int]:
+        """Number of layers with a router, experts of each, and experts that a token chooses."""
+        return 0, 0, 0
+
+    def expert_problems(self, ep: int, etp: int) -> Iterator[tuple[str, str]]:
+        """Yield axes of experts in the grid, each with what is wrong with its size."""
+        for axis, size in {"ep": ep, "etp": etp}.items():
+            if size > 1:
+                yield axis, f"got {size}, but this family has no experts; remove it"
+
     def products(self, vocab_size: int) -> list[Product]:
         """Return all matrices and attention, in the order of a forward. vocab_size: V."""
         embedding = "embedding.word_embeddings.weight"

@@ -20,20 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint. shape: as stored. transposed: a matrix stored as (C, R)."""
+    """A tensor of the checkpoint. shape: as stored. transposed: a matrix stored as (C, R).
+
+    stacked: matrices of experts, stored as (E, R', C), whose rows are those of all experts.
+    """
 
     key: str
     shape: tuple[int, ...]
     transposed: bool = False
+    stacked: bool = False
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of an element of the first dimension: R' of experts, else 1."""
+        return self.shape[1] if self.stacked else 1
 
     @property
     def num_rows(self) -> int:
-        return self.shape[1] if self.transposed else self.shape[0]
+        return self.shape[1] if self.transposed else self.shape[0] * self.rows_each
 
     def matrix(self, stored: Tensor) -> Tensor:
         """Return a stored tensor, or whole rows of it, as (R, C); a vector stays (R,)."""
         if self.transposed:
             return stored.T
+        if self.stacked:
+            return stored.flatten(0, 1)
         return stored if stored.dim() == 1 else stored.flatten(1)
 
     def stored(self, matrix: Tensor) -> Tensor:
@@ -111,6 +122,12 @@ class Weight:
 def plain(name: str, key: str, *shape: int, transposed: bool = False) -> Weight:
     """Map a parameter to one tensor of this shape."""
     source = Source(key, shape, transposed)
+    return Weight(name, (Run(source, 0, source.num_rows),))
+
+
+def of_experts(name: str, key: str, *shape: int) -> Weight:
+    """Map the matrices of all experts, one below the other, to one tensor of shape (E, R', C)."""
+    source = Source(key, shape, stacked=True)
     return Weight(name, (Run(source, 0, source.num_rows),))
 
 
@@ -205,10 +222,13 @@ def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, int], t
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """Return weight (O, I) + scale · lora_b (O, R) @ lora_a (R, I), summed in fp32 at least.
 
-    All have one dtype. A rank's parts of the three give its part of the result.
+    All have one dtype. A rank's parts of the three give its part of the result. Of experts, all
+    three are matrices one below the other.
     """
     import torch  # recipes are read without it
 
     wide = torch.promote_types(weight.dtype, torch.float32)
-    update = lora_b.to(wide) @ lora_a.to(wide)
+    experts = len(lora_a) // lora_b.shape[1]
+    pairs = zip(lora_b.to(wide).chunk(experts), lora_a.to(wide).chunk(experts), strict=True)
+    update = torch.cat([b @ a for b, a in pairs])
     return (weight.to(wide) + scale * update).to(weight.dtype)

@@ -108,7 +108,11 @@ def stage_lane(
     segments = None
     if lane.packed:
         segments = PackedSegments.from_lengths(
-            lane.lengths, torch.device("cpu"), lane.real_lengths, rules.bidirectional_spans(lane)
+            lane.lengths,
+            torch.device("cpu"),
+            lane.real_lengths,
+            rules.bidirectional_spans(lane),
+            lane.tail,
         )
         segments.prepare(forms)
     ids, labels, loss_mask = (

@@ -25,10 +25,10 @@ from mimo.device import send, send_together
 
 
 class Form(Protocol):
-    """A form of layers: they share one plan for each microbatch. Hashable."""
+    """A form of layer: all that its plan depends on besides the segments. Hashable."""
 
-    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> Any:
-        """Return the plan in host tensors. lengths, items: see `PackedSegments`."""
+    def plan_of(self, segments: PackedSegments) -> Any:
+        """Return the plan in host tensors: dataclasses, tuples and dicts."""
         ...
 
 
@@ -38,16 +38,18 @@ class PackedSegments:
 
     lengths: tokens of each segment; they sum to the packed length T of the whole lane, even under
         context parallelism. Padding at the end is a segment, too.
+    sample_tokens: tokens of each segment that are no padding.
     items: (start, length) in the lane, ascending, of items whose tokens see each other in both
         directions.
     windows: the parts of segments that some layers attend inside; see `WindowAttention`.
-    plans: the plan of each form of layer, such as that of attention.
+    plans: the plan of each form of layer, of its attention or of its experts.
 
     Layers of Megatron and Transformer Engine read the other fields, those of Megatron's
     `PackedSeqParams`. Bounds are (segments + 1,) int32.
     """
 
     lengths: tuple[int, ...]
+    sample_tokens: tuple[int, ...]
     items: tuple[tuple[int, int], ...] = ()
     windows: PackedSegments | None = None
     # Not copied by `dataclasses.replace`: its tensors may be on another device.
@@ -74,11 +76,13 @@ class PackedSegments:
         device: torch.device,
         real: Sequence[int] | None = None,
         items: tuple[tuple[int, int], ...] = (),
+        tail: int = 0,
     ) -> PackedSegments:
         """Build it from ``lengths``, padding included; empty segments are dropped.
 
         real: lengths without padding; None if there is no padding. Megatron's rotary embedding
-        reads the padded bounds, Transformer Engine both.
+        reads the padded bounds, Transformer Engine both. tail: length of the last segment if it is
+        nothing but padding; attention takes it for real.
         """
         real = lengths if real is None else real
         kept = [(int(n), int(m)) for n, m in zip(lengths, real, strict=True) if n > 0]
@@ -100,6 +104,7 @@ class PackedSegments:
             # Else Transformer Engine compares the bounds on the device in every layer.
             pad_between_seqs=pads,
             lengths=padded,
+            sample_tokens=(*(m for _, m in kept[:-1]), 0) if tail else tuple(m for _, m in kept),
             items=items,
         )
 
@@ -118,7 +123,7 @@ class PackedSegments:
         if not missing:
             return
         copy = copy or partial(send, device=self.cu_seqlens_q.device)
-        host_plans = tuple(form.plan(self.lengths, self.items) for form in missing)
+        host_plans = tuple(form.plan_of(self) for form in missing)
         self.plans.update(zip(missing, to_device(host_plans, copy), strict=True))
 
     def plan(self, form: Form) -> Any:
@@ -207,9 +212,12 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
 
 @dataclass(frozen=True)
 class LaneForm:
-    """The form of layers whose plan is the order of the lane, a `LaneOrder`."""
+    """The form of layers whose plan is the order of the lane."""
 
     cp_size: int
+
+    def plan_of(self, segments: PackedSegments) -> LaneOrder:
+        return self.plan(segments.lengths, segments.items)
 
     def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> LaneOrder:
         return zigzag_order(lengths, self.cp_size)

@@ -9,6 +9,7 @@ from mimo.engines.megatron.config import (
     transformer_config,
 )
 from mimo.engines.megatron.delta_net import GatedDeltaNet
+from mimo.engines.megatron.experts import Experts
 from mimo.engines.megatron.language import (
     LanguageModel,
     LocalGlobalRope,

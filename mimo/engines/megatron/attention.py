@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from mimo.engines.megatron.delta_net import GatedDeltaNet
+from mimo.engines.megatron.experts import SparseMLP
 from mimo.ops.acceleration import (
     TRANSFORMER_ENGINE,
     AttentionCase,
@@ -196,5 +197,6 @@ def forms_in(modules: Iterable[nn.Module]) -> frozenset[Form]:
     parallelism.
     """
     inside = (part for module in modules for part in module.modules())
-    forms = (part.form for part in inside if isinstance(part, CoreAttention | GatedDeltaNet))
+    kinds = (CoreAttention, GatedDeltaNet, SparseMLP)
+    forms = (part.form for part in inside if isinstance(part, kinds))
     return frozenset(form for form in forms if form is not None)

@@ -34,10 +34,10 @@ class DecoderSettings(LanguageSettings):
         """Return the module that replaces `GPTModel.rotary_pos_emb`."""
 
     def layer_spec(
-        self, config: engine.TransformerConfig, ctx: engine.ModuleContext, kind: str
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext, kind: str, **parts: Any
     ) -> engine.ModuleSpec:
-        """Return the spec of a layer of this kind."""
-        return engine.layer_spec(config, ctx.lora, causal=True)
+        """Return the spec of a layer of this kind. parts: arguments of `engine.layer_spec`."""
+        return engine.layer_spec(config, ctx.lora, causal=True, **parts)
 
     @property
     def embedding_scale(self) -> float | None:
@@ -100,16 +100,16 @@ def decoder_weights(
     settings: LanguageSettings,
     norms: Mapping[str, str],
     qkv_bias: bool = False,
-    attention: Callable[[int], list[Weight]] | None = None,
+    attention: Callable[[Any, int], list[Weight]] | None = None,
+    mlp: Callable[[Any, str, str], list[Weight]] | None = None,
 ) -> list[Weight]:
-    """Implement `LanguageFamily.weights_in_hf`.
+    """Implement `LanguageFamily.weights_in_hf`. norms: of a layer, our name by theirs.
 
-    norms: of a layer, our name by theirs. attention: returns the weights of a layer's attention, by
-    its number; None for projections of all layers alike.
+    attention: takes settings and the number of a layer; None for `qkv_weights`. mlp: takes
+    settings, and our and their name of a layer's MLP; None for a gated one.
     """
     size, vocab = settings.hidden_size, settings.vocab_size
     assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
-    ffn = settings.ffn_hidden_size
     weights = [
         plain("embedding.word_embeddings.weight", f"{_PREFIX}.embed_tokens.weight", vocab, size),
         plain("decoder.final_layernorm.weight", f"{_PREFIX}.norm.weight", size),
@@ -119,13 +119,16 @@ def decoder_weights(
     for n in range(settings.num_layers):
         layer, source = layer_names(n)
         weights += norm_weights(settings, n, norms)
-        weights += attention(n) if attention else qkv_weights(settings, n, qkv_bias)
-        gate_up = [f"{source}.mlp.{which}_proj.weight" for which in ("gate", "up")]
-        weights += [
-            stacked(f"{layer}.mlp.linear_fc1.weight", gate_up, ffn, size),
-            plain(f"{layer}.mlp.linear_fc2.weight", f"{source}.mlp.down_proj.weight", size, ffn),
-        ]
+        weights += attention(settings, n) if attention else qkv_weights(settings, n, qkv_bias)
+        weights += (mlp or _gated_mlp)(settings, f"{layer}.mlp", f"{source}.mlp")
     return weights
+
+
+def _gated_mlp(settings: LanguageSettings, ours: str, theirs: str) -> list[Weight]:
+    sizes = settings.ffn_hidden_size, settings.hidden_size
+    gate_up = [f"{theirs}.{which}_proj.weight" for which in ("gate", "up")]
+    down = plain(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", *sizes[::-1])
+    return [stacked(f"{ours}.linear_fc1.weight", gate_up, *sizes), down]
 
 
 def layer_names(layer: int) -> tuple[str, str]:

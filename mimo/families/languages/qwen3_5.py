@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
@@ -95,11 +96,11 @@ class Settings(MRopeSettings):
         }
 
     def layer_spec(
-        self, config: engine.TransformerConfig, ctx: engine.ModuleContext, kind: str
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext, kind: str, **parts: Any
     ) -> engine.ModuleSpec:
-        if kind == _FULL:
-            return super().layer_spec(config, ctx, kind)
-        return engine.layer_spec(config, ctx.lora, causal=True, attention=engine.GatedDeltaNet)
+        if kind == _LINEAR:
+            parts["attention"] = engine.GatedDeltaNet
+        return super().layer_spec(config, ctx, kind, **parts)
 
     def grid_problems(self, tp: int, chunks: int, cp: int = 1) -> Iterator[str]:
         yield from super().grid_problems(tp, chunks)
@@ -193,17 +194,12 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
     return settings
 
 
-def weights_in_hf(settings: Settings) -> list[Weight]:
-    """Return every parameter of the whole model, as runs of Qwen3.5's tensors."""
-    kinds = settings.layer_kinds()
-
-    def attention(layer: int) -> list[Weight]:
-        if kinds[layer] == _LINEAR:
-            return _linear_weights(settings, layer)
-        norms = norm_weights(settings, layer, QK_NORMS)
-        return [*norms, *qkv_weights(settings, layer, has_gate=True)]
-
-    return decoder_weights(settings, PRE_NORMS, attention=attention)
+def attention_weights(settings: Settings, layer: int) -> list[Weight]:
+    """Return a layer's attention, as runs of Qwen3.5's tensors."""
+    if settings.layer_kinds()[layer] == _LINEAR:
+        return _linear_weights(settings, layer)
+    norms = norm_weights(settings, layer, QK_NORMS)
+    return [*norms, *qkv_weights(settings, layer, has_gate=True)]
 
 
 def _linear_weights(settings: Settings, layer: int) -> list[Weight]:
@@ -233,3 +229,6 @@ def _linear_weights(settings: Settings, layer: int) -> list[Weight]:
         plain(f"{here}.norm_weight", f"{there}.norm.weight", settings.linear_value_size),
         plain(f"{here}.linear_proj.weight", f"{there}.out_proj.weight", size, values),
     ]
+
+
+weights_in_hf = partial(decoder_weights, norms=PRE_NORMS, attention=attention_weights)

@@ -112,13 +112,13 @@ def held_by_roles(rank: int, recipe: Recipe, layout: Layout) -> list[tuple[str, 
     for name, module in modules.items():
         params = [p for chunk in module.raw for p in chunk.parameters()]
         grads, state = 0, 0
-        if module.optimizer is not None:
-            base = module.optimizer.optimizer
+        for optimizer in module.optimizers:
+            base = optimizer.optimizer
             assert base is not None
-            module.optimizer.init_state_fn(base, module.optimizer.config)
+            optimizer.init_state_fn(base, optimizer.config)
             learnt: list[Any] = [p for p in params if p.requires_grad]
             grads = sum(p.main_grad.nbytes for p in learnt)
-            state = sum(
+            state += sum(
                 tensor.nbytes
                 for one in base.state.values()
                 for kind, tensor in one.items()
