@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         # Each rank sees its own heads only, with or without sequence parallelism.
         factor = copy_to_tensor_model_parallel_region(self.norm_weight, group=cast("Any", self.tp))
         output = gated_norm(output, gates.reshape(output.shape), factor, self.eps)
-        return self.linear_proj(output.view(batch, length, -1).transpose(0, 1))
+        return self.linear_proj(output.reshape(batch, length, -1).transpose(0, 1))
 
     def _scan(self, inputs: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """inputs (T, K/C, 2·D + r·E + 2·r), all tokens of the lane -> (T, V/C, E)."""
