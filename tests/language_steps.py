@@ -9,6 +9,7 @@ Letters: T packed tokens of a lane, S sequence, B batch, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Job:
 
     grid: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "qwen3"
     dtype: torch.dtype = torch.float32
     steps: int = 1
     optimizer: str = "sgd"
@@ -151,7 +153,6 @@ class Trainer:
             wrap_data_parallel,
         )
         from mimo.engines.optimizer import OptimizerSettings
-        from mimo.families.languages import qwen3
         from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
         from mimo.parallel.groups import build_topology
 
@@ -171,8 +172,9 @@ class Trainer:
                 recompute=job.recompute,
                 scatter_embedding=job.scatter_embedding,
             )
-            sizes = qwen3.Settings(**{**SETTINGS, **job.settings})
-            self.raw.append(qwen3.build(sizes, ctx, NUM_TOKENS, 64, SEED))
+            family: Any = importlib.import_module(f"mimo.families.languages.{job.family}")
+            sizes = family.Settings(**{**SETTINGS, **job.settings})
+            self.raw.append(family.build(sizes, ctx, NUM_TOKENS, 64, SEED))
         self.chunks = wrap_data_parallel(
             self.raw, self.groups, job.overlap, job.distributed, job.late
         )
