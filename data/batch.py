@@ -236,6 +236,7 @@ class PackedLane:
     position_ids: np.ndarray  # (3, T) int64
     lengths: tuple[int, ...]  # tokens per segment with its padding; their sum is T
     real_lengths: tuple[int, ...]  # tokens per segment without its padding
+    tail: int = 0  # tokens of padding at the end, the last segment if there are any
     packed: bool = True  # whether all segments are one sequence; else each is one, equally long
     items: tuple[tuple[int, int], ...] = ()  # first token and number of tokens of each item
     parts: tuple[tuple[str, tuple[int, int, int]], ...] = ()  # modality and grid of each item
@@ -294,6 +295,7 @@ def pack_lane(
         position_ids=mrope_position_ids(stretches, offsets, all_grids, steps),
         lengths=(*padded.tolist(), *([tail] if tail else [])),
         real_lengths=(*real.tolist(), *([tail] if tail else [])),
+        tail=tail,
         packed=packed,
         items=tuple(zip(offsets.tolist(), map(math.prod, all_grids), strict=True)),
         parts=tuple(parts),

@@ -1,8 +1,8 @@
-"""Errors of input and their exit codes; suggestions for misspelled names."""
+"""Errors of input and their exit codes; suggestions for misspelled names, and sizes for people."""
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # Errors of a wrong path, which trying again does not mend.
 _OF_THE_PATH = {
@@ -91,3 +91,19 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     if match is not None:
         return f"did you mean '{match}'?"
     return f"choose from {', '.join(choices)}" if choices else "none are known here"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Format a size for people, such as `1.5 GiB`."""
+    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
+    name, size = next((unit for unit in units if num_bytes >= unit[1]), units[-1])
+    return f"{num_bytes / size:,.1f} {name}"
+
+
+def format_memory(memory: Mapping[str, Mapping[str, int]]) -> str:
+    """Format the result of `mimo.model.modules.MimoModel.memory` for people."""
+    parts = [
+        f"{owner}: {', '.join(f'{format_bytes(size)} of {kind}' for kind, size in sizes.items())}"
+        for owner, sizes in memory.items()
+    ]
+    return "; ".join(parts)

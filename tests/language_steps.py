@@ -9,6 +9,7 @@ Letters: T packed tokens of a lane, S sequence, B batch, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Job:
 
     grid: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "qwen3"
     dtype: torch.dtype = torch.float32
     steps: int = 1
     optimizer: str = "sgd"
@@ -146,12 +148,11 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         from mimo.engines.megatron.config import ModuleContext
         from mimo.engines.megatron.parallel import (
-            build_optimizer,
+            build_optimizers,
             prepare_engine,
             wrap_data_parallel,
         )
         from mimo.engines.optimizer import OptimizerSettings
-        from mimo.families.languages import qwen3
         from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
         from mimo.parallel.groups import build_topology
 
@@ -171,15 +172,16 @@ class Trainer:
                 recompute=job.recompute,
                 scatter_embedding=job.scatter_embedding,
             )
-            sizes = qwen3.Settings(**{**SETTINGS, **job.settings})
-            self.raw.append(qwen3.build(sizes, ctx, NUM_TOKENS, 64, SEED))
+            family: Any = importlib.import_module(f"mimo.families.languages.{job.family}")
+            sizes = family.Settings(**{**SETTINGS, **job.settings})
+            self.raw.append(family.build(sizes, ctx, NUM_TOKENS, 64, SEED))
         self.chunks = wrap_data_parallel(
             self.raw, self.groups, job.overlap, job.distributed, job.late
         )
         switches = [chunk.no_sync for chunk in self.chunks]
         for chunk in self.raw:
             chunk.config.no_sync_func = switches if grid.vpp > 1 else switches[0]
-        self.optimizer = build_optimizer(
+        self.optimizers = build_optimizers(
             self.chunks,
             OptimizerSettings(job.optimizer, 0.1, 0.9, 0.95, 1e-4, job.distributed),
             job.learning_rate,
@@ -236,7 +238,7 @@ class Trainer:
         from mimo.engines.megatron.module import MegatronModule
 
         chunks: list[torch.nn.Module] = [*self.chunks]
-        return MegatronModule("language", self.groups, self.raw, chunks, self.optimizer, True)
+        return MegatronModule("language", self.groups, self.raw, chunks, self.optimizers, True)
 
     def waiting(self) -> int:
         """Gathers of updated weights that nobody has waited for."""
@@ -293,8 +295,8 @@ def state_sizes(rank: int, job: Job) -> int:
     """Elements of this rank's optimizer state after a step, the count of steps left out."""
     trainer = Trainer(job)
     trainer.step(0)
-    optimizer: Any = trainer.optimizer.optimizer
-    states = optimizer.state.values()
+    bases: Any = [optimizer.optimizer for optimizer in trainer.optimizers]
+    states = [state for base in bases for state in base.state.values()]
     return sum(state[kind].numel() for state in states for kind in state if kind != "step")
 
 

@@ -223,7 +223,7 @@ def _gradient_shards(model: nn.Module, ctx: Any) -> list[Any]:
     from mimo.engines.megatron.weights import gradient_pieces
 
     chunks: Any = [model]
-    module = MegatronModule("", ctx.groups, chunks, chunks, None, True)
+    module = MegatronModule("", ctx.groups, chunks, chunks, (), True)
     watched = WatchedSteps({"": module}, dist.get_rank())
     watched.note_weights()
     for param in chunks[0].parameters():

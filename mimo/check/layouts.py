@@ -14,6 +14,7 @@ from mimo.check.shrink import cover, lane_ratio, place
 from mimo.config.schema import Recipe
 from mimo.config.source import YamlSource
 from mimo.errors import InputError, RecipeError
+from mimo.families.registry import language_settings
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 
@@ -45,6 +46,7 @@ _OPTIONS = {
     ),
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
     "gathered late": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
+    "router losses": ("language.model.balance_loss=0.3", "language.model.z_loss=0.1"),
     "clipped": ("train.clip_grad_norm=0.5",),
     "kept gathered": ("each.reshard_after_forward=false",),
     "reduced each time": ("each.reduce_gradients=microbatch",),
@@ -120,6 +122,14 @@ dp2 → cp2 pp2 vpp2 | colocated tp2 → tp2 cp2 pp2 | colocated → tp2 cp2 sp 
 dp2 → tp2 cp2 sp · unpacked | dp2 + colocated → cp2
 # Batches instead of packed sequences.
 1 rank → dp2 · unpacked | dp3 → tp2 sp pp2 · unpacked · recompute
+# Experts that ranks share out or split, where the recipe's language model has some.
+dp3 → dp2 ep2 · clipped | dp2 → dp4 ep4 · router losses | 1 rank → tp2 ep2 · recompute |
+dp2 → tp2 sp ep2 dp2 · router losses | 1 rank → tp2 etp2 | dp2 → tp2 sp etp2 ep2 dp2 |
+dp2 → cp2 ep2 · router losses | tp2 → pp2 dp2 ep2 · overlap |
+dp3 → pp2 vpp2 dp2 ep2 · router losses · recompute | colocated tp2 → tp2 sp ep2 pp2 |
+colocated → tp2 cp2 ep4 · router losses | dp2 → dp2 ep2 · distributed optimizer |
+colocated → tp2 sp dp2 ep2 · distributed optimizer · gathered late |
+dp2 → tp2 sp ep2 · language adapters · recompute
 # A distributed optimizer.
 dp3 → dp2 · distributed optimizer | dp2 → cp2 pp2 · distributed optimizer · gathered late |
 dp2 → tp2 sp pp2 · distributed optimizer · clipped |
@@ -212,10 +222,13 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
         raise RecipeError("encoders: the sweep needs a recipe with an encoder or a generator")
     cells: list[Cell] = []
     left_out: dict[str, list[str]] = {}  # by reason
+    has_experts = language_settings(recipe).routers[0] > 0
     refused = []
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
         for shorthand in SWEEP:
             draws = shorthand.generator is not None
+            if not has_experts and re.search(r"\bet?p\d", shorthand.language):
+                continue
             if (shorthand.encoders and not recipe.encoders) or (draws and not recipe.generators):
                 continue
             cell, reason = Cell(shorthand.name, *sweep_recipe(recipe, shorthand)), ""
@@ -286,7 +299,7 @@ def sweep_recipe(recipe: Recipe, cell: SweepCell) -> tuple[Recipe, Layout]:
 
 def _grid(module: str, text: str) -> GridSpec:
     words = text.split()
-    sizes: Any = {a: int(n) for a, n in re.findall(r"\b(tp|cp|pp|vpp|dp|replicate)(\d+)", text)}
+    sizes: Any = {a: int(n) for a, n in re.findall(r"\b(e?tp|cp|v?pp|dp|ep|replicate)(\d+)", text)}
     return GridSpec(
         module,
         sp="sp" in words,
@@ -309,7 +322,7 @@ def describe(layout: Layout) -> str:
 
 def _axes(grid: GridSpec) -> str:
     words = ["fsdp"] * (grid.engine == "fsdp") + [f"tp{grid.tp}"] * (grid.tp > 1) + ["sp"] * grid.sp
-    for axis in ("cp", "pp", "vpp", "dp"):
+    for axis in ("cp", "pp", "vpp", "dp", "ep", "etp"):
         words += [f"{axis}{getattr(grid, axis)}"] * (getattr(grid, axis) > 1)
     words += [f"replicate{grid.dp_replicate}"] * (grid.dp_replicate > 1)
     return " ".join(words) or "1 rank"

@@ -27,12 +27,26 @@ from data.batch import (
 from data.index.reader import SampleReader
 from data.packing import Used, packs_of_samples, packs_of_tokens
 from mimo.config.schema import LANGUAGE, Recipe
-from mimo.families.registry import generator_family
+from mimo.families.registry import generator_family, language_settings
 from mimo.generate.one_rank import LocalModel
 from mimo.model.dataset import Dataset, token_budget
 from mimo.model.outputs import output_planner
 
 _SPLIT = "step"  # what the training loop calls its batches
+
+
+@dataclass(frozen=True)
+class PackLosses:
+    """Losses of a pack: summed over loss tokens, of each generator's items, and of routers.
+
+    loss_tokens, tokens: of the pack. routers: summed over tokens; 0 without experts.
+    """
+
+    loss: Tensor
+    loss_tokens: int
+    drawn: dict[str, list[Tensor]]
+    tokens: int
+    routers: Tensor | int
 
 
 def packs_of_step(recipe: Recipe, dataset: Dataset, used: Used) -> list[np.ndarray]:
@@ -47,11 +61,8 @@ def packs_of_step(recipe: Recipe, dataset: Dataset, used: Used) -> list[np.ndarr
 
 def losses_of_pack(
     recipe: Recipe, local: LocalModel, dataset: Dataset, pack: np.ndarray, step: int
-) -> tuple[Tensor, int, dict[str, list[Tensor]]]:
-    """Return the summed loss of a pack, its number of tokens, and losses of each generator's items.
-
-    It runs one forward pass.
-    """
+) -> PackLosses:
+    """Return the losses of a pack; it runs one forward pass."""
     samples = plan_microbatch(dataset.indexes, dataset.order, [pack])
     readers = [dataset.readers[source] for source in samples.source]
     plans = [
@@ -82,13 +93,52 @@ def losses_of_pack(
             places = np.flatnonzero(np.isin(lane.input_ids, tokens))
             rows[name] = local.encode(name, np.concatenate(patches), grids), places
     drawn = [*_items(recipe, step, samples, readers, lane)] if recipe.generators else []
-    with _hidden_states(recipe, local, drawn) as hidden:
+    language = local.model.modules[LANGUAGE].whole
+    with _hidden_states(recipe, local, drawn) as hidden, _router_logits(language) as logits:
         per_token = local.forward(lane, rows, with_labels=True)
     loss = (per_token[0] * torch.from_numpy(lane.loss_mask)).sum()
     losses: dict[str, list[Tensor]] = {name: [] for name in recipe.generators}
     for item in drawn:
         losses[item.generator].append(_item_loss(recipe, local, item, hidden[0]))
-    return loss, int(samples.loss_tokens.sum()), losses
+    return PackLosses(
+        loss=loss,
+        loss_tokens=int(samples.loss_tokens.sum()),
+        drawn=losses,
+        tokens=sum(lane.lengths),
+        routers=_router_loss(recipe, logits, lane.lengths),
+    )
+
+
+@contextmanager
+def _router_logits(language: nn.Module) -> Iterator[list[Tensor]]:
+    """Keep the logits (T, E) of each router while the language model runs forward."""
+    kept: list[Tensor] = []
+    routers = [m for name, m in language.named_modules() if name.endswith("mlp.router")]
+    hooks = [m.register_forward_hook(lambda *call: kept.append(call[-1].logits)) for m in routers]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _router_loss(recipe: Recipe, logits: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | int:
+    """Return the losses of all routers, averaged over layers and summed over tokens.
+
+    Each sample's balancing loss is E · f · P, with means f of its tokens' choices of each expert
+    and P of their probabilities.
+    """
+    settings: Any = language_settings(recipe)
+    total: Tensor | int = 0
+    for of_layer in logits:
+        for sample in of_layer.split(lengths):
+            top = sample.softmax(-1).topk(settings.experts_per_token).indices
+            chosen = nn.functional.one_hot(top, sample.shape[1]).sum(1).to(sample.dtype)
+            balance = chosen.mean(0) @ sample.softmax(-1).mean(0) * sample.shape[1]
+            z = sample.logsumexp(-1).square().mean()
+            loss = settings.balance_loss * balance + settings.z_loss * z
+            total = total + loss * len(sample) / len(logits)
+    return total
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _USUAL_MICROBATCHES = 8
 _USUAL_SAMPLES = 6  # of all lanes, in a microbatch
 _SEQUENCE_LENGTH = 192
 MULTI_RANK_KEYS = ("overlap_grad_reduce", "overlap_param_gather", "distributed_optimizer")
-_AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate")
+_AXES = ("tp", "sp", "cp", "pp", "vpp", "dp", "dp_replicate", "ep", "etp")
 _MOST_QUERIES = 3  # per output item: fewer than the 6 or 12 tokens of its image
 _MOST_SKIPPED = 2  # tokens of a sample: fewer than the shortest has
 _GROUP = 3  # microbatches that a colocated encoder encodes in one go, if it takes several
@@ -229,7 +229,11 @@ def _placed(layout: Layout, module: str, models: dict[str, Any]) -> dict[str, An
 def _scaled(settings: Any, grid: GridSpec) -> dict[str, Any]:
     usual = _USUAL_STAGES if grid.module == LANGUAGE else _USUAL_ENCODER_STAGES
     stages = _multiple(usual, grid.pp * grid.vpp)
-    return settings.scaled_down(stages, _multiple(_USUAL_TP, grid.tp)).model_dump(mode="json")
+    scaled = settings.scaled_down(stages, _multiple(_USUAL_TP, grid.tp)).model_dump(mode="json")
+    for key, size in (("num_experts", grid.ep), ("ffn_hidden_size", grid.etp)):
+        if key in scaled:
+            scaled[key] = math.lcm(scaled[key], size)
+    return scaled
 
 
 def _multiple(usual: int, size: int) -> int:

@@ -17,6 +17,7 @@ Axis = tuple[str, str]
 """A module and one of its axes, such as ("language", "tp")."""
 
 _AXES = ("tp", "cp", "pp", "dp")
+_EXPERT_AXES = ("ep", "etp")
 _SMALL = (2, 3, 4)  # sizes to try for an axis above 1, before its actual size
 _FEW_LANES = range(2, 9)  # of a disjoint module
 
@@ -84,20 +85,29 @@ def parallel_axes(layout: Layout) -> tuple[Axis, ...]:
     return tuple(
         (name, axis)
         for name, grid in layout.grids.items()
-        for axis in _AXES
+        for axis in (*_AXES, *_EXPERT_AXES)
         if getattr(grid, axis) > 1 and not (axis == "dp" and name in layout.colocated)
     )
 
 
 def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
-    """Set all axes but ``axes`` to 1; None if a colocated module does not fit then."""
+    """Set all axes but ``axes`` to 1; None if experts or a colocated module do not fit then.
+
+    Axes of experts get their smallest size, which may fit where the whole does not.
+    """
 
     def reduced(grid: GridSpec) -> GridSpec:
         sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}
+        sizes |= {
+            axis: size if (grid.module, axis) in axes else 1
+            for axis, size in _small_experts(grid).items()
+        }
         grid = replace(grid, **sizes, dp_replicate=_replicas(grid, sizes["dp"]) or 1)
         return replace(grid, sp=grid.sp and grid.tp > 1, vpp=grid.vpp if grid.pp > 1 else 1)
 
     language = reduced(layout.language)
+    if not _experts_fit(language):
+        return None
     modules = {name: reduced(grid) for name, grid in layout.item_grids.items()}
     for name in layout.colocated:
         lanes, rest = divmod(language.size, modules[name].tp)
@@ -115,7 +125,10 @@ def shrink(layout: Layout) -> Layout:
         axes = dict(zip(_AXES, sizes, strict=True))
         if (copies := _replicas(language, axes["dp"])) is None:
             continue
+        axes |= _small_experts(language)
         candidate = replace(language, **axes, vpp=min(language.vpp, 2), dp_replicate=copies)
+        if not _experts_fit(candidate):
+            continue
         modules = {name: _shrink_module(layout, name, candidate) for name in layout.item_grids}
         fitting = {name: grid for name, grid in modules.items() if grid is not None}
         if len(fitting) == len(modules):
@@ -147,6 +160,16 @@ def cover(layout: Layout, max_ranks: int) -> Cover:
         raise ValueError(f"the modules need {needed} ranks, but got {max_ranks}")
     pairs = combinations(axes, 2)
     return Cover(parts, [pair for pair in pairs if not any(part.axes >= {*pair} for part in parts)])
+
+
+def _small_experts(grid: GridSpec) -> dict[str, int]:
+    """Return the smallest size above 1 of each axis of experts above 1: a prime factor."""
+    sizes = {axis: getattr(grid, axis) for axis in _EXPERT_AXES}
+    return {a: next((f for f in range(2, n) if n % f == 0), n) for a, n in sizes.items()}
+
+
+def _experts_fit(grid: GridSpec) -> bool:
+    return grid.size // grid.pp % (grid.ep * grid.etp) == 0
 
 
 def _sizes(size: int) -> tuple[int, ...]:

@@ -184,15 +184,16 @@ def reference_steps(recipe: Recipe, num_steps: int) -> Reference:
         packs = packs_of_step(recipe, dataset, used)
         used = used.with_packs(packs)
         parts = [losses_of_pack(recipe, local, dataset, pack, step) for pack in packs]
-        tokens = sum(count for _, count, _ in parts)
-        text: Any = sum(loss for loss, _, _ in parts)
+        tokens = sum(part.loss_tokens for part in parts)
+        text: Any = sum(part.loss for part in parts)
         total = text / max(tokens, 1)
+        routers = sum(part.routers for part in parts) / sum(part.tokens for part in parts)
         means = {LANGUAGE: total}
         for name, part in recipe.generators.items():
-            means[name] = torch.stack([loss for *_, drawn in parts for loss in drawn[name]]).mean()
+            means[name] = torch.stack([loss for p in parts for loss in p.drawn[name]]).mean()
             total = total + part.loss_weight * means[name]
         if total.requires_grad:
-            total.backward()
+            (total + routers).backward()
         gradients = [_gradient(recipe, p) for p in trainable]
         norm = float(torch.stack([g.double().pow(2).sum() for g in gradients]).sum().sqrt())
         for name, whole in _whole(trainable, gradients).items():

@@ -67,7 +67,8 @@ def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
 
 
 def _print_memory(recipe: Recipe, layout: Layout) -> None:
-    from mimo.model.memory import format_bytes, memory_by_role
+    from mimo.errors import format_bytes
+    from mimo.model.memory import memory_by_role
 
     columns, rows = ("weights", "gradients", "optimizer", "activations", "logits", "buffers"), []
     for usage in memory_by_role(recipe, layout):

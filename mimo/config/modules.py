@@ -41,6 +41,11 @@ class Grid(Section):
     """Pipeline parallelism: stages that split the layers."""
     vpp: bounds.Layers = 1
     """Chunks of layers per pipeline stage; more than 1 interleaves the pipeline."""
+    ep: bounds.Ranks = 1
+    """Expert parallelism: ranks of a stage that share out the experts of a sparse language model.
+    `ep · etp` divides `tp · cp · dp`, and their tokens are exchanged."""
+    etp: bounds.Ranks = 1
+    """Expert tensor parallelism: ranks that split every expert, in place of tp."""
     dp: bounds.Ranks | None = None
     """Data parallelism: lanes (replicas) that process different samples. One module may leave it
     out; it then follows from the number of ranks."""

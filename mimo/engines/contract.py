@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
     from mimo.engines.megatron.config import ProcessGroupCollection
-    from mimo.ops.attention_plan import LayerForm
+    from mimo.ops.segments import Form
 
 Purpose = Literal["save", "load"]
 
@@ -146,14 +146,19 @@ class Module(Protocol):
         """
         ...
 
-    def attention_forms(self) -> frozenset[LayerForm]:
+    def attention_forms(self) -> frozenset[Form]:
         """The forms of its layers, for `PackedSegments.prepare`."""
         ...
 
     # ---- one step, in this order; every rank of the module makes the same calls
 
-    def begin_step(self, forward_only: bool) -> None:
-        """Clear gradients, and choose between training and evaluation."""
+    def begin_step(self, forward_only: bool, losses_per_token: float = 0.0) -> None:
+        """Clear gradients, and choose between training and evaluation.
+
+        losses_per_token: tokens with a loss over all tokens of the global batch. Losses per token,
+        as routers have, are scaled by it, because `finish_gradients` divides by the former. With 0
+        there are none.
+        """
         ...
 
     def run_language(
@@ -220,6 +225,17 @@ class Module(Protocol):
         nothing that this rank holds.
         Returns this rank's share of the squared norm of the change if ``measured``, on the device
         like `squared_norm`; else 0. Measuring takes about as long as the update.
+        """
+        ...
+
+    def add_router_sums(self, total: Tensor) -> None:
+        """Add what this rank's routers counted since `begin_step` to ``total``; no collective.
+
+        total: (L, E + 4) fp64 on the device, by layer of the whole model: the tokens that chose
+        each of E experts; the number of tokens; and, summed over these, the entropy of their
+        probabilities, the balancing loss and the z-loss. The sum over all ranks counts every token
+        of every microbatch with a backward once. Nothing is added by an engine without router
+        losses.
         """
         ...
 

@@ -20,20 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint. shape: as stored. transposed: a matrix stored as (C, R)."""
+    """A tensor of the checkpoint. shape: as stored. transposed: a matrix stored as (C, R).
+
+    stacked: matrices of experts, stored as (E, R', C), whose rows are those of all experts.
+    """
 
     key: str
     shape: tuple[int, ...]
     transposed: bool = False
+    stacked: bool = False
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of an element of the first dimension: R' of experts, else 1."""
+        return self.shape[1] if self.stacked else 1
 
     @property
     def num_rows(self) -> int:
-        return self.shape[1] if self.transposed else self.shape[0]
+        return self.shape[1] if self.transposed else self.shape[0] * self.rows_each
 
     def matrix(self, stored: Tensor) -> Tensor:
         """Return a stored tensor, or whole rows of it, as (R, C); a vector stays (R,)."""
         if self.transposed:
             return stored.T
+        if self.stacked:
+            return stored.flatten(0, 1)
         return stored if stored.dim() == 1 else stored.flatten(1)
 
     def stored(self, matrix: Tensor) -> Tensor:
@@ -114,6 +125,12 @@ def plain(name: str, key: str, *shape: int, transposed: bool = False) -> Weight:
     return Weight(name, (Run(source, 0, source.num_rows),))
 
 
+def of_experts(name: str, key: str, *shape: int) -> Weight:
+    """Map the matrices of all experts, one below the other, to one tensor of shape (E, R', C)."""
+    source = Source(key, shape, stacked=True)
+    return Weight(name, (Run(source, 0, source.num_rows),))
+
+
 def stacked(name: str, keys: Sequence[str], *shape: int) -> Weight:
     """Stack tensors of one shape, such as gate and up projection."""
     return Weight(name, tuple(Run(Source(key, shape), 0, shape[0]) for key in keys))
@@ -126,21 +143,38 @@ def grouped_qkv(
     queries_per_group: int,
     head_size: int,
     *columns: int,
+    has_gate: bool = False,
 ) -> Weight:
     """Fuse projections in Megatron's order: for each group its queries, its key, its value.
 
-    keys: of the query, key and value projections. columns: none for biases.
+    keys: of the query, key and value projections. columns: none for biases. has_gate: whether the
+    query projection has a gate after each head's query; those of a group follow its queries.
     """
-    rows = (queries_per_group * head_size, head_size, head_size)
-    sources = [
-        Source(key, (num_groups * count, *columns)) for key, count in zip(keys, rows, strict=True)
-    ]
+    parts, num_heads = 2 if has_gate else 1, num_groups * queries_per_group
+    query, key, value = (
+        Source(key, (count * head_size, *columns))
+        for key, count in zip(keys, (parts * num_heads, num_groups, num_groups), strict=True)
+    )
+    runs, together = [], 1 if has_gate else queries_per_group
+    for group in range(num_groups):
+        heads = range(group * queries_per_group, (group + 1) * queries_per_group, together)
+        rows = [parts * head + part for part in range(parts) for head in heads]
+        runs += [Run(query, row * head_size, together * head_size) for row in rows]
+        runs += [Run(source, group * head_size, head_size) for source in (key, value)]
+    return Weight(name, tuple(runs))
+
+
+def interleaved(name: str, parts: Sequence[tuple[Source, int, int]], num_groups: int) -> Weight:
+    """Take rows of several sources in turn, for each of ``num_groups`` groups.
+
+    parts: a source, the first of its rows, and its rows for a group, which follow each other.
+    """
     return Weight(
         name,
         tuple(
-            Run(source, group * count, count)
+            Run(source, start + group * count, count)
             for group in range(num_groups)
-            for source, count in zip(sources, rows, strict=True)
+            for source, start, count in parts
         ),
     )
 
@@ -188,10 +222,13 @@ def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, int], t
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """Return weight (O, I) + scale · lora_b (O, R) @ lora_a (R, I), summed in fp32 at least.
 
-    All have one dtype. A rank's parts of the three give its part of the result.
+    All have one dtype. A rank's parts of the three give its part of the result. Of experts, all
+    three are matrices one below the other.
     """
     import torch  # recipes are read without it
 
     wide = torch.promote_types(weight.dtype, torch.float32)
-    update = lora_b.to(wide) @ lora_a.to(wide)
+    experts = len(lora_a) // lora_b.shape[1]
+    pairs = zip(lora_b.to(wide).chunk(experts), lora_a.to(wide).chunk(experts), strict=True)
+    update = torch.cat([b @ a for b, a in pairs])
     return (weight.to(wide) + scale * update).to(weight.dtype)

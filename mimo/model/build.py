@@ -28,7 +28,7 @@ from mimo.engines.draw import draw, normal
 from mimo.engines.megatron import LanguageModel
 from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
 from mimo.engines.megatron.module import MegatronModule
-from mimo.engines.megatron.parallel import build_optimizer, prepare_engine, wrap_data_parallel
+from mimo.engines.megatron.parallel import build_optimizers, prepare_engine, wrap_data_parallel
 from mimo.engines.megatron.weights import Cut, global_name, stored_name
 from mimo.engines.optimizer import OptimizerSettings
 from mimo.errors import RecipeError
@@ -91,6 +91,7 @@ def build_model(
         takes_rows=recipe.language.family == GENERAL,
         item_rules=settings.item_rules,
         num_tokens=num_tokens,
+        num_routers=settings.routers[:2],
     )
     optimizer = _optimizer_settings(recipe) if trains else None
     for name in topology.modules:
@@ -170,7 +171,7 @@ def _megatron_module(
         for parameter_name, param in chunk.named_parameters():
             whole_name = stored_name(global_name(parameter_name, chunk.config, *at), chunk)
             param.requires_grad_(is_trainable(whole_name))
-    module = MegatronModule(name, groups, chunks, chunks, None, recipe.trains(name))
+    module = MegatronModule(name, groups, chunks, chunks, (), recipe.trains(name))
     trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
     if optimizer is None or not trains:
         return module
@@ -181,7 +182,7 @@ def _megatron_module(
     for chunk in chunks:
         cast("Any", chunk).config.no_sync_func = switches if len(switches) > 1 else switches[0]
     rate = part.learning_rate or train.learning_rate
-    module.optimizer = build_optimizer(wrapped, optimizer, rate, dtype, groups)
+    module.optimizers = build_optimizers(wrapped, optimizer, rate, dtype, groups)
     module.chunks, module.ema_decay = list(wrapped), train.ema_decay
     return module
 
@@ -223,7 +224,7 @@ def load_weights(
         assert whole in by_name, f"the key map has no {whole}"
         pairs.append((by_name[whole], param))
     for weight, param in sorted(pairs, key=lambda pair: checkpoint.order(pair[0])):
-        cut = Cut.of(param, groups.tp)
+        cut = Cut.of(param, groups)
         for row, column, values in cut.rectangles(param.data.view(-1)):
             columns = slice(column, column + values.shape[1]) if cut.dim == 1 else None
             position = 0

@@ -183,7 +183,8 @@ def names_of(recipe: Recipe, name: str, weights: Iterable[Weight], num_tokens: i
             tensors.append((lora_b, shape_b, [Rows(*run) for run in outputs]))
         if name == LANGUAGE and weight.name.endswith(_OF_VOCABULARY):
             rows = language_settings(recipe).padded_vocab_size(num_tokens)
-        runs = [Rows(r.source.key, r.start, r.count, r.source.transposed) for r in weight.runs]
+        pairs = [(run, run.source) for run in weight.runs]
+        runs = [Rows(s.key, r.start, r.count, s.transposed, s.rows_each) for r, s in pairs]
         shape = (rows,) if len(weight.sources[0].shape) == 1 else (rows, columns)
         tensors.append((weight.name, shape, runs))
     return Names.of(tensors)

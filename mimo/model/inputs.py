@@ -21,8 +21,7 @@ from mimo.engines.contract import Draw
 from mimo.families.contracts import ItemRules
 from mimo.families.wire import WirePatches
 from mimo.model.decoding import EncoderItems
-from mimo.ops.attention_plan import LayerForm
-from mimo.ops.segments import PackedSegments, insert_embeddings, to_device
+from mimo.ops.segments import Form, PackedSegments, insert_embeddings, to_device
 from mimo.parallel.grids import Link
 from mimo.parallel.partition import PartitionAdapter
 
@@ -95,7 +94,7 @@ def stage_lane(
     rules: ItemRules,
     partition: PartitionAdapter,
     whole_rows: bool,
-    forms: Collection[LayerForm],
+    forms: Collection[Form],
     staging: Staging,
     outputs: Mapping[str, str],
 ) -> LanguageBatch:
@@ -109,7 +108,11 @@ def stage_lane(
     segments = None
     if lane.packed:
         segments = PackedSegments.from_lengths(
-            lane.lengths, torch.device("cpu"), lane.real_lengths, rules.bidirectional_spans(lane)
+            lane.lengths,
+            torch.device("cpu"),
+            lane.real_lengths,
+            rules.bidirectional_spans(lane),
+            lane.tail,
         )
         segments.prepare(forms)
     ids, labels, loss_mask = (

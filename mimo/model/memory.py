@@ -17,7 +17,7 @@ The device's context, memory of libraries such as NCCL, and fragmentation come o
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -44,28 +44,13 @@ from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 
 _CUT_BY_ROWS = (
     *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
-    *("word_embeddings.weight", "output_layer.weight"),
+    *("word_embeddings.weight", "output_layer.weight", "conv_weight", "a_log", "dt_bias"),
 )
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 """Endings of the weights that tensor parallelism cuts by columns, the inputs of a linear."""
 
+_EXPERTS = ".mlp.experts."
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Format a size for people, such as `1.5 GiB`."""
-    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
-    name, size = next((unit for unit in units if num_bytes >= unit[1]), units[-1])
-    return f"{num_bytes / size:,.1f} {name}"
-
-
-def format_memory(memory: Mapping[str, Mapping[str, int]]) -> str:
-    """Format the result of `mimo.model.modules.MimoModel.memory` for people."""
-    parts = [
-        f"{owner}: {', '.join(f'{format_bytes(size)} of {kind}' for kind, size in sizes.items())}"
-        for owner, sizes in memory.items()
-    ]
-    return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -150,9 +135,9 @@ class _Module:
     """Sizes of a module that its memory depends on.
 
     layers: of a stage. size: bytes of a number in computations; wide: of a gradient.
-    shapes: of the parameters by name; of one layer only, except in models of transformers.
+    shapes: of the parameters by name; of a period of layers, in models of transformers of all.
     held, trained: elements on a tensor-parallel rank, of all and of trainable parameters: of the
-    "first" stage, of a "layer", of the "last" stage. autoencoder: its bytes.
+    "first" stage, of a "layer" and its "experts", of the "last" stage. autoencoder: its bytes.
     listed: layers in ``shapes``. is_one_unit: whether FSDP2 gathers all layers at once.
     """
 
@@ -163,8 +148,9 @@ class _Module:
         self.wide = max(4, self.size)
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
-        self.layers = module_settings(recipe, name).num_layers // self.grid.pp
-        self.autoencoder = 0
+        settings = module_settings(recipe, name)
+        self.layers, period = settings.num_layers // self.grid.pp, settings.layer_period
+        self.autoencoder, self.routers = 0, language.routers
         last: tuple[str, ...] = (_OUTPUT,) if name == LANGUAGE else ()
         if name in recipe.encoders:
             last = encoder_family(recipe, name).PROJECTOR
@@ -174,13 +160,13 @@ class _Module:
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
-            for weight in weights_of(recipe, name, known, num_layers=1)
+            for weight in weights_of(recipe, name, known, num_layers=period)
         }
-        self.held, self.trained = Counter[str](), Counter[str]()
+        self.held, self.trained = Counter[str](), Counter[str]()  # means may be fractions
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
         # Models of transformers list all layers, because these may differ; their mean counts.
         is_general = self.part.family == GENERAL
-        self.listed = self.layers if is_general else 1
+        self.listed = self.layers if is_general else period
         self.is_one_unit = is_general and name != LANGUAGE
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(last) or "final_layernorm" in weight
@@ -188,18 +174,21 @@ class _Module:
             if self.is_one_unit:
                 place = "first"
             cut = tp if weight.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
+            if _EXPERTS in weight and self.grid.engine == "megatron":
+                place, cut = "experts", self.grid.ep * self.grid.etp
             self._count(place, rows * columns // cut, is_trainable(weight))
             if weight == _EMBEDDING and _OUTPUT not in self.shapes and self.grid.pp > 1:
                 # The head's copy.
                 self._count("last", rows * columns // cut, is_trainable(weight))
-            adapts = place == "layer" or self.is_one_unit
+            adapts = place in ("layer", "experts") or self.is_one_unit
             if lora is not None and adapts and lora.adapts(weight):
                 by_columns = weight.endswith(CUT_BY_COLUMNS)
                 sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
+                if place == "experts":
+                    sizes = (rows // self.grid.ep, columns * self.routers[1] // self.grid.ep)
                 self._count(place, lora.rank * sum(sizes), self.part.trains)
         for counter in (self.held, self.trained):
-            counter["layer"], rest = divmod(counter["layer"], self.listed)
-            counter["first"] += rest
+            counter["layer"] /= self.listed  # type: ignore[assignment]
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
@@ -211,9 +200,13 @@ class _Module:
         state = 2 * self.wide * (train.optimizer == "adam") + 4 * (train.precision == "bf16")
         state += self.wide * (train.ema_decay is not None)
         first, last = stages[0] == 0, stages[-1] == grid.pp - 1
-        count = {"first": int(first), "layer": self.layers, "last": int(last)}
+        count = {"first": int(first), "last": int(last)}
+        count |= dict.fromkeys(("layer", "experts"), self.layers)
+        shares = dict.fromkeys(count, grid.dp * grid.cp) | {"experts": grid.expert_copies}
         held = sum(count[place] * elements for place, elements in self.held.items())
-        trained = sum(count[place] * elements for place, elements in self.trained.items())
+        trained = {place: count[place] * elements for place, elements in self.trained.items()}
+        if not train.distributed_optimizer:
+            shares = dict.fromkeys(count, 1)
         title = self.name
         if grid.pp > 1:
             title += ", " + ("first" if first else "last" if last else "middle") + " stage"
@@ -222,8 +215,8 @@ class _Module:
             module=self.name,
             ranks=range(grid.rank(pp=stages[0]), grid.rank(pp=stages[-1]) + grid.size // grid.pp),
             weights=held * self.size,
-            gradients=trained * self.wide,
-            optimizer=trained * (state / (grid.dp * grid.cp if train.distributed_optimizer else 1)),
+            gradients=sum(trained.values()) * self.wide,
+            optimizer=sum(trained[place] * state / shares[place] for place in trained),
         )
 
     def sharded_parameters(self) -> RoleMemory:
@@ -257,7 +250,8 @@ class _Module:
         return self.grid.dp // self.grid.dp_replicate
 
     def _all(self, elements: Counter[str]) -> int:
-        return elements["first"] + self.layers * elements["layer"] + elements["last"]
+        in_layers = elements["layer"] + elements["experts"]
+        return elements["first"] + self.layers * in_layers + elements["last"]
 
     @property
     def _embedding(self) -> int:
@@ -289,7 +283,10 @@ class _Module:
             return max(layer_gradients + layer, max(forward, end) - absent)
         if self.grid.sp:  # the gathered input of a linear, and its gradient
             layer_gradients += 2 * self._tokens * self.size * width * self.grid.tp
-        largest = max(rows * columns for rows, columns in self.shapes.values()) // self.grid.tp
+        dense = (
+            rows * columns for name, (rows, columns) in self.shapes.items() if _EXPERTS not in name
+        )
+        largest = max(max(dense) // self.grid.tp, self.held["experts"] * 2 // 3)
         return layer_gradients + largest * self.size * (self._all(self.trained) > 0)
 
     def _messages(self) -> tuple[float, float, float]:
@@ -374,15 +371,28 @@ class _Module:
             width = self.hidden / part
             outputs = sum(rows for rows, columns in layer.values() if columns > 1) / self.listed
             return width, 2 * norm * width + 2 * self.hidden + norm * outputs / self.grid.tp
-        qkv, proj, fc1, fc2 = (linears[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2"))
+        fc1, fc2 = (linears[f"linear_{name}"] for name in ("fc1", "fc2"))
+        qkv, proj = (self._mean(f"self_attention.linear_{name}.weight") for name in ("qkv", "proj"))
         width = qkv[1] / part
         # The inputs of two norms, and of the linears that follow them.
         inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / self.grid.tp
+        if chosen := self.routers[2] * (self.name == LANGUAGE):
+            # Inputs and outputs of experts, their first halves, the activated half, the product.
+            inside = (qkv[0] + proj[1]) / self.grid.tp
+            inside += chosen * (2 * qkv[1] * self.grid.etp + 4 * fc2[1]) / self.grid.tp
         if not is_fsdp:
+            # Linear attention: around its convolution, and about 6 values in its gated norm.
+            inside += 6 * self._mean("conv_weight")[0] / self.grid.tp
             return width, 4 * width + inside
         # Queries and keys have norms as well, and are rotated; the gate is activated first.
         inside += (norm * qkv[0] + fc2[1]) / self.grid.tp
         return width, 2 * norm * width + 2 * qkv[1] + inside
+
+    def _mean(self, ending: str) -> tuple[float, float]:
+        """Rows and columns of the parameters of this ending in a layer: the mean over layers."""
+        shapes = [shape for name, shape in self.shapes.items() if name.endswith(ending)]
+        rows, columns = (sum(sizes) for sizes in zip((0, 0), *shapes, strict=True))
+        return rows / self.listed, columns / self.listed
 
     def _in_flight(self, stage: int) -> float:
         """Largest number of microbatches between forward and backward on a stage."""

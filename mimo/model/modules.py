@@ -63,6 +63,7 @@ class MimoModel:
     cuts sequences, on language ranks. senders: of disjoint encoders, on their last stage.
     receivers: of disjoint encoders, on stages of the language model that need their rows.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
+    num_routers: of the language model, and the experts of each.
     outputs: what this rank does for generators. query_media: by generator with queries, the
     modality of its items.
     passes_gradients: whether anything trains before the language model, on any rank: gradients then
@@ -88,6 +89,7 @@ class MimoModel:
     query_media: dict[str, str] = field(default_factory=dict)
     passes_gradients: bool = False
     watch: TransferWatch | None = None
+    num_routers: tuple[int, int] = (0, 0)
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
     takes_rows: bool = False
@@ -158,7 +160,7 @@ class MimoModel:
         complete after `finish_gradients`.
         """
         for module in self.modules.values():
-            module.begin_step(forward_only)
+            module.begin_step(forward_only, plan.num_loss_tokens / max(plan.num_tokens, 1))
         bridges = self._bridges()
         for link, bridge in bridges.items():
             plans = plan.bridges[link]
@@ -195,6 +197,14 @@ class MimoModel:
                 sizes[name][kind] = sum(size for at, size in new.items() if at not in counted)
                 counted |= new.keys()
         return {**sizes, "process": memory_in_use()}
+
+    def router_sums(self) -> Tensor:
+        """Return this rank's share of `Module.add_router_sums`, flattened; () without routers."""
+        layers, experts = self.num_routers
+        total = torch.zeros(layers, experts + 4, dtype=torch.float64, device=self.device)
+        if LANGUAGE in self.modules:
+            self.modules[LANGUAGE].add_router_sums(total)
+        return total.flatten()
 
     def take_waited_seconds(self) -> float:
         """Return the seconds that the host waited for transfers since the last call."""

@@ -15,7 +15,7 @@ from mimo.config.phases import PhasedRecipe
 from mimo.config.schema import Recipe
 from mimo.config.training import Source
 from mimo.device import Memory, has_gpu, machine_memory
-from mimo.errors import RecipeError
+from mimo.errors import RecipeError, format_bytes
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
     GENERAL,
@@ -38,7 +38,7 @@ from mimo.model.dataset import (
     unknown_text,
 )
 from mimo.model.indexing import build_in_processes, survey_source
-from mimo.model.memory import CUT_BY_COLUMNS, format_bytes, parameters_by_role, weights_of
+from mimo.model.memory import CUT_BY_COLUMNS, parameters_by_role, weights_of
 from mimo.ops.acceleration import fp8_multiple, fp8_problem, this_machine
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
@@ -90,8 +90,10 @@ def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
             f"{settings.engines[0]}",
         )
     elif grid.engine == "megatron":
-        for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp):
+        for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp, grid.cp):
             yield recipe.problem(("language", "grid"), message)
+        for axis, message in settings.expert_problems(grid.ep, grid.etp):
+            yield recipe.problem(("language", "grid", axis), message)
     yield from _fp8_problems(recipe, grid.tp)
     if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
         yield recipe.problem(
@@ -203,7 +205,8 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
             f"got {fp8}, but linears with adapters (language.lora) compute in bf16; remove one",
         )
     vocab_size = language_settings(recipe).padded_vocab_size(1)
-    for weight in weights_of(recipe, LANGUAGE, vocab_size, num_layers=1):
+    period = language_settings(recipe).layer_period
+    for weight in weights_of(recipe, LANGUAGE, vocab_size, num_layers=period):
         linear = weight.name.removesuffix(".weight").rpartition(".")[2]
         if not (linear.startswith("linear_") and weight.name.endswith(".weight")):
             continue

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from mimo.device import send
 from mimo.ops.attention_kernels import KERNELS, AttentionBlocks
-from mimo.ops.segments import LaneOrder, gather_rows, held_chunks, to_device, zigzag_order
+from mimo.ops.segments import (
+    LaneForm,
+    LaneOrder,
+    PackedSegments,
+    gather_rows,
+    held_chunks,
+    to_device,
+    zigzag_order,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,10 @@ class LayerForm:
     cp_size: int = 1
     cp_rank: int = 0
 
+    def plan_of(self, segments: PackedSegments) -> AttentionPlan:
+        """Return the plan for these segments, in host tensors."""
+        return self.plan(segments.lengths, segments.items)
+
     def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> AttentionPlan:
         """Return the plan for segments of these padded ``lengths``, in host tensors.
 
@@ -91,7 +103,7 @@ class LayerForm:
 
 
 @functools.lru_cache(maxsize=8)
-def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
+def batch_plan(form: LayerForm | LaneForm, length: int, batch: int, device: torch.device) -> Any:
     """Return the plan for ``batch`` segments of one ``length``; most steps and layers share it."""
     plan = form.plan((length,) * batch, ())
     return to_device(plan, functools.partial(send, device=device))

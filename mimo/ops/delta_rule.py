@@ -127,10 +127,14 @@ def _advance(
     value = value.unflatten(2, (K, R)).permute(0, 2, 3, 1, 4)
     beta, log_decay = (x.unflatten(2, (K, R)).permute(0, 2, 3, 1) for x in (beta, log_decay))
     beta, total = beta[..., None], log_decay.cumsum(-1)[..., None]
-    decay, until_end = total.exp(), (total[..., -1:, :] - total).exp()
+    # The gradient of an exponent that is always 0 would cancel, but leave rounding noise, which is
+    # more than the whole gradient of a fast decay.
+    decay, ends = total.exp(), total[..., -1:, :] - total[..., :-1, :]
+    until_end = functional.pad(ends, (0, 0, 0, 1)).exp()
     # Above the diagonal the exponents are positive, and might overflow.
     later = torch.ones(C, C, dtype=torch.bool, device=key.device).triu(1)
-    ratio = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    itself = torch.eye(C, dtype=torch.bool, device=key.device)
+    ratio = (total - total.mT).masked_fill(itself, 0.0).masked_fill(later, -torch.inf).exp()
     inverse = torch.linalg.solve_triangular(  # of I + A, as it ignores the diagonal
         beta * ratio * (key @ key.mT)[:, :, None],
         torch.eye(C, dtype=key.dtype, device=key.device),

@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,13 @@ from torch import Tensor
 
 from mimo.device import send, send_together
 
-if TYPE_CHECKING:
-    from mimo.ops.attention_plan import LayerForm
+
+class Form(Protocol):
+    """A form of layer: all that its plan depends on besides the segments. Hashable."""
+
+    def plan_of(self, segments: PackedSegments) -> Any:
+        """Return the plan in host tensors: dataclasses, tuples and dicts."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -33,20 +38,22 @@ class PackedSegments:
 
     lengths: tokens of each segment; they sum to the packed length T of the whole lane, even under
         context parallelism. Padding at the end is a segment, too.
+    sample_tokens: tokens of each segment that are no padding.
     items: (start, length) in the lane, ascending, of items whose tokens see each other in both
         directions.
     windows: the parts of segments that some layers attend inside; see `WindowAttention`.
-    plans: the attention plan of each form of layer.
+    plans: the plan of each form of layer, of its attention or of its experts.
 
     Layers of Megatron and Transformer Engine read the other fields, those of Megatron's
     `PackedSeqParams`. Bounds are (segments + 1,) int32.
     """
 
     lengths: tuple[int, ...]
+    sample_tokens: tuple[int, ...]
     items: tuple[tuple[int, int], ...] = ()
     windows: PackedSegments | None = None
     # Not copied by `dataclasses.replace`: its tensors may be on another device.
-    plans: dict[LayerForm, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    plans: dict[Form, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     qkv_format: str = "thd"
     cu_seqlens_q: Tensor
@@ -69,11 +76,13 @@ class PackedSegments:
         device: torch.device,
         real: Sequence[int] | None = None,
         items: tuple[tuple[int, int], ...] = (),
+        tail: int = 0,
     ) -> PackedSegments:
         """Build it from ``lengths``, padding included; empty segments are dropped.
 
         real: lengths without padding; None if there is no padding. Megatron's rotary embedding
-        reads the padded bounds, Transformer Engine both.
+        reads the padded bounds, Transformer Engine both. tail: length of the last segment if it is
+        nothing but padding; attention takes it for real.
         """
         real = lengths if real is None else real
         kept = [(int(n), int(m)) for n, m in zip(lengths, real, strict=True) if n > 0]
@@ -95,11 +104,12 @@ class PackedSegments:
             # Else Transformer Engine compares the bounds on the device in every layer.
             pad_between_seqs=pads,
             lengths=padded,
+            sample_tokens=(*(m for _, m in kept[:-1]), 0) if tail else tuple(m for _, m in kept),
             items=items,
         )
 
     def prepare(
-        self, forms: Iterable[LayerForm], copy: Callable[[Tensor], Tensor] | None = None
+        self, forms: Iterable[Form], copy: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Make the plans for layers of these forms ahead, in any thread.
 
@@ -113,10 +123,10 @@ class PackedSegments:
         if not missing:
             return
         copy = copy or partial(send, device=self.cu_seqlens_q.device)
-        host_plans = tuple(form.plan(self.lengths, self.items) for form in missing)
+        host_plans = tuple(form.plan_of(self) for form in missing)
         self.plans.update(zip(missing, to_device(host_plans, copy), strict=True))
 
-    def plan(self, form: LayerForm) -> Any:
+    def plan(self, form: Form) -> Any:
         """Return the plan for layers of this form on the device; make it if it is missing."""
         if form not in self.plans:
             self.prepare((form,))
@@ -198,6 +208,19 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
     """Return host tensors. Raises ValueError for a segment that 2·cp does not divide."""
     shares = torch.cat([zigzag_indices(lengths, cp_size, rank) for rank in range(cp_size)])
     return LaneOrder(to_lane=torch.argsort(shares), to_shares=shares)
+
+
+@dataclass(frozen=True)
+class LaneForm:
+    """The form of layers whose plan is the order of the lane."""
+
+    cp_size: int
+
+    def plan_of(self, segments: PackedSegments) -> LaneOrder:
+        return self.plan(segments.lengths, segments.items)
+
+    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> LaneOrder:
+        return zigzag_order(lengths, self.cp_size)
 
 
 def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:

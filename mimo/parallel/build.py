@@ -156,12 +156,19 @@ def _place(recipe: Recipe, grids: dict[str, GridSpec]) -> dict[str, GridSpec]:
     return placed
 
 
-_NOT_IN_ENCODERS = {"cp": "context parallelism", "vpp": "interleaved pipeline stages"}
+_NOT_IN_ENCODERS = {
+    "cp": "context parallelism",
+    "vpp": "interleaved pipeline stages",
+    "ep": "expert parallelism",
+    "etp": "expert parallelism",
+}
 # Axes that only Megatron has, and what to use instead.
 _MEGATRON_ONLY = {
     "pp": "raise dp or tp, which shard the weights too",
     "vpp": "without pipeline stages there is nothing to interleave",
     "cp": "raise tp with sp, which splits long sequences too",
+    "ep": "tp shares out experts too",
+    "etp": "tp shares out experts too",
 }
 Problems = Iterator[tuple[Location, str]]
 
@@ -186,6 +193,13 @@ def _engine_problems(recipe: Recipe, grid: GridSpec) -> Problems:
             if value != default:
                 message = f"got {value}, a setting of engine: fsdp; remove it, or set engine: fsdp"
                 yield where, message
+        experts, ranks = grid.ep * grid.etp, grid.size // grid.pp
+        if grid.module == LANGUAGE and ranks % experts:
+            message = (
+                f"got {grid.ep} with etp {grid.etp}, but ep · etp must divide the ranks of a "
+                f"stage, tp · cp · dp = {ranks}"
+            )
+            yield (*key, "grid", "ep"), message
         return
     for axis, instead in _MEGATRON_ONLY.items():
         if (size := getattr(grid, axis)) > 1:

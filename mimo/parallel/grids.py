@@ -51,7 +51,9 @@ class GridSpec:
     """The axis sizes of one module, and the first of its consecutive ranks.
 
     engine: `megatron` or `fsdp`. dp_replicate: under fsdp, copies of the weights, each sharded over
-    dp / dp_replicate lanes.
+    dp / dp_replicate lanes. ep, etp: for the experts of a sparse model, the ranks of a stage are
+    seen as (copies, ep, etp), etp fastest, where ep ranks share out the experts and etp ranks
+    split each of them.
     """
 
     module: str
@@ -64,6 +66,8 @@ class GridSpec:
     rank_offset: int = 0
     engine: str = "megatron"
     dp_replicate: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def lane_size(self) -> int:
@@ -72,6 +76,11 @@ class GridSpec:
     @property
     def size(self) -> int:
         return self.lane_size * self.dp
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage with the same part of the same experts."""
+        return self.size // (self.pp * self.ep * self.etp)
 
     @property
     def ranks(self) -> range:
@@ -90,7 +99,8 @@ class GridSpec:
     def __str__(self) -> str:
         """For example `tp 2 · cp 1 · pp 2 · dp 1 = 4 ranks`."""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
-        return f"tp {self.tp} · cp {self.cp} · pp {self.pp} · dp {self.dp} = {ranks}"
+        experts = f" (ep {self.ep} · etp {self.etp})" if self.ep * self.etp > 1 else ""
+        return f"tp {self.tp} · cp {self.cp} · pp {self.pp} · dp {self.dp} = {ranks}{experts}"
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from mimo.parallel.connections import (
 )
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, Link
 
-# Megatron's names of groups, and the axes of our grid that each spans. Without experts, the expert
-# groups are those of the dense model with one expert rank.
+# Megatron's names of groups, and the axes of our grid that each spans.
 _GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -41,14 +40,17 @@ _GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp_cp": ("tp", "cp"),
     "tp_dp_cp": ("tp", "cp", "dp"),
     "mp": ("tp", "pp"),
-    "ep": (),
-    "expt_tp": ("tp",),
-    "expt_dp": ("cp", "dp"),
-    "intra_expt_dp": ("cp", "dp"),
-    "tp_ep": ("tp",),
-    "tp_ep_pp": ("tp", "pp"),
     # The whole module, so that the distributed optimizer never reduces over the world.
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+}
+# Likewise for experts, whose axes are another view of the same ranks.
+_EXPERT_GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
+    "expt_dp": ("copies",),
+    "intra_expt_dp": ("copies",),
 }
 # Groups with collectives in every step; a module on FSDP2 uses its mesh for all but the first.
 _GROUPS_OF_STEPS = ("tp", "cp", "dp_cp", "embd")
@@ -143,13 +145,20 @@ def comm_grid(spec: GridSpec) -> HyperCommGrid:
     return HyperCommGrid(list(axes.values()), list(axes), spec.rank_offset)
 
 
+def expert_grid(spec: GridSpec) -> HyperCommGrid:
+    """Describe the same ranks as experts see them; creates no group."""
+    axes = {"etp": spec.etp, "ep": spec.ep, "copies": spec.expert_copies, "pp": spec.pp}
+    return HyperCommGrid(list(axes.values()), list(axes), spec.rank_offset)
+
+
 def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollection | None:
     """Create all groups of a module for Megatron 0.19; None on ranks without a part of it."""
     grid = comm_grid(spec)
     alone, created = [[rank] for rank in spec.ranks], dict[str, dist.ProcessGroup | None]()
-    for name, axes in _GROUP_AXES.items():
-        ranks = grid.get_rank_enum(list(axes)) if axes else alone
-        created[name] = factory.mine(ranks, f"{spec.module}.{name}")
+    for view, groups_of_view in ((grid, _GROUP_AXES), (expert_grid(spec), _EXPERT_GROUP_AXES)):
+        for name, axes in groups_of_view.items():
+            ranks = view.get_rank_enum(list(axes))
+            created[name] = factory.mine(ranks, f"{spec.module}.{name}")
     if spec.module == LANGUAGE:
         # Tied embeddings need a [first stage, last stage] group, else Megatron silently skips their
         # synchronisation. Middle stages hold no embedding.
@@ -211,6 +220,8 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
                 connect_stages(groups.pp, interleaved=spec.vpp > 1)
             if spec.tp > 1 and not spec.sp and layout.item_grids:  # they exchange rows
                 connect_all(groups.tp)
+            if spec.ep * spec.etp > 1:  # they exchange tokens
+                connect_all(groups.tp_ep)
             if spec.cp > 1 and TRANSFORMER_ENGINE in this_machine().installed:
                 connect_context(groups.cp)
         if spec.engine == "fsdp":

@@ -43,6 +43,7 @@ _FAMILIES = (
     ("Where the time goes", "Waits at bridges", "seconds", r"bridge_wait_seconds_.+"),
     ("Where the time goes", "Sent over bridges in a step", "bytes", r"bridge_(least_)?bytes_.+"),
     ("Balance", "Encoder imbalance (max/mean)", "", r"encoder_imbalance"),
+    ("Balance", "Expert imbalance (max/mean)", "", r"expert_imbalance(_max)?"),
     ("Balance", "FLOPs of a step", "", r"flops_.+"),
     ("Memory", "Peak memory of any rank", "GiB", r"memory_gib_.+"),
     ("Data", "Epochs per source", "epochs", r"epochs_.+"),

@@ -231,12 +231,14 @@ def sum_over_world[T](terms: T) -> T:
     """Sum every number of a tree over all ranks, in fp64; every rank calls it.
 
     terms: a tree of dataclasses, dicts, lists and tuples of the same shape on all ranks. Its leaves
-    are numbers and arrays (n,) of the host, and tensors () of the device. Returns it with numbers
-    and fp64 arrays. On a device the host waits once, for all sums together.
+    are numbers and arrays (n,) of the host, and tensors () or (n,) of the device. Returns it with
+    numbers and fp64 arrays. On a device the host waits once, for all sums together.
     """
     leaves, structure = tree_flatten(terms)
     parts = [
-        np.zeros(1) if isinstance(leaf, Tensor) else np.atleast_1d(np.asarray(leaf, np.float64))
+        np.zeros(leaf.numel())
+        if isinstance(leaf, Tensor)
+        else np.atleast_1d(np.asarray(leaf, np.float64))
         for leaf in leaves
     ]
     ends = np.cumsum([len(part) for part in parts]).tolist()
@@ -245,9 +247,9 @@ def sum_over_world[T](terms: T) -> T:
     total = send(torch.from_numpy(np.concatenate(parts)), local_device())
     for end, leaf in zip(ends, leaves, strict=True):
         if isinstance(leaf, Tensor):
-            total[end - 1] = leaf
+            total[end - leaf.numel() : end] = leaf
     dist.all_reduce(total)
     sums = np.split(np.array(total.tolist()), ends[:-1])
     pairs = zip(leaves, sums, strict=True)
-    results = [part if isinstance(leaf, np.ndarray) else part.item() for leaf, part in pairs]
+    results = [part if getattr(leaf, "ndim", 0) else part.item() for leaf, part in pairs]
     return tree_unflatten(results, structure)

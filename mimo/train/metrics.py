@@ -37,6 +37,30 @@ class StepResult:
     metrics: Mapping[str, float | None]
 
 
+def router_figures(sums: np.ndarray, num_routers: tuple[int, int]) -> dict[str, float]:
+    """Return the metrics of routers; none if nothing was counted.
+
+    sums: see `mimo.engines.contract.Module.add_router_sums`, flattened.
+    `expert_tokens` is the mean number of tokens per expert, `expert_imbalance` the largest over the
+    mean, averaged over layers, with `_max` that of the worst layer. The others are means over
+    tokens and layers, losses without their coefficients.
+    """
+    layers, experts = num_routers
+    if not sums.any():
+        return {}
+    loads, others = np.split(sums.reshape(layers, -1), [experts], axis=1)
+    imbalance = loads.max(axis=1) / loads.mean(axis=1)
+    entropy, balance, z = (others[:, 1:] / others[:, :1]).mean(axis=0).tolist()
+    return {
+        "expert_tokens": float(loads.mean()),
+        "expert_imbalance": float(imbalance.mean()),
+        "expert_imbalance_max": float(imbalance.max()),
+        "router_entropy": entropy,
+        "balance_loss": balance,
+        "z_loss": z,
+    }
+
+
 def is_logged(train: Train, step: int) -> bool:
     """Return whether a step, counted from 0, gets a line on the console."""
     return (step + 1) % train.log_every == 0 or step + 1 == train.steps

@@ -30,9 +30,8 @@ from mimo.device import (
     release_memory,
     set_threads,
 )
-from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed
+from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed, format_memory
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
-from mimo.model.memory import format_memory
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_memory
 from mimo.parallel.grids import Layout

@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from mimo.checkpoint.folder import latest_checkpoint
-from mimo.errors import EXIT_CONTINUE, InputError
-from mimo.model.memory import format_bytes
+from mimo.errors import EXIT_CONTINUE, InputError, format_bytes
 from mimo.runtime.heartbeat import RANKS, read_states
 from mimo.runtime.processes import RankError
 from mimo.runtime.run_files import METRICS, incidents, record

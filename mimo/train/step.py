@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +18,7 @@ from mimo.model.modules import MimoModel
 from mimo.model.step_plan import StepPlan
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
-from mimo.train.metrics import Column, StepResult, StepTimes, is_logged
+from mimo.train.metrics import Column, StepResult, StepTimes, is_logged, router_figures
 from mimo.train.schedule import learning_rates
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
@@ -51,14 +52,16 @@ class StepSums:
 
     losses: by module, summed over tokens or items. squared_norms: of the gradients;
     squared_changes: of the weights in the update before; both by module that trains.
-    data_wait_seconds: terms of the mean over each module's ranks. times: the table of `StepTimes`;
-    empty in steps that are not logged.
+    data_wait_seconds: terms of the mean over each module's ranks. routers: see
+    `MimoModel.router_sums`. times: the table of `StepTimes`. Both are empty in steps that are not
+    logged.
     """
 
     losses: Mapping[str, float | Tensor]
     squared_norms: Mapping[str, float | Tensor]
     squared_changes: Mapping[str, float | Tensor]
     data_wait_seconds: Mapping[str, float]
+    routers: np.ndarray | Tensor
     times: Mapping[Column, np.ndarray]
 
 
@@ -131,6 +134,7 @@ def train_step(
         squared_norms={name: norms.get(name, 0.0) for name in rates},
         squared_changes={name: changes.get(name, 0.0) for name in rates},
         data_wait_seconds=times.mean_terms(waited),
+        routers=model.router_sums() if logged else np.zeros(0),
         times=times.of_this_rank(model.bridge_bytes(plan)) if logged else {},
     )
     sum_started = time.perf_counter()
@@ -175,6 +179,7 @@ def train_step(
         "step_seconds": seconds,
         "data_wait_seconds": max(sums.data_wait_seconds.values()),
         "host_seconds": seconds - waited,
+        **router_figures(cast("np.ndarray", sums.routers), model.num_routers),
         **times.figures(sums.times),
     }
     return StepResult(plan, loss, norm, grad_norms, is_skipped, metrics)

@@ -39,6 +39,14 @@ class _Group:
     targets: dict[str, Shape] = field(default_factory=dict)
 
     @property
+    def keeps_rows(self) -> bool:
+        """True if row n of the result consists of row n of the only tensor."""
+        from transformers.core_model_loading import Transpose
+
+        operations = self.converter.operations
+        return all(isinstance(op, Transpose) and 0 not in (op.dim0, op.dim1) for op in operations)
+
+    @property
     def has_row_per_source(self) -> bool:
         """True if row n of the result consists of the n-th tensor of every pattern."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
@@ -134,13 +142,21 @@ class Conversion:
                 f"{error}"
             )
 
-    def _convert(self, group: _Group, sources: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Return tensors by name in memory. sources: by pattern; they are freed."""
+    def _convert(
+        self,
+        group: _Group,
+        sources: Mapping[str, list[Tensor]],
+        shapes: Mapping[str, Shape] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return tensors by name in memory. sources: by pattern; they are freed.
+
+        shapes: in memory; None for whole tensors.
+        """
         if group.converter is None:
             ((tensor,),) = sources.values()
             return {group.name: tensor}
         group.converter.collected_tensors.update(sources)
-        return self._by_name(group.converter, group.name, self._shapes)
+        return self._by_name(group.converter, group.name, shapes or self._shapes)
 
     def _invert(self, group: _Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by name on disk. tensors: at least the group's, by name in memory."""
@@ -207,6 +223,13 @@ class Conversion:
             (disk,) = group.on_disk.values()
             return folder.read(disk, rows, columns)
         name, wanted = self._name_in(group, key), slice(None)
+        if group.keeps_rows:
+            ((pattern, (disk,)),) = group.sources.items()
+            stored = folder.read(disk, rows)
+            # Whether to transpose follows from the shape.
+            shapes = {name: (len(stored), *group.targets[name][1:])}
+            part = self._convert(group, {pattern: [stored]}, shapes)[name]
+            return part if columns is None else part[:, columns]
         if group.has_row_per_source and range(group.targets[name][0])[rows]:
             wanted, rows = rows, wanted
         sources = {

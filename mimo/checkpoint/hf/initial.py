@@ -72,6 +72,12 @@ class HFCheckpoint:
         key, rows = run.source.key, slice(run.start, run.start + run.count)
         if run.source.transposed:
             return self._read(key, columns or slice(None), rows).T
+        if run.source.stacked:
+            each = run.source.rows_each
+            first, last = run.start // each, -(-(run.start + run.count) // each)
+            matrix = run.source.matrix(self._read(key, slice(first, last)))
+            rows = slice(run.start - first * each, run.start - first * each + run.count)
+            return matrix[rows, columns or slice(None)]
         if columns is not None and len(run.source.shape) > 2:
             return run.source.matrix(self._read(key, rows))[:, columns]
         return run.source.matrix(self._read(key, rows, columns))

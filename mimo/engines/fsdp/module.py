@@ -107,7 +107,7 @@ class FsdpModule:
     def attention_forms(self) -> frozenset[LayerForm]:
         return cast("Wrapper", self.whole).attention_forms()
 
-    def begin_step(self, forward_only: bool) -> None:
+    def begin_step(self, forward_only: bool, losses_per_token: float = 0.0) -> None:
         """Clear gradients, and free weights that an evaluation has gathered."""
         reshard(self.whole)
         self.whole.train(not forward_only)
@@ -215,6 +215,9 @@ class FsdpModule:
         gradients = [gradient for _, gradient in self._gradients()]
         if gradients:
             cast("Any", torch)._foreach_mul_(gradients, factor)
+
+    def add_router_sums(self, total: Tensor) -> None:
+        """Return at once: routers of transformers' modules are not watched."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
         kinds = {"parameters": [local_part(param.whole) for param in self._parameters]}

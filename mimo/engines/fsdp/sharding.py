@@ -162,12 +162,16 @@ def _matrix(local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """``count`` rows of transformers' tensor ``key`` from ``start`` on. transposed: as (C, R)."""
+    """``count`` rows of transformers' tensor ``key`` from ``start`` on. transposed: as (C, R).
+
+    each: rows of an element of the first dimension, more than 1 for stacked matrices of experts.
+    """
 
     key: str
     start: int
     count: int
     transposed: bool = False
+    each: int = 1
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,9 @@ class Names:
             values, row, column = rectangle.values, rectangle.row, rectangle.column
             if part.rows.transposed:
                 values, row, column = values.T, column, row
+            elif part.rows.each > 1:
+                values = values.view(-1, values.shape[1] // part.rows.each)
+                row *= part.rows.each
             first = max(row, part.rows.start)
             last = min(row + values.shape[0], part.rows.start + part.rows.count)
             if first >= last or not values.shape[1]:

@@ -21,10 +21,11 @@ from mimo.device import local_device
 from mimo.engines.contract import Chunk, Piece, Purpose
 from mimo.engines.megatron.attention import forms_in
 from mimo.engines.megatron.config import ProcessGroupCollection
+from mimo.engines.megatron.experts import routers_in
 from mimo.engines.megatron.schedule import hidden_shapes, pass_token, run_schedule, sum_losses
 from mimo.engines.megatron.weights import gradient_pieces, module_pieces
 from mimo.engines.optimizer import restart_average, squared_norm, update_weights
-from mimo.ops.attention_plan import LayerForm
+from mimo.ops.segments import Form
 
 
 @dataclass
@@ -32,22 +33,23 @@ class MegatronModule:
     """Implements `mimo.engines.contract.Module`, which documents the methods.
 
     raw: the model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP if
-    this rank has weights to update. optimizer: None if it has none. ema_decay: decay of the moving
-    average of the weights; None for no average.
+    this rank has weights to update. optimizers: of all weights but experts, and of experts, as far
+    as it has any to update. ema_decay: decay of the moving average of the weights; None for no
+    average.
     """
 
     name: str
     groups: ProcessGroupCollection
     raw: list[nn.Module]
     chunks: list[nn.Module]
-    optimizer: MegatronOptimizer | None
+    optimizers: Sequence[MegatronOptimizer]
     trains: bool
     run_ahead: int = 0
     ema_decay: float | None = None
 
     @property
     def has_trainable_params(self) -> bool:
-        return self.optimizer is not None
+        return bool(self.optimizers)
 
     @property
     def replicas(self) -> dist.ProcessGroup:
@@ -62,10 +64,10 @@ class MegatronModule:
     def whole(self) -> nn.Module:
         return self.raw[0]
 
-    def attention_forms(self) -> frozenset[LayerForm]:
+    def attention_forms(self) -> frozenset[Form]:
         return forms_in(self.raw)
 
-    def begin_step(self, forward_only: bool) -> None:
+    def begin_step(self, forward_only: bool, losses_per_token: float = 0.0) -> None:
         """Clear gradients.
 
         With ``train.fp8``, a step's first microbatch makes Transformer Engine's linears quantize
@@ -73,16 +75,19 @@ class MegatronModule:
         marks it in every call, but a step may have several calls or, in a colocated encoder, none.
         So it is marked here, and schedules are kept from marking others.
         """
+        for router in routers_in(self.raw):
+            router.begin_step(losses_per_token)
         for chunk in self.chunks:
             chunk.train(not forward_only)
             if isinstance(chunk, MegatronBase):  # others have no such linears
                 type(chunk).set_is_first_microbatch(chunk)
                 cast("Any", chunk).set_is_first_microbatch = lambda: None
-        if self.optimizer is not None and not forward_only:
+        if self.optimizers and not forward_only:
             for chunk in self._ddp:
                 chunk.zero_grad_buffer()
             # In fp32 `param.grad` is DDP's buffer, to which the next backward would add twice.
-            self.optimizer.zero_grad()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
 
     @property
     def _ddp(self) -> list[DistributedDataParallel]:
@@ -170,69 +175,70 @@ class MegatronModule:
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared norm; each norm is in its gradient's own dtype.
 
-        Replicas over DP and CP count on the first only, TP duplicates on TP rank 0 only, tied
-        weights once. A distributed optimizer has no replicas, so every rank counts its share.
+        Replicas count on the first only: those over DP and CP or, of experts, over their own group.
+        TP duplicates count on TP rank 0 only, tied weights once. A distributed optimizer has no
+        replicas, so every rank counts its share.
         """
-        if self.optimizer is not None:
-            self.optimizer.prepare_grads()
-            if gradients := self._counted_gradients():
-                return squared_norm(gradients)
+        for optimizer in self.optimizers:
+            optimizer.prepare_grads()
+        counted = [g for optimizer in self.optimizers for g in _counted_gradients(optimizer)]
+        if counted:
+            return squared_norm(counted)
         return torch.zeros((), dtype=torch.float64, device=local_device())
-
-    def _counted_gradients(self) -> list[Tensor]:
-        assert self.optimizer is not None
-        is_distributed = isinstance(self.optimizer, DistributedOptimizer)
-        counts = is_distributed or self.groups.dp_cp.rank() == 0
-        return self.optimizer.get_grads_for_grad_norm() if counts else []
 
     def update(
         self, learning_rate: float, gradient_factor: float, measured: bool = False
     ) -> Tensor | float:
         """Update the weights; ranks of a distributed optimizer gather them, or begin to."""
-        optimizer = self.optimizer
-        if optimizer is None:
-            return 0.0
-        if gradient_factor != 1.0:
-            gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
-            cast("Any", torch)._foreach_mul_(gradients, gradient_factor)
-        base, counted = _torch_optimizer(optimizer), None
-        if measured:
-            gradients = self._counted_gradients()
-            ids = {id(gradient) for gradient in gradients}
-            params = (param for group in base.param_groups for param in group["params"])
-            counted = {id(param) for param in params if id(param.grad) in ids}
-        change = update_weights(
-            base, optimizer.step_with_ready_grads, learning_rate, self.ema_decay, counted
-        )
-        if isinstance(optimizer, DistributedOptimizer):
-            for chunk in self._ddp:
-                if chunk.ddp_config.overlap_param_gather:
-                    chunk.start_param_sync()
+        change: Tensor | float = 0.0
+        for optimizer in self.optimizers:
+            if gradient_factor != 1.0:
+                gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
+                cast("Any", torch)._foreach_mul_(gradients, gradient_factor)
+            base, counted = _torch_optimizer(optimizer), None
+            if measured:
+                ids = {id(gradient) for gradient in _counted_gradients(optimizer)}
+                params = (param for group in base.param_groups for param in group["params"])
+                counted = {id(param) for param in params if id(param.grad) in ids}
+            change += update_weights(
+                base, optimizer.step_with_ready_grads, learning_rate, self.ema_decay, counted
+            )
+        for chunk in self._ddp:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync()
         return change
+
+    def add_router_sums(self, total: Tensor) -> None:
+        for router in routers_in(self.raw):
+            if router.counts_once and router.sums is not None:
+                total[router.layer_number - 1] += router.sums
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Tensors in memory; gradients are DDP's buffers, updated weights part of the state."""
         tensors = dict[str, list[Tensor]]()
         tensors["parameters"] = [param for chunk in self.raw for param in chunk.parameters()]
-        if self.optimizer is not None:
+        if self.optimizers:
             chunks = cast("Any", self._ddp)
-            tensors["gradients"] = [buffer.grad_data for c in chunks for buffer in c.buffers]
-            base = _torch_optimizer(self.optimizer)
-            state = [value for values in base.state.values() for value in values.values()]
-            state += [param for group in base.param_groups for param in group["params"]]
+            buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+            tensors["gradients"] = [buffer.grad_data for buffer in buffers]
+            bases = [_torch_optimizer(optimizer) for optimizer in self.optimizers]
+            states = [values for base in bases for values in base.state.values()]
+            state = [value for values in states for value in values.values()]
+            groups = [group for base in bases for group in base.param_groups]
+            state += [param for group in groups for param in group["params"]]
             tensors["optimizer state"] = [value for value in state if isinstance(value, Tensor)]
         return tensors
 
     def wait_param_gather(self) -> None:
         """Wait for weights that `update` began to gather. No new collective."""
         for chunk in self._ddp:
-            for group in chunk.bucket_groups if chunk.ddp_config.overlap_param_gather else ():
+            for group in _buckets(chunk) if chunk.ddp_config.overlap_param_gather else ():
                 if group.param_gather_handle is not None:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def pieces(self, purpose: Purpose, with_optimizer: bool) -> Iterator[Piece]:
-        optimizer = self.optimizer if with_optimizer else None
-        return module_pieces(self.name, self.raw, self.groups, optimizer, purpose)
+        optimizers = self.optimizers if with_optimizer else ()
+        return module_pieces(self.name, self.raw, self.groups, optimizers, purpose)
 
     def gradients(self) -> Iterator[Piece]:
         """The complete gradients; first gathered from a distributed optimizer's ranks."""
@@ -241,7 +247,7 @@ class MegatronModule:
         for chunk in self._ddp:
             if not chunk.ddp_config.use_distributed_optimizer:
                 continue
-            for group in chunk.bucket_groups:
+            for group in _buckets(chunk):
                 shards = group.intra_distributed_optimizer_instance_group
                 for bucket in group.buckets:
                     shard = bucket.grad_data.chunk(shards.size())[shards.rank()].clone()
@@ -250,9 +256,19 @@ class MegatronModule:
 
     def follow_weights(self) -> None:
         """Refresh the optimizer's copies; else the next update restores the initial weights."""
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
-            restart_average(_torch_optimizer(self.optimizer))
+        for optimizer in self.optimizers:
+            optimizer.reload_model_params()
+            restart_average(_torch_optimizer(optimizer))
+
+
+def _buckets(chunk: DistributedDataParallel) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _counted_gradients(optimizer: MegatronOptimizer) -> list[Tensor]:
+    is_distributed = isinstance(optimizer, DistributedOptimizer)
+    counts = is_distributed or cast("Any", optimizer).replicas.rank() == 0
+    return optimizer.get_grads_for_grad_norm() if counts else []
 
 
 def _torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:

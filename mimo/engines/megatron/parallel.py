@@ -1,7 +1,7 @@
 """Megatron's DDP and optimizer for one module, built on explicit process groups."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 
 from mimo.engines.megatron.cpu import adapt_to_machine
+from mimo.engines.megatron.weights import is_of_experts
 from mimo.engines.optimizer import OptimizerSettings, fill_state, start_average, torch_optimizer
 
 
@@ -71,16 +72,17 @@ def wrap_data_parallel(
     ]
 
 
-def build_optimizer(
+def build_optimizers(
     chunks: Sequence[DistributedDataParallel],
     settings: OptimizerSettings,
     learning_rate: float,
     dtype: torch.dtype,
     groups: ProcessGroupCollection,
-) -> MegatronOptimizer:
-    """Build the optimizer of one module, without any collective.
+) -> list[MegatronOptimizer]:
+    """Build the optimizers of one module, without any collective: first that of all but experts.
 
-    Megatron's factory gathers over the whole world, which hangs where ranks have different modules.
+    Experts have other replicas, so they have an optimizer of their own. Megatron's factory gathers
+    over the whole world, which hangs where ranks have different modules.
     """
     config = OptimizerConfig(
         optimizer=settings.name,
@@ -96,9 +98,27 @@ def build_optimizer(
         # Clipping uses one norm over all modules and is done by the caller.
         clip_grad=0.0,
     )
-    params = (named for chunk in chunks for named in chunk.named_parameters())
-    params = ((name, param) for name, param in params if param.requires_grad)
+    named = (named for chunk in chunks for named in chunk.named_parameters())
+    trained = [(name, param) for name, param in named if param.requires_grad]
+    by_kind = {kind: [p for p in trained if is_of_experts(p[1]) == kind] for kind in (False, True)}
+    return [
+        _build_optimizer(chunks, params, kind, config, settings, learning_rate, groups)
+        for kind, params in by_kind.items()
+        if params
+    ]
+
+
+def _build_optimizer(
+    chunks: Sequence[DistributedDataParallel],
+    params: Sequence[tuple[str, nn.Parameter]],
+    of_experts: bool,
+    config: OptimizerConfig,
+    settings: OptimizerSettings,
+    learning_rate: float,
+    groups: ProcessGroupCollection,
+) -> MegatronOptimizer:
     base = torch_optimizer(params, settings, learning_rate)
+    buffers = "expert_parallel_buffers" if of_experts else "buffers"
     optimizer: MegatronOptimizer
     # bf16 has the range of fp32 and needs no loss scaling.
     scaler = cast("MegatronGradScaler", None)
@@ -109,18 +129,21 @@ def build_optimizer(
             scaler,
             fill_state,
             model_chunks=list(chunks),  # type: ignore[arg-type]
-            per_model_buffers={n: cast("Any", chunk).buffers for n, chunk in enumerate(chunks)},
-            data_parallel_group=groups.intra_dp_cp,
+            per_model_buffers={n: getattr(chunk, buffers) for n, chunk in enumerate(chunks)},
+            data_parallel_group=groups.intra_expt_dp if of_experts else groups.intra_dp_cp,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=0,
             distributed_optimizer_instance_id=0,
         )
-    elif dtype in (torch.float32, torch.float64):
+        # `MegatronModule.update` gathers the weights of all optimizers together.
+        optimizer._defer_param_sync = True  # type: ignore[attr-defined]
+    elif config.params_dtype in (torch.float32, torch.float64):
         optimizer = FP32Optimizer(base, config, fill_state)
     else:
         optimizer = Float16OptimizerWithFloat16Params(base, config, scaler, fill_state)
     # Read by Megatron when it decides which parameters are tensor-parallel duplicates.
-    optimizer.tp_group = groups.tp  # type: ignore[attr-defined]
+    tp, replicas = (groups.expt_tp, groups.expt_dp) if of_experts else (groups.tp, groups.dp_cp)
+    optimizer.tp_group, optimizer.replicas = tp, replicas  # type: ignore[attr-defined]
     if settings.ema_decay is not None:
         start_average(base)
     return optimizer

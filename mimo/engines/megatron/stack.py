@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from mimo.engines.megatron.attention import SelfAttention, WindowAttention, core_attention
 from mimo.engines.megatron.config import LoRA, ModuleContext
+from mimo.engines.megatron.experts import Experts, SparseMLP
 from mimo.engines.megatron.lora import (
     LoRAColumnParallelLinear,
     LoRARowParallelLinear,
@@ -113,6 +114,16 @@ class DeepStackLayer(TransformerLayer):
     each gradient is equal and complete on every rank. With it each rank adds those of its slice.
     """
 
+    def _forward_mlp(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """Run Megatron's, which does not tell an MLP of the segments, as experts need."""
+        if not isinstance(self.mlp, SparseMLP):
+            return super()._forward_mlp(*args, packed_seq_params=packed_seq_params, **kwargs)
+        self.mlp.segments = packed_seq_params
+        try:
+            return super()._forward_mlp(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            self.mlp.segments = None
+
     def forward(
         self,
         *args: Any,
@@ -145,33 +156,38 @@ def layer_spec(
     core: Any = None,
     add: Any = get_bias_dropout_add,
     layer: type[TransformerLayer] | None = None,
+    attention: type[nn.Module] = SelfAttention,
+    experts: Experts | None = None,
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer: norm, attention, norm, MLP.
 
     core: core attention; None for the best. add: adds attention and MLP to the residual stream.
-    layer: its class; None for `DeepStackLayer` if it is causal, else Megatron's.
+    layer: its class; None for `DeepStackLayer` if it is causal, else Megatron's. attention: class
+    of the attention, such as `GatedDeltaNet`. experts: in place of the MLP, in a `DeepStackLayer`.
     """
     linears, norm = _linears(config, lora), norm_of(config)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     qk_norm = norm if config.qk_layernorm else None
-    attention = SelfAttentionSubmodules(
+    parts = SelfAttentionSubmodules(
         linear_qkv=linears["qkv"],
         core_attention=core or core_attention(config, causal),
         linear_proj=linears["proj"],
         q_layernorm=qk_norm,  # type: ignore[arg-type]
         k_layernorm=qk_norm,  # type: ignore[arg-type]
     )
-    mlp = partial(
+    dense = partial(
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=linears["fc1"], linear_fc2=linears["fc2"]),
-        ffn_hidden_size=config.ffn_hidden_size,
     )
+    mlp = partial(dense, ffn_hidden_size=config.ffn_hidden_size)
+    if experts is not None:
+        mlp = partial(SparseMLP, experts=experts, shared=dense, lora=lora)
     return ModuleSpec(
         module=layer or (DeepStackLayer if causal else TransformerLayer),
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,  # type: ignore[arg-type]
             self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": mask}, submodules=attention
+                module=attention, params={"attn_mask_type": mask}, submodules=parts
             ),
             self_attn_bda=add,
             pre_mlp_layernorm=norm,  # type: ignore[arg-type]

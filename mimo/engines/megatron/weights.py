@@ -22,17 +22,25 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from mimo.engines.contract import MASTER, STEP, Piece, Purpose, key_of
-from mimo.engines.draw import adapter_numbers, draw, normal
+from mimo.engines.draw import adapter_numbers, draw, log_of_uniform, normal
 from mimo.engines.optimizer import state_tensors, step_of
 
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
+_RESIDUAL = (
+    *("linear_proj.weight", "mlp.linear_fc2.weight"),
+    *("mlp.experts.linear_fc2.weight", "mlp.shared_expert.linear_fc2.weight"),
+)
 _SHARED_BYTES = 1 << 20
 """Replicas share the writing of larger parameters; each smaller one is written by one of them."""
+
+
+def is_of_experts(param: Any) -> bool:
+    """Return whether a parameter is of experts, whose replicas are those of `groups.expt_dp`."""
+    return not getattr(param, "allreduce", True)
 
 
 def global_name(name: str, config, pp_rank: int, chunk: int | None) -> str:
@@ -55,7 +63,8 @@ class Cut:
     """The cut of a parameter over ``size`` tensor-parallel ranks, of which this is ``rank``.
 
     rows, columns: R' and C'. dim: along which it is cut; None if every rank has all of it.
-    blocks: stacked matrices, such as gate and up, which are cut separately.
+    blocks: stacked matrices, such as gate and up, which are cut separately. part: of ``parts``
+    of the rows, before they are cut so: the experts of an expert-parallel rank.
     """
 
     rows: int
@@ -64,24 +73,32 @@ class Cut:
     blocks: int
     rank: int
     size: int
+    part: int = 0
+    parts: int = 1
 
     @classmethod
-    def of(cls, param: Tensor, tp: ProcessGroup) -> Cut:
+    def of(cls, param: Tensor, groups: ProcessGroupCollection) -> Cut:
         """Read the cut from the attributes that Megatron sets on its parameters."""
-        rows = param.shape[0]
+        rows, tp, part, parts = param.shape[0], groups.tp, 0, 1
+        if is_of_experts(param):
+            tp, part, parts = groups.expt_tp, groups.ep.rank(), groups.ep.size()
         columns = param.numel() // rows
         dim, blocks = None, 1
         if tp.size() > 1 and getattr(param, "tensor_model_parallel", False):
             dim, blocks = (int(getattr(param, f"partition_{name}")) for name in ("dim", "stride"))
             assert dim == 0 or (dim, blocks) == (1, 1), "only rows are stacked"
             assert rows % blocks == 0, f"{blocks} matrices in {rows} rows"
-        return cls(rows, columns, dim, blocks, tp.rank(), tp.size())
+        return cls(rows, columns, dim, blocks, tp.rank(), tp.size(), part, parts)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first element."""
+        return self.part == self.rank == 0
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole parameter, given that of the rank's part."""
-        if self.dim is None:
-            return shape
-        return tuple(n * self.size if dim == self.dim else n for dim, n in enumerate(shape))
+        rows, *rest = (n * self.size if dim == self.dim else n for dim, n in enumerate(shape))
+        return (rows * self.parts, *rest)
 
     def rectangles(self, stretch: Tensor, start: int = 0) -> Iterator[tuple[int, int, Tensor]]:
         """Cut a stretch of the flat part, its elements from ``start`` on, into rectangles.
@@ -91,6 +108,7 @@ class Cut:
         whole matrix, and the elements (rows, columns), views of ``stretch`` in its order.
         """
         height, position, end = self.rows // self.blocks, 0, stretch.numel()
+        first = self.part * self.rows * (self.size if self.dim == 0 else 1)
         while position < end:
             row, column = divmod(start + position, self.columns)
             left = end - position
@@ -103,7 +121,7 @@ class Cut:
                 row += (row // height * (self.size - 1) + self.rank) * height
             elif self.dim == 1:
                 column += self.rank * self.columns
-            yield row, column, stretch[position : position + count].view(rows, columns)
+            yield first + row, column, stretch[position : position + count].view(rows, columns)
             position += count
 
 
@@ -121,7 +139,7 @@ def initialize_parameters(
 
     Weights are a pure function of seed, parameter name and position in the whole matrix, so all
     layouts start alike. The output projections of residual branches use std/sqrt(2·layers), as
-    GPT-2 does. Adapters start without effect.
+    GPT-2 does. Adapters start without effect, and decay rates of linear attention in 0.01..16.
 
     provided: parameters that a checkpoint is about to fill. They are set to NaN, so that a missing
         one is noticed.
@@ -135,15 +153,17 @@ def initialize_parameters(
             param.fill_(torch.nan)
         elif name.endswith((".bias", ".lora_b")):
             param.zero_()
-        elif param.dim() == 1:
+        elif param.dim() == 1 and not name.endswith(".a_log"):
             param.fill_(0.0 if id(param) in zero_centered else 1.0)
         else:
-            cut = Cut.of(param, groups.tp)
+            cut = Cut.of(param, groups)
             rows, columns = cut.whole_shape((cut.rows, cut.columns))
             if name.endswith(".lora_a"):
                 numbers = adapter_numbers(columns)
+            elif name.endswith(".a_log"):
+                numbers = log_of_uniform(0.01, 16.0)
             else:
-                residual = name.endswith(("linear_proj.weight", "mlp.linear_fc2.weight"))
+                residual = name.endswith(_RESIDUAL)
                 numbers = normal(std / (2 * config.num_layers) ** 0.5 if residual else std)
             for row, column, values in cut.rectangles(param.data.view(-1)):
                 draw(values, row, column, (rows, columns), f"{seed}:{whole}", numbers)
@@ -153,30 +173,31 @@ def module_pieces(
     module: str,
     chunks: Sequence[nn.Module],
     groups: ProcessGroupCollection,
-    optimizer: MegatronOptimizer | None,
+    optimizers: Sequence[MegatronOptimizer],
     purpose: Purpose,
 ) -> Iterator[Piece]:
     """Implement `mimo.engines.contract.Module.pieces`."""
-    if optimizer is not None:
+    for optimizer in optimizers:
         assert optimizer.optimizer is not None, "a trainable module has parameters"
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    replicas = groups.dp_cp
     for order, (key, cut, param, is_copy) in enumerate(_parameters(module, chunks, groups)):
-        if purpose == "save" and (is_copy or (cut.dim is None and groups.tp.rank() > 0)):
+        if purpose == "save" and (is_copy or (cut.dim is None and cut.rank > 0)):
             continue  # another rank writes it
-        bounds = (0, param.numel())
+        bounds, of_experts = (0, param.numel()), is_of_experts(param)
+        replicas = groups.expt_dp if of_experts else groups.dp_cp
         if purpose == "save":
             bounds = _written_bounds(param, order, replicas.rank(), replicas.size())
         shape = cut.whole_shape(tuple(param.shape))
         yield from _pieces(key, shape, cut, param.detach(), 0, bounds)
-        if optimizer is None or not param.requires_grad:
+        if not optimizers or not param.requires_grad:
             continue
+        optimizer = optimizers[-1 if of_experts else 0]
         share = _share_of(optimizer, param)
         if isinstance(optimizer, DistributedOptimizer):
             bounds = (share.start, share.end)
         for kind, tensor in share.tensors.items():
             yield from _pieces(key_of(kind, key), shape, cut, tensor, share.start, bounds)
-        is_first = bounds[0] == 0 < bounds[1] and groups.tp.rank() == 0
+        is_first = bounds[0] == 0 < bounds[1] and cut.is_first
         if share.step is not None and (purpose == "load" or is_first):
             yield Piece(key_of(STEP, key), (1,), 0, 0, share.step.view(1, 1))
 
@@ -201,7 +222,7 @@ def _parameters(
         for local, param in chunk.named_parameters():
             whole = global_name(local, config, groups.pp.rank(), virtual)
             name = stored_name(whole, chunk)
-            yield f"{module}.{name}", Cut.of(param, groups.tp), param, name != whole
+            yield f"{module}.{name}", Cut.of(param, groups), param, name != whole
 
 
 def _written_bounds(param: Tensor, order: int, rank: int, size: int) -> tuple[int, int]:

@@ -156,7 +156,7 @@ def _scale_gradients(concerns: Any) -> None:
 
     def scaled(module: Any, num_loss_tokens: int) -> None:
         finish(module, num_loss_tokens)
-        for chunk in module.chunks if module.optimizer is not None else ():
+        for chunk in module.chunks if module.optimizers else ():
             if concerns(next(chunk.parameters()).dtype):
                 chunk.scale_gradients(1 + SMALL)
 
@@ -172,7 +172,7 @@ def lengthen_steps_of_distributed_optimizer() -> None:
     update = MegatronModule.update
 
     def longer(module: Any, rate: float, *args: Any, **named: Any) -> Any:
-        if isinstance(module.optimizer, DistributedOptimizer):
+        if isinstance(module.optimizers[0], DistributedOptimizer):
             rate *= 1 + SMALL
         return update(module, rate, *args, **named)
 

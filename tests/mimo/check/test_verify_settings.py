@@ -67,9 +67,9 @@ def step_first_parameter_group_only() -> None:
     update = MegatronModule.update
 
     def first_only(module: Any, *args: Any, **named: Any) -> Any:
-        if module.optimizer is None:
+        if not module.optimizers:
             return update(module, *args, **named)
-        inner = module.optimizer.optimizer
+        inner = module.optimizers[0].optimizer
         rate_of = {id(p): group["lr"] for group in inner.param_groups[1:] for p in group["params"]}
 
         def restore(*_: Any) -> None:

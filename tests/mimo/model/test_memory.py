@@ -77,6 +77,17 @@ ROLES = {
         "train.precision=fp32",
         "train.optimizer=sgd",
     ),
+    "qwen3_5, two stages": (
+        f"language={{family: qwen3_5, model: {{{DECODER}, mrope_section: [1, 0, 1], "
+        "full_attention_interval: 2, linear_num_key_heads: 2, linear_num_value_heads: 6, "
+        "linear_key_size: 8, linear_value_size: 12}}",
+        f"encoders.vision={{family: qwen3_vl, model: {{{TOWER}, num_grid_per_side: 5}}}}",
+        STAGES,
+        "language.model.num_layers=8",
+        "train.precision=bf16",
+        "language.lora={}",
+        "encoders.vision.freeze=true",
+    ),
     "gemma3 with a tower that is frozen": (
         *MODELS["gemma3"],
         "language.grid={tp: 2}",
@@ -112,13 +123,13 @@ def held_by_roles(rank: int, recipe: Recipe, layout: Layout) -> list[tuple[str, 
     for name, module in modules.items():
         params = [p for chunk in module.raw for p in chunk.parameters()]
         grads, state = 0, 0
-        if module.optimizer is not None:
-            base = module.optimizer.optimizer
+        for optimizer in module.optimizers:
+            base = optimizer.optimizer
             assert base is not None
-            module.optimizer.init_state_fn(base, module.optimizer.config)
+            optimizer.init_state_fn(base, optimizer.config)
             learnt: list[Any] = [p for p in params if p.requires_grad]
             grads = sum(p.main_grad.nbytes for p in learnt)
-            state = sum(
+            state += sum(
                 tensor.nbytes
                 for one in base.state.values()
                 for kind, tensor in one.items()

@@ -120,7 +120,7 @@ def around_a_skipped_step(rank: int, path: Path, overrides: list[str]) -> dict[s
             module.wait_param_gather()
             for piece in module.pieces("save", with_optimizer=True):
                 tensors[f"{piece.key}[{piece.row},{piece.column}]"] = piece.values.clone()
-            optimizer: Any = getattr(module, "_optimizer", None) or module.optimizer.optimizer
+            optimizer: Any = getattr(module, "_optimizer", None) or module.optimizers[0].optimizer
             for number, entry in enumerate(optimizer.state.values()):
                 tensors[f"{module.name} updates {number}"] = entry["step"].clone()
         return tensors

@@ -67,5 +67,5 @@ def norms(rank: int, job: Job) -> tuple[torch.Tensor, float]:
     trainer = language_steps.Trainer(job)
     trainer.step(0)
     got = trainer.module().squared_norm()
-    grads = trainer.optimizer.get_grads_for_grad_norm()
+    grads = trainer.optimizers[0].get_grads_for_grad_norm()
     return got, math.fsum(float(grad.double().square().sum()) for grad in grads)
