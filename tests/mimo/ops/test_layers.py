@@ -140,7 +140,8 @@ def cases(tokens: int, size: int) -> dict[str, Case]:
         "gated norm": (
             lambda x, w: gated_norm(*x.chunk(2, dim=-1), w, 1e-6),
             lambda x, w: (
-                functional.rms_norm(x[..., :size], w.shape, w, 1e-6) * functional.silu(x[..., size:])
+                functional.rms_norm(x[..., :size], w.shape, w, 1e-6)
+                * functional.silu(x[..., size:])
             ),
             [wide, weight.double()],
         ),
