@@ -1,5 +1,7 @@
 """Vision tower of the Qwen3-VL kind with its patch mergers; it emits feature levels.
 
+Qwen3.5 has the same tower without levels.
+
 Pre-norm blocks with LayerNorm and a plain GELU MLP, a learned grid of positions resampled to each
 image, 2-D rotary positions, full attention inside a frame. Besides the embeddings it emits one
 level of rows per entry of `deepstack_visual_indexes` (DeepStack, arXiv:2406.04334): the hidden
@@ -188,7 +190,7 @@ def settings_from_hf(config: Config, processors: Processors) -> dict[str, Any]:
     expect(vision, "vision_config", hidden_act="gelu_pytorch_tanh")
     return {
         **settings_of_all(config, processors, "Qwen3VLVideoProcessor", _VIDEO_SIZE),
-        "deepstack_visual_indexes": list(vision["deepstack_visual_indexes"]),
+        "deepstack_visual_indexes": list(vision.get("deepstack_visual_indexes", ())),
         "num_grid_per_side": math.isqrt(vision["num_position_embeddings"]),
     }
 

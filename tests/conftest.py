@@ -36,10 +36,13 @@ PRELOAD = (
     "mimo.model.fsdp",
     *(f"encoders.{name}" for name in ("gemma3", "qwen3_vl", "qwen_vl", "whisper")),
     *(f"generators.{name}" for name in ("lumina2", "qwen_image")),
-    *(f"mimo.families.languages.{name}" for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3")),
+    *(
+        f"mimo.families.languages.{name}"
+        for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3", "qwen3_5")
+    ),
     *(
         f"transformers.models.{name}.modeling_{name}"
-        for name in ("gemma3", "qwen2_5_vl", "qwen3_vl", "siglip")
+        for name in ("gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "siglip")
     ),
     "mimo.model.generators",
     "diffusers.models.transformers.transformer_qwenimage",

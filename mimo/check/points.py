@@ -35,7 +35,10 @@ from mimo.errors import InputError
 # By model type, the tower's blocks, and the module that outputs its rows.
 _QWEN = ("model.visual.blocks", "model.visual")
 _GEMMA = ("model.vision_tower.encoder.layers", "model.multi_modal_projector")
-_MODULES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "gemma3": _GEMMA}
+_MODULES = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), _QWEN),
+    "gemma3": _GEMMA,
+}
 _LANGUAGE = "model.language_model"
 
 Keep = Callable[[str, Tensor], None]

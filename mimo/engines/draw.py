@@ -42,6 +42,16 @@ def adapter_numbers(inputs: int) -> Numbers:
     return fill
 
 
+def log_of_uniform(low: float, high: float) -> Numbers:
+    """Return logarithms of numbers that are uniform between ``low`` and ``high``."""
+
+    def fill(generator: np.random.Generator, out: np.ndarray) -> None:
+        generator.random(out=out, dtype=np.float32)
+        np.log(np.float32(low) + np.float32(high - low) * out, out=out)
+
+    return fill
+
+
 @functools.lru_cache
 def philox_key(name: str) -> int:
     """Return the generator's key for a name."""

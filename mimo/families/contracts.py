@@ -20,7 +20,7 @@ from pydantic import model_validator
 
 from data.modalities.processor import Media
 from mimo.config.bounds import Heads, PathText, Pixels, Vocabulary, Width
-from mimo.families.flops import Product, causal_pairs, layer_products
+from mimo.families.flops import Product, attention_products, causal_pairs, layer_products
 from mimo.families.hf_config import Config, Processors
 from mimo.families.keymap import Weight
 from mimo.families.settings import FamilySettings, ItemRules
@@ -64,16 +64,13 @@ class EncoderSettings(FamilySettings):
 
     def stack_products(self, per: str, gated: bool) -> list[Product]:
         """Return the layers, for one token ``per`` unit, and the final norm."""
-        heads = self.num_attention_heads
-        layers = layer_products(
-            "blocks.layers",
-            self.layer_kinds(),
-            per,
-            self.hidden_size,
-            self.ffn_hidden_size,
-            (heads, heads, self.hidden_size // heads),
-            gated,
-        )
+        heads, size = self.num_attention_heads, self.hidden_size
+
+        def attention(name: str, kind: str) -> list[Product]:
+            return attention_products(name, kind, per, size, (heads, heads, size // heads))
+
+        kinds, ffn = self.layer_kinds(), self.ffn_hidden_size
+        layers = layer_products("blocks.layers", kinds, per, size, ffn, gated, attention)
         return [*layers, Product("blocks.final_layernorm.weight", per)]
 
     def _scaled_sizes(self, tp: int) -> dict[str, Any]:
@@ -135,7 +132,7 @@ class LanguageSettings(FamilySettings):
         padded = {"vocabulary (padded by vocab_multiple)": self.padded_vocab_size(1)}
         return super()._divided_by_tp() | padded
 
-    def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
+    def grid_problems(self, tp: int, chunks: int, cp: int = 1) -> Iterator[str]:
         yield from super().grid_problems(tp, chunks)
         groups = self.num_query_groups
         if groups % tp and tp % groups:
@@ -155,12 +152,17 @@ class LanguageSettings(FamilySettings):
             "token",
             self.hidden_size,
             self.ffn_hidden_size,
-            (self.num_attention_heads, self.num_query_groups, self.head_size),
             gated=True,
+            attention=self.attention_products,
         )
         head = embedding if self.tie_word_embeddings else "output_layer.weight"
         size = (vocab_size, self.hidden_size)
         return [Product(embedding, "token"), *layers, Product(head, "loss token", size)]
+
+    def attention_products(self, name: str, kind: str) -> list[Product]:
+        """Return the attention of a layer of this kind, by the name of its parameters."""
+        heads = (self.num_attention_heads, self.num_query_groups, self.head_size)
+        return attention_products(name, kind, "token", self.hidden_size, heads)
 
     def counts(
         self, lengths: np.ndarray, item_rows: np.ndarray, loss_tokens: int

@@ -78,28 +78,46 @@ def layer_products(
     per: str,
     hidden_size: int,
     ffn_hidden_size: int,
-    heads: tuple[int, int, int],
     gated: bool,
+    attention: Callable[[str, str], Sequence[Product]],
 ) -> list[Product]:
     """Return the transformer layers of a stack, for one token ``per`` unit.
 
-    prefix: of their parameters' names. kinds: of each layer; a kind's attention counts in pairs of
-    queries and keys. heads: of queries, of keys, and their size.
+    prefix: of their parameters' names. kinds: of each layer. attention: takes the name of a layer's
+    attention and its kind; see `attention_products`.
     """
-    num_heads, num_kv_heads, size = heads
     inner = 2 * ffn_hidden_size if gated else ffn_hidden_size
     products = []
     for number, kind in enumerate(kinds):
-        attention, mlp = f"{prefix}.{number}.self_attention", f"{prefix}.{number}.mlp"
-        qkv = (num_heads + 2 * num_kv_heads) * size
+        mlp = f"{prefix}.{number}.mlp"
         products += [
-            Product(f"{attention}.linear_qkv.weight", per, (qkv, hidden_size)),
-            Product(None, f"{kind} pair", (2, num_heads * size)),
-            Product(f"{attention}.linear_proj.weight", per, (hidden_size, num_heads * size)),
+            *attention(f"{prefix}.{number}.self_attention", kind),
             Product(f"{mlp}.linear_fc1.weight", per, (inner, hidden_size)),
             Product(f"{mlp}.linear_fc2.weight", per, (hidden_size, ffn_hidden_size)),
         ]
     return products
+
+
+def attention_products(
+    name: str,
+    kind: str,
+    per: str,
+    hidden_size: int,
+    heads: tuple[int, int, int],
+    has_gate: bool = False,
+) -> list[Product]:
+    """Return a layer's attention, which counts in pairs of a query and a key of its kind.
+
+    heads: of queries, of keys, and their size. has_gate: whether queries are twice as wide, for a
+    gate of the output.
+    """
+    num_heads, num_kv_heads, size = heads
+    qkv = (num_heads * (2 if has_gate else 1) + 2 * num_kv_heads) * size
+    return [
+        Product(f"{name}.linear_qkv.weight", per, (qkv, hidden_size)),
+        Product(None, f"{kind} pair", (2, num_heads * size)),
+        Product(f"{name}.linear_proj.weight", per, (hidden_size, num_heads * size)),
+    ]
 
 
 def causal_pairs(lengths: np.ndarray, window: int | None = None) -> float:

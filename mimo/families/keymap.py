@@ -143,21 +143,38 @@ def grouped_qkv(
     queries_per_group: int,
     head_size: int,
     *columns: int,
+    has_gate: bool = False,
 ) -> Weight:
     """Fuse projections in Megatron's order: for each group its queries, its key, its value.
 
-    keys: of the query, key and value projections. columns: none for biases.
+    keys: of the query, key and value projections. columns: none for biases. has_gate: whether the
+    query projection has a gate after each head's query; those of a group follow its queries.
     """
-    rows = (queries_per_group * head_size, head_size, head_size)
-    sources = [
-        Source(key, (num_groups * count, *columns)) for key, count in zip(keys, rows, strict=True)
-    ]
+    parts, num_heads = 2 if has_gate else 1, num_groups * queries_per_group
+    query, key, value = (
+        Source(key, (count * head_size, *columns))
+        for key, count in zip(keys, (parts * num_heads, num_groups, num_groups), strict=True)
+    )
+    runs, together = [], 1 if has_gate else queries_per_group
+    for group in range(num_groups):
+        heads = range(group * queries_per_group, (group + 1) * queries_per_group, together)
+        rows = [parts * head + part for part in range(parts) for head in heads]
+        runs += [Run(query, row * head_size, together * head_size) for row in rows]
+        runs += [Run(source, group * head_size, head_size) for source in (key, value)]
+    return Weight(name, tuple(runs))
+
+
+def interleaved(name: str, parts: Sequence[tuple[Source, int, int]], num_groups: int) -> Weight:
+    """Take rows of several sources in turn, for each of ``num_groups`` groups.
+
+    parts: a source, the first of its rows, and its rows for a group, which follow each other.
+    """
     return Weight(
         name,
         tuple(
-            Run(source, group * count, count)
+            Run(source, start + group * count, count)
             for group in range(num_groups)
-            for source, count in zip(sources, rows, strict=True)
+            for source, start, count in parts
         ),
     )
 

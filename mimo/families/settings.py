@@ -61,8 +61,13 @@ class FamilySettings(BaseModel):
     """Standard deviation of freshly drawn weights."""
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Return the kind of each layer; all kinds have parameters of the same sizes."""
+        """Return the kind of each layer."""
         return ("attention",) * self.num_layers
+
+    @property
+    def layer_period(self) -> int:
+        """Number of layers after which the sizes of their parameters repeat."""
+        return 1
 
     def stack_shape(self) -> dict[str, Any]:
         """Return the arguments of Megatron's `TransformerConfig` that differ between families."""

@@ -44,7 +44,7 @@ from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 
 _CUT_BY_ROWS = (
     *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
-    *("word_embeddings.weight", "output_layer.weight"),
+    *("word_embeddings.weight", "output_layer.weight", "conv_weight", "a_log", "dt_bias"),
 )
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 """Endings of the weights that tensor parallelism cuts by columns, the inputs of a linear."""
@@ -135,7 +135,7 @@ class _Module:
     """Sizes of a module that its memory depends on.
 
     layers: of a stage. size: bytes of a number in computations; wide: of a gradient.
-    shapes: of the parameters by name; of one layer only, except in models of transformers.
+    shapes: of the parameters by name; of a period of layers, in models of transformers of all.
     held, trained: elements on a tensor-parallel rank, of all and of trainable parameters: of the
     "first" stage, of a "layer" and its "experts", of the "last" stage. autoencoder: its bytes.
     listed: layers in ``shapes``. is_one_unit: whether FSDP2 gathers all layers at once.
@@ -148,7 +148,8 @@ class _Module:
         self.wide = max(4, self.size)
         language = language_settings(recipe)
         self.vocabulary, self.hidden = language.padded_vocab_size(1), language.hidden_size
-        self.layers = module_settings(recipe, name).num_layers // self.grid.pp
+        settings = module_settings(recipe, name)
+        self.layers, period = settings.num_layers // self.grid.pp, settings.layer_period
         self.autoencoder, self.routers = 0, language.routers
         last: tuple[str, ...] = (_OUTPUT,) if name == LANGUAGE else ()
         if name in recipe.encoders:
@@ -159,13 +160,13 @@ class _Module:
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
-            for weight in weights_of(recipe, name, known, num_layers=1)
+            for weight in weights_of(recipe, name, known, num_layers=period)
         }
-        self.held, self.trained = Counter[str](), Counter[str]()
+        self.held, self.trained = Counter[str](), Counter[str]()  # means may be fractions
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
         # Models of transformers list all layers, because these may differ; their mean counts.
         is_general = self.part.family == GENERAL
-        self.listed = self.layers if is_general else 1
+        self.listed = self.layers if is_general else period
         self.is_one_unit = is_general and name != LANGUAGE
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(last) or "final_layernorm" in weight
@@ -187,8 +188,7 @@ class _Module:
                     sizes = (rows // self.grid.ep, columns * self.routers[1] // self.grid.ep)
                 self._count(place, lora.rank * sum(sizes), self.part.trains)
         for counter in (self.held, self.trained):
-            counter["layer"], rest = divmod(counter["layer"], self.listed)
-            counter["first"] += rest
+            counter["layer"] /= self.listed  # type: ignore[assignment]
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
@@ -369,7 +369,8 @@ class _Module:
             width = self.hidden / part
             outputs = sum(rows for rows, columns in layer.values() if columns > 1) / self.listed
             return width, 2 * norm * width + 2 * self.hidden + norm * outputs / self.grid.tp
-        qkv, proj, fc1, fc2 = (linears[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2"))
+        fc1, fc2 = (linears[f"linear_{name}"] for name in ("fc1", "fc2"))
+        qkv, proj = (self._mean(f"self_attention.linear_{name}.weight") for name in ("qkv", "proj"))
         width = qkv[1] / part
         # The inputs of two norms, and of the linears that follow them.
         inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / self.grid.tp
@@ -378,10 +379,18 @@ class _Module:
             inside = (qkv[0] + proj[1]) / self.grid.tp
             inside += chosen * (2 * qkv[1] * self.grid.etp + 4 * fc2[1]) / self.grid.tp
         if not is_fsdp:
+            # Linear attention: around its convolution, and about 6 values in its gated norm.
+            inside += 6 * self._mean("conv_weight")[0] / self.grid.tp
             return width, 4 * width + inside
         # Queries and keys have norms as well, and are rotated; the gate is activated first.
         inside += (norm * qkv[0] + fc2[1]) / self.grid.tp
         return width, 2 * norm * width + 2 * qkv[1] + inside
+
+    def _mean(self, ending: str) -> tuple[float, float]:
+        """Rows and columns of the parameters of this ending in a layer: the mean over layers."""
+        shapes = [shape for name, shape in self.shapes.items() if name.endswith(ending)]
+        rows, columns = (sum(sizes) for sizes in zip((0, 0), *shapes, strict=True))
+        return rows / self.listed, columns / self.listed
 
     def _in_flight(self, stage: int) -> float:
         """Largest number of microbatches between forward and backward on a stage."""

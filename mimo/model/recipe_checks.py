@@ -90,7 +90,7 @@ def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
             f"{settings.engines[0]}",
         )
     elif grid.engine == "megatron":
-        for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp):
+        for message in settings.grid_problems(grid.tp, grid.pp * grid.vpp, grid.cp):
             yield recipe.problem(("language", "grid"), message)
         for axis, message in settings.expert_problems(grid.ep, grid.etp):
             yield recipe.problem(("language", "grid", axis), message)
@@ -221,7 +221,8 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
         yield recipe.problem(("train", "fp8"), message)
         return
     vocab_size = language_settings(recipe).padded_vocab_size(1)
-    for weight in weights_of(recipe, LANGUAGE, vocab_size, num_layers=1):
+    period = language_settings(recipe).layer_period
+    for weight in weights_of(recipe, LANGUAGE, vocab_size, num_layers=period):
         linear = weight.name.removesuffix(".weight").rpartition(".")[2]
         if not (linear.startswith("linear_") and weight.name.endswith(".weight")):
             continue

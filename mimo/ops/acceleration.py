@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 TRANSFORMER_ENGINE = "transformer_engine"
 SDPA = "sdpa"
+FLA = "flash_linear_attention"
 
 LOADS, NOT_INSTALLED = "loads", "is not installed"
 
@@ -31,6 +32,8 @@ _FUNCTIONS = {
     "flash_attn_3": ("flash_attn_interface", "flash_attn_varlen_func"),
     "flash_attn_2": ("flash_attn", "flash_attn_varlen_func"),
     "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn", "enable_gqa"),
+    # Version 0.5.2 has it; older ones may refuse fewer key heads than value heads.
+    FLA: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "state_v_first"),
 }
 
 
@@ -208,6 +211,27 @@ def best_kernel(case: AttentionCase, dtype: torch.dtype, machine: Machine) -> st
             case,
             choice.reason,
         )
+    return choice.kernel
+
+
+def choose_delta_rule(head_size: int, dtype: torch.dtype, machine: Machine) -> KernelChoice:
+    """Return the kernel of the gated delta rule for keys of a size: `FLA`, or "torch"."""
+    reason = "not installed"
+    if machine.capability is None:
+        reason = "no GPU"
+    elif FLA in machine.installed:
+        case = AttentionCase(head_size, causal=True)
+        reason = _refusal(FLA, case, dtype, machine.capability)
+    if reason is None:
+        return KernelChoice(FLA, False, "first choice")
+    return KernelChoice("torch", False, f"{FLA}: {reason}")
+
+
+@functools.cache
+def delta_rule_kernel(head_size: int, dtype: torch.dtype) -> str:
+    """Return the choice for this machine, and log it the first time."""
+    choice = choose_delta_rule(head_size, dtype, this_machine())
+    logger.info("gated delta rule, keys of %s in %s: %s", head_size, dtype, choice)
     return choice.kernel
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from mimo.device import send
 from mimo.ops.attention_kernels import KERNELS, AttentionBlocks
 from mimo.ops.segments import (
+    LaneForm,
     LaneOrder,
     PackedSegments,
     gather_rows,
@@ -102,7 +103,7 @@ class LayerForm:
 
 
 @functools.lru_cache(maxsize=8)
-def batch_plan(form: LayerForm, length: int, batch: int, device: torch.device) -> AttentionPlan:
+def batch_plan(form: LayerForm | LaneForm, length: int, batch: int, device: torch.device) -> Any:
     """Return the plan for ``batch`` segments of one ``length``; most steps and layers share it."""
     plan = form.plan((length,) * batch, ())
     return to_device(plan, functools.partial(send, device=device))

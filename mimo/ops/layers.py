@@ -3,7 +3,8 @@
 They compute the same bits as autograd's step-by-step forms, in fewer passes over memory.
 
 Letters: S tokens that this rank holds, B batch (1 when packed), H hidden, F inner size of an MLP;
-I inputs and O outputs of a linear; N heads, D head size, K = D/2 rotary channels.
+I inputs and O outputs of a linear; N heads, D head size, K pairs of rotary channels, D/2 unless
+only a part of each head turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,7 +114,7 @@ class MRope(nn.Module):
     def forward(
         self, position_ids: Tensor, mrope_section: object = None, cp_group: object = None
     ) -> Tensor:
-        """position_ids (3, B, S) int64 -> frequencies (S, B, 1, D) fp32."""
+        """position_ids (3, B, S) int64 -> frequencies (S, B, 1, 2K) fp32."""
         positions = position_ids.permute(2, 1, 0).to(self.inv_freq.dtype)  # (S, B, 3)
         freqs = positions[..., self.axes] * self.inv_freq  # (S, B, K)
         return torch.cat((freqs, freqs), dim=-1)[:, :, None, :]
@@ -144,11 +145,11 @@ def contiguous_axes(section: Sequence[int]) -> Tensor:
 def rotate(frequencies: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """Rotate every pair of channels (c, c + K) of each of ``states`` (S, B, N, D).
 
-    frequencies: angles (S, B, 1, D) fp32, the second half of the channels like the first. Bits are
-    those of Megatron's unfused rotary embedding.
+    frequencies: angles (S, B, 1, 2K) fp32, the second half of the channels like the first. Channels
+    from 2K on stay as they are. Bits are those of Megatron's unfused rotary embedding.
     """
     dtype, channels = states[0].dtype, {state.shape[-1] for state in states}
-    assert channels == {frequencies.shape[-1]}, (
+    assert min(channels) >= frequencies.shape[-1], (
         f"frequencies of {frequencies.shape[-1]} channels for heads of {channels}"
     )
     cos, sin = frequencies.cos().to(dtype), frequencies.sin().to(dtype)
@@ -156,12 +157,18 @@ def rotate(frequencies: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    (first, second), half_sin = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)[0]
-    rotated = x.new_empty(x.shape)
-    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    width, half_sin = cos.shape[-1], sin.chunk(2, dim=-1)[0]
+    result = x.new_empty(x.shape)
+    turning, rotated = x[..., :width], result[..., :width]
+    (first, second), (rotated_first, rotated_second) = (
+        part.chunk(2, dim=-1) for part in (turning, rotated)
+    )
     torch.mul(second, -half_sin, out=rotated_first)
     torch.mul(first, half_sin, out=rotated_second)
-    return rotated.add_(x * cos)
+    rotated.add_(turning * cos)
+    if width < x.shape[-1]:
+        result[..., width:] = x[..., width:]
+    return result
 
 
 class _Rotate(torch.autograd.Function):
@@ -237,9 +244,22 @@ class RMSNorm(_Norm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 or x.dtype == torch.float64:
-            return rms_norm(x, self.weight, self.eps)
-        return self.weight * functional.rms_norm(x, (x.shape[-1],), None, self.eps)
+        return _rounded_norm(x, self.weight, self.eps)
+
+
+def _rounded_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32 or x.dtype == torch.float64:
+        return rms_norm(x, weight, eps)
+    return weight * functional.rms_norm(x, (x.shape[-1],), None, eps)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x, gate (..., H), weight (H,) -> `RMSNorm` of x times SiLU of the gate, (..., H).
+
+    In 16 bits the product is computed in fp32, as in transformers' `Qwen3_5RMSNormGated`.
+    """
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (_rounded_norm(x, weight, eps) * functional.silu(gate.to(wide))).to(x.dtype)
 
 
 class ZeroCenteredRMSNorm(_Norm):

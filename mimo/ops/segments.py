@@ -210,6 +210,19 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> LaneOrder:
     return LaneOrder(to_lane=torch.argsort(shares), to_shares=shares)
 
 
+@dataclass(frozen=True)
+class LaneForm:
+    """The form of layers whose plan is the order of the lane."""
+
+    cp_size: int
+
+    def plan_of(self, segments: PackedSegments) -> LaneOrder:
+        return self.plan(segments.lengths, segments.items)
+
+    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> LaneOrder:
+        return zigzag_order(lengths, self.cp_size)
+
+
 def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:
     """This rank's zigzag share (T/C, ...) -> the whole lane's tokens (T, ...) in packed order.
 

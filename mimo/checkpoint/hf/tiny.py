@@ -245,7 +245,8 @@ def tiny_config(
 
     sizes = deepcopy(FAMILIES[family])  # transformers may change it
     text = {**_TEXT, "vocab_size": vocab_size, **sizes["text"]}
-    if "vision" not in sizes or family == "gemma3":  # the others have the key in the whole alone
+    # The others have the key in the whole alone.
+    if "vision" not in sizes or family in ("gemma3", "qwen3_5"):
         text["tie_word_embeddings"] = tied
     text |= {key: token_ids[token] for key, token in sizes["text_ids"].items()}
     if "vision" not in sizes:
@@ -276,7 +277,8 @@ def _widened(config: PreTrainedConfig, width: int, num_layers: int | None) -> Pr
 def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
     """Draw all weights, in the order of their names in the model.
 
-    Matrices are drawn around 0; a norm's weights around the class's initial value, 1 or 0.
+    Matrices are drawn around 0, a norm's weights around the class's initial value, 1 or 0, and the
+    logarithms of decay rates around -1.
     """
     import torch
 
@@ -286,6 +288,8 @@ def _draw_weights(model: PreTrainedModel, seed: int, matrix_std: float) -> None:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:
                 weight.copy_(matrix_std * noise)
+            elif name.endswith("A_log"):  # of slow decays; gradients of fast ones are mostly noise
+                weight.copy_(_NORM_NOISE * noise - 1)
             elif name.endswith("bias"):
                 weight.copy_(_BIAS_NOISE * noise)
             else:

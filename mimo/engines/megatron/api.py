@@ -8,6 +8,7 @@ from mimo.engines.megatron.config import (
     gather_sequence,
     transformer_config,
 )
+from mimo.engines.megatron.delta_net import GatedDeltaNet
 from mimo.engines.megatron.experts import Experts
 from mimo.engines.megatron.language import (
     LanguageModel,

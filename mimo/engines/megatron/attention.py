@@ -1,7 +1,7 @@
 """Attention for layer specs, packed or dense, with context parallelism and windows.
 
-Letters: T packed tokens of a lane, N heads, G key/value heads, D head size, S sequence, B batch,
-C context-parallel ranks (1 without).
+Letters: T packed tokens of a lane, N heads, G key/value heads, D head size, K pairs of rotary
+channels, S sequence, B batch, C context-parallel ranks (1 without).
 
 Megatron's local core attention refuses packed sequences and context parallelism, so this one
 serves every layer that Transformer Engine does not. Segments of a packed sequence never see each
@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from mimo.engines.megatron.delta_net import GatedDeltaNet
 from mimo.engines.megatron.experts import SparseMLP
 from mimo.ops.acceleration import (
     TRANSFORMER_ENGINE,
@@ -45,7 +46,7 @@ class SelfAttention(MegatronSelfAttention):
     _frequencies: Tensor | None = None  # during a forward
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any):
-        """Run Megatron's forward. rotary_pos_emb: (S, B, 1, D) fp32; None for no rotation."""
+        """Run Megatron's forward. rotary_pos_emb: (S, B, 1, 2K) fp32; None for no rotation."""
         self._frequencies = rotary_pos_emb
         try:
             return super().forward(*args, rotary_pos_emb=None, **kwargs)
@@ -53,7 +54,7 @@ class SelfAttention(MegatronSelfAttention):
             self._frequencies = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Queries (S, B, N, D), keys and values (S, B, G, D), the first two rotated."""
+        """Queries (S, B, N, D), keys and values (S, B, G, D), the first two rotated; any gates."""
         parts: tuple[Any, ...] = super().get_query_key_value_tensors(*args, **kwargs)
         query, key, *rest = parts
         frequencies = self._frequencies
@@ -63,6 +64,13 @@ class SelfAttention(MegatronSelfAttention):
             f"frequencies of {len(frequencies)} tokens for {len(query)} tokens of this rank"
         )
         return (*rotate(frequencies, query, key), *rest)
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x (S, B, N·D), gate (S, B, N, D) -> x · sigmoid(gate) in their dtype.
+
+        Megatron's goes through fp32, also from fp64.
+        """
+        return x * gate.reshape(x.shape).sigmoid()
 
 
 def core_attention(config: TransformerConfig, causal: bool) -> type[nn.Module]:
@@ -185,8 +193,10 @@ class WindowAttention(nn.Module):
 def forms_in(modules: Iterable[nn.Module]) -> frozenset[Form]:
     """Collect the forms of all layers inside, for `PackedSegments.prepare`.
 
-    Transformer Engine's attention needs no plan.
+    Transformer Engine's attention needs no plan, and linear attention only under context
+    parallelism.
     """
     inside = (part for module in modules for part in module.modules())
-    kinds = (CoreAttention, SparseMLP)
-    return frozenset(part.form for part in inside if isinstance(part, kinds))
+    kinds = (CoreAttention, GatedDeltaNet, SparseMLP)
+    forms = (part.form for part in inside if isinstance(part, kinds))
+    return frozenset(form for form in forms if form is not None)

@@ -4,7 +4,7 @@ Letters: S sequence of this rank (all its packed tokens, or one of B samples), B
 packed), H hidden, D head size, V vocabulary, n chosen tokens, t ranks of the tensor-parallel group.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mimo.engines.megatron.attention import CoreAttention, window_of
 from mimo.engines.megatron.config import LoRA, ModuleContext
 from mimo.engines.megatron.lora import let_backward_into_layers
-from mimo.engines.megatron.stack import DeepStackLayer, layer_spec, layers_here, norm_of, stack_spec
+from mimo.engines.megatron.stack import DeepStackLayer, layer_spec, norm_of, stack_spec
 from mimo.ops.cross_entropy import append_scalar, linear_cross_entropy
 
 
@@ -67,7 +67,7 @@ class LanguageModel(GPTModel):
 def build_gpt(
     config: TransformerConfig,
     ctx: ModuleContext,
-    layer: ModuleSpec,
+    layers: Sequence[ModuleSpec],
     rotary: nn.Module,
     num_tokens: int,
     embedding_scale: float | None = None,
@@ -75,15 +75,16 @@ def build_gpt(
 ) -> LanguageModel:
     """Build this rank's part of a causal language model.
 
-    num_tokens: size of the tokenizer's vocabulary. embedding_scale: factor on token embeddings, but
-    not on encoders' embeddings; None for 1. options: other arguments of `GPTModel`.
+    layers: of this chunk. num_tokens: size of the tokenizer's vocabulary. embedding_scale: factor
+    on token embeddings, but not on encoders' embeddings; None for 1. options: other arguments of
+    `GPTModel`.
     """
     # Megatron's mrope branch passes 3-D positions through; the class itself is replaced below.
     if config.mrope_section is None:
         config.mrope_section = [config.kv_channels // 2, 0, 0]  # type: ignore[operator]
     model = LanguageModel(
         config,
-        stack_spec(config, [layer] * len(layers_here(config, ctx.groups, ctx.chunk))),  # type: ignore[arg-type]
+        stack_spec(config, layers),  # type: ignore[arg-type]
         pre_process=ctx.is_first_stage,
         post_process=ctx.is_last_stage,
         parallel_output=True,

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from mimo.engines.contract import MASTER, STEP, Piece, Purpose, key_of
-from mimo.engines.draw import adapter_numbers, draw, normal
+from mimo.engines.draw import adapter_numbers, draw, log_of_uniform, normal
 from mimo.engines.optimizer import state_tensors, step_of
 
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
@@ -139,7 +139,7 @@ def initialize_parameters(
 
     Weights are a pure function of seed, parameter name and position in the whole matrix, so all
     layouts start alike. The output projections of residual branches use std/sqrt(2·layers), as
-    GPT-2 does. Adapters start without effect.
+    GPT-2 does. Adapters start without effect, and decay rates of linear attention in 0.01..16.
 
     provided: parameters that a checkpoint is about to fill. They are set to NaN, so that a missing
         one is noticed.
@@ -153,13 +153,15 @@ def initialize_parameters(
             param.fill_(torch.nan)
         elif name.endswith((".bias", ".lora_b")):
             param.zero_()
-        elif param.dim() == 1:
+        elif param.dim() == 1 and not name.endswith(".a_log"):
             param.fill_(0.0 if id(param) in zero_centered else 1.0)
         else:
             cut = Cut.of(param, groups)
             rows, columns = cut.whole_shape((cut.rows, cut.columns))
             if name.endswith(".lora_a"):
                 numbers = adapter_numbers(columns)
+            elif name.endswith(".a_log"):
+                numbers = log_of_uniform(0.01, 16.0)
             else:
                 residual = name.endswith(_RESIDUAL)
                 numbers = normal(std / (2 * config.num_layers) ** 0.5 if residual else std)

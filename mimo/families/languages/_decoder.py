@@ -1,7 +1,7 @@
 """Decoders with grouped queries and a gated MLP: settings, construction, published names."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -34,9 +34,10 @@ class DecoderSettings(LanguageSettings):
         """Return the module that replaces `GPTModel.rotary_pos_emb`."""
 
     def layer_spec(
-        self, config: engine.TransformerConfig, ctx: engine.ModuleContext
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext, kind: str, **parts: Any
     ) -> engine.ModuleSpec:
-        return engine.layer_spec(config, ctx.lora, causal=True)
+        """Return the spec of a layer of this kind. parts: arguments of `engine.layer_spec`."""
+        return engine.layer_spec(config, ctx.lora, causal=True, **parts)
 
     @property
     def embedding_scale(self) -> float | None:
@@ -53,10 +54,12 @@ def build(
 ) -> engine.LanguageModel:
     """Implement `MegatronLanguageFamily.build`."""
     config = engine.transformer_config(settings.stack_shape(), ctx)
+    kinds = settings.layer_kinds()
+    layers = engine.layers_here(config, ctx.groups, ctx.chunk)
     model = engine.build_gpt(
         config,
         ctx,
-        settings.layer_spec(config, ctx),
+        [settings.layer_spec(config, ctx, kinds[layer]) for layer in layers],
         settings.rotary(),
         num_tokens,
         settings.embedding_scale,
@@ -97,16 +100,16 @@ def decoder_weights(
     settings: LanguageSettings,
     norms: Mapping[str, str],
     qkv_bias: bool = False,
+    attention: Callable[[Any, int], list[Weight]] | None = None,
     mlp: Callable[[Any, str, str], list[Weight]] | None = None,
 ) -> list[Weight]:
     """Implement `LanguageFamily.weights_in_hf`. norms: of a layer, our name by theirs.
 
-    mlp: takes settings, and our and their name of a layer's MLP; None for a gated one.
+    attention: takes settings and the number of a layer; None for `qkv_weights`. mlp: takes
+    settings, and our and their name of a layer's MLP; None for a gated one.
     """
     size, vocab = settings.hidden_size, settings.vocab_size
     assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
-    head = settings.head_size
-    heads, groups = settings.num_attention_heads, settings.num_query_groups
     weights = [
         plain("embedding.word_embeddings.weight", f"{_PREFIX}.embed_tokens.weight", vocab, size),
         plain("decoder.final_layernorm.weight", f"{_PREFIX}.norm.weight", size),
@@ -114,19 +117,9 @@ def decoder_weights(
     if not settings.tie_word_embeddings:
         weights.append(plain("output_layer.weight", "lm_head.weight", vocab, size))
     for n in range(settings.num_layers):
-        layer, source = f"decoder.layers.{n}", f"{_PREFIX}.layers.{n}"
-        attention, theirs = f"{layer}.self_attention", f"{source}.self_attn"
-        for norm, ours in norms.items():
-            width = head if norm in QK_NORMS else size
-            weights.append(plain(f"{layer}.{ours}.weight", f"{source}.{norm}.weight", width))
-        kinds = {"weight": (size,), "bias": ()} if qkv_bias else {"weight": (size,)}
-        for kind, columns in kinds.items():
-            keys = [f"{theirs}.{which}_proj.{kind}" for which in "qkv"]
-            qkv = f"{attention}.linear_qkv.{kind}"
-            weights.append(grouped_qkv(qkv, keys, groups, heads // groups, head, *columns))
-        weights.append(
-            plain(f"{attention}.linear_proj.weight", f"{theirs}.o_proj.weight", size, heads * head)
-        )
+        layer, source = layer_names(n)
+        weights += norm_weights(settings, n, norms)
+        weights += attention(settings, n) if attention else qkv_weights(settings, n, qkv_bias)
         weights += (mlp or _gated_mlp)(settings, f"{layer}.mlp", f"{source}.mlp")
     return weights
 
@@ -136,6 +129,40 @@ def _gated_mlp(settings: LanguageSettings, ours: str, theirs: str) -> list[Weigh
     gate_up = [f"{theirs}.{which}_proj.weight" for which in ("gate", "up")]
     down = plain(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", *sizes[::-1])
     return [stacked(f"{ours}.linear_fc1.weight", gate_up, *sizes), down]
+
+
+def layer_names(layer: int) -> tuple[str, str]:
+    """Return the beginning of the names of a layer's parameters: ours and theirs."""
+    return f"decoder.layers.{layer}", f"{_PREFIX}.layers.{layer}"
+
+
+def norm_weights(
+    settings: LanguageSettings, layer: int, norms: Mapping[str, str]
+) -> Iterator[Weight]:
+    """Yield the weights of a layer's norms. norms: our name by theirs."""
+    (here, there), widths = layer_names(layer), (settings.hidden_size, settings.head_size)
+    for norm, name in norms.items():
+        width = widths[norm in QK_NORMS]
+        yield plain(f"{here}.{name}.weight", f"{there}.{norm}.weight", width)
+
+
+def qkv_weights(
+    settings: LanguageSettings, layer: int, qkv_bias: bool = False, has_gate: bool = False
+) -> list[Weight]:
+    """Return the projections of a layer's attention. has_gate: see `grouped_qkv`."""
+    here, there = layer_names(layer)
+    size, head = settings.hidden_size, settings.head_size
+    heads, groups = settings.num_attention_heads, settings.num_query_groups
+    weights = []
+    for kind, columns in {"weight": (size,), "bias": ()}.items():
+        if kind == "weight" or qkv_bias:
+            keys = [f"{there}.self_attn.{which}_proj.{kind}" for which in "qkv"]
+            qkv = f"{here}.self_attention.linear_qkv.{kind}"
+            weights.append(
+                grouped_qkv(qkv, keys, groups, heads // groups, head, *columns, has_gate=has_gate)
+            )
+    ours, theirs = f"{here}.self_attention.linear_proj.weight", f"{there}.self_attn.o_proj.weight"
+    return [*weights, plain(ours, theirs, size, heads * head)]
 
 
 class MRopeSettings(DecoderSettings):
@@ -153,7 +180,8 @@ class MRopeSettings(DecoderSettings):
     """Base of rotary positions."""
     # A list in YAML: only the container is converted, not its entries.
     mrope_section: Annotated[tuple[Channels, Channels, Channels], Field(strict=False)]
-    """Rotary channels that follow time, height and width; they sum to half the head size."""
+    """Rotary channels that follow time, height and width; they sum to half the head size, unless
+    only a part of each head turns."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

@@ -61,9 +61,9 @@ class ExpertSettings(DecoderSettings):
         )
 
     def layer_spec(
-        self, config: engine.TransformerConfig, ctx: engine.ModuleContext
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext, kind: str, **parts: Any
     ) -> engine.ModuleSpec:
-        return engine.layer_spec(config, ctx.lora, causal=True, experts=self.experts())
+        return super().layer_spec(config, ctx, kind, experts=self.experts(), **parts)
 
     def _divided_by_tp(self) -> dict[str, int]:
         sizes = super()._divided_by_tp()

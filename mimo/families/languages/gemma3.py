@@ -102,7 +102,7 @@ class Settings(DecoderSettings):
         return engine.LocalGlobalRope(self.head_size, *bases, self.rotary_factor)
 
     def layer_spec(
-        self, config: engine.TransformerConfig, ctx: engine.ModuleContext
+        self, config: engine.TransformerConfig, ctx: engine.ModuleContext, kind: str, **parts: Any
     ) -> engine.ModuleSpec:
         return engine.local_global_layer_spec(config, ctx.lora)
 

@@ -186,7 +186,7 @@ def weights_of(family: Any, settings: Any) -> list[Any]:
 
 
 @every_family
-def test_parameters_are_told_apart_and_every_layer_has_equally_many(name: str) -> None:
+def test_parameters_are_told_apart_and_every_period_of_layers_has_equally_many(name: str) -> None:
     family = FAMILIES[name]
     settings = settings_of(family)
     weights = weights_of(family, settings)
@@ -194,12 +194,14 @@ def test_parameters_are_told_apart_and_every_layer_has_equally_many(name: str) -
     names = [weight.name for weight in weights]
     assert len(set(names)) == len(names)
     # As they are counted before anything is built.
+    period = settings.layer_period
     few = [
-        num_elements(weights_of(family, settings.model_copy(update={"num_layers": count})))
+        num_elements(weights_of(family, settings.model_copy(update={"num_layers": count * period})))
         for count in (1, 2, 3)
     ]
     assert few[2] - few[1] == few[1] - few[0] > 0
-    assert num_elements(weights) == few[0] + (settings.num_layers - 1) * (few[1] - few[0])
+    periods = settings.num_layers // period
+    assert num_elements(weights) == few[0] + (periods - 1) * (few[1] - few[0])
 
 
 @every_encoder
@@ -298,7 +300,7 @@ def test_every_matrix_of_a_family_is_one_of_its_products(name: str) -> None:
     assert not multiplied, "only matrices multiply"
     assert {p.parameter for p in products if p.parameter} <= weights.keys()
     assert [p.per for p in products if p.parameter is None] == [
-        f"{kind} pair" for kind in settings.layer_kinds()
+        "token" if kind == "linear" else f"{kind} pair" for kind in settings.layer_kinds()
     ]
     if encodes:
         counts = settings.counts(np.array([settings.processor().plan(Part((64, 64))).grid]))

@@ -103,6 +103,25 @@ def count_tower(rank: int, name: str, case: str) -> Counted:
     return (*_ours(settings, counts, case, H, family.PROJECTOR), *theirs)
 
 
+def compute_without_chunks() -> None:
+    """Linear attention does what a token needs: its window, and three products with a state."""
+    from mimo.engines.megatron import delta_net
+
+    def rule(query: Any, key: Any, value: Any, log_decay: Any, beta: Any, lengths: Any) -> Any:
+        repeated = query.repeat_interleave(value.shape[1] // query.shape[1], dim=1)
+        by_head = repeated.transpose(0, 1)  # (V, T, D)
+        state = torch.ones(*by_head.shape[::2], value.shape[2], requires_grad=query.requires_grad)
+        outputs = [by_head @ (number * state) for number in (1, 2, 3)]
+        rest = value * beta[..., None] + key.sum() + log_decay.sum()
+        return sum(outputs).transpose(0, 1) + rest  # type: ignore[union-attr]
+
+    def conv(x: Any, weight: Any, lengths: Any) -> Any:
+        windows = nn.functional.pad(x.T, (weight.shape[1] - 1, 0)).unfold(1, weight.shape[1], 1)
+        return (windows @ weight[..., None])[..., 0].T  # (C, T, W), (C, W, 1)
+
+    delta_net.gated_delta_rule, delta_net.segment_conv = rule, conv
+
+
 def count_language(rank: int, name: str, case: str) -> Counted:
     from mimo.engines.megatron import PackedSegments
 
@@ -110,6 +129,7 @@ def count_language(rank: int, name: str, case: str) -> Counted:
     # A window as long as a segment: kernels compute on more keys than a shorter one needs.
     window = {"sliding_window": LENGTHS[0]} if name.startswith("gemma") else {}
     settings = settings_of(family).scaled_down(1, 1).model_copy(update=window)
+    compute_without_chunks()
     total = sum(LENGTHS)
     model = family.build(settings, _with_adapters(case), NUM_TOKENS, total, SEED)
     _freeze(model, case, ())

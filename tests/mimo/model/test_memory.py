@@ -82,6 +82,17 @@ ROLES = {
         "train.precision=fp32",
         "train.optimizer=sgd",
     ),
+    "qwen3_5, two stages": (
+        f"language={{family: qwen3_5, model: {{{DECODER}, mrope_section: [1, 0, 1], "
+        "full_attention_interval: 2, linear_num_key_heads: 2, linear_num_value_heads: 6, "
+        "linear_key_size: 8, linear_value_size: 12}}",
+        f"encoders.vision={{family: qwen3_vl, model: {{{TOWER}, num_grid_per_side: 5}}}}",
+        STAGES,
+        "language.model.num_layers=8",
+        "train.precision=bf16",
+        "language.lora={}",
+        "encoders.vision.freeze=true",
+    ),
     "gemma3 with a tower that is frozen": (
         *MODELS["gemma3"],
         "language.grid={tp: 2}",
