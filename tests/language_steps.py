@@ -48,8 +48,8 @@ NUM_MICROBATCHES = 4
 class Job:
     """What to train and how; grids differ, the rest is the same on one rank.
 
-    grid: axes of a `GridSpec`. dense: a batch of two sequences instead of packed segments.
-    distil: learn drawn logits by their squared errors instead of labels.
+    grid: axes of a `GridSpec`. family: of language models. dense: a batch of two sequences instead
+    of packed segments. distil: learn drawn logits by their squared errors instead of labels.
     """
 
     grid: Mapping[str, Any] = field(default_factory=dict)
@@ -162,6 +162,7 @@ class Trainer:
         layout = Layout(language=grid, encoders={}, world_size=grid.size)
         self.groups = build_topology(layout).modules[LANGUAGE]
         self.raw = []
+        family = importlib.import_module(f"mimo.families.languages.{job.family}")
         for number in range(grid.vpp):
             ctx = ModuleContext(
                 groups=self.groups,
@@ -172,7 +173,6 @@ class Trainer:
                 recompute=job.recompute,
                 scatter_embedding=job.scatter_embedding,
             )
-            family: Any = importlib.import_module(f"mimo.families.languages.{job.family}")
             sizes = family.Settings(**{**SETTINGS, **job.settings})
             self.raw.append(family.build(sizes, ctx, NUM_TOKENS, 64, SEED))
         self.chunks = wrap_data_parallel(
@@ -194,7 +194,8 @@ class Trainer:
         from mimo.engines.megatron.schedule import hidden_shapes, run_schedule
 
         module = self.module()
-        module.begin_step(forward_only=False)
+        tokens = 64 * NUM_LANES * NUM_MICROBATCHES
+        module.begin_step(False, count_loss_tokens(self.job, step) / tokens)
         lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
         batches = [b for lane in lanes for b in microbatches(step, lane, self.job.dense)]
         config, cp = self.raw[0].config, self.groups.cp.size()

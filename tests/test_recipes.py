@@ -97,6 +97,21 @@ def gemma3(**text: Any) -> dict[str, Any]:
     }
 
 
+def qwen3_vl_moe(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
+    config = qwen3_vl(hidden, layers, heads, 3 * hidden)
+    config["text_config"] |= {
+        "model_type": "qwen3_vl_moe_text",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": ffn,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    config["vision_config"]["model_type"] = "qwen3_vl_moe"
+    return config | {"model_type": "qwen3_vl_moe"}
+
+
 # By the folder that a recipe starts from; in the form of the published `config.json`.
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2.5-VL-7B-Instruct": {
@@ -156,6 +171,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "Qwen3-VL-30B-A3B-Instruct": qwen3_vl_moe(2048, 48, 32, 768),
     "gemma-3-4b-it": gemma3(
         hidden_size=2560,
         num_hidden_layers=34,
@@ -180,6 +196,7 @@ _HALF = [0.5, 0.5, 0.5]
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"min_pixels": 3136, "max_pixels": 12845056},
     "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
         "patch_size": 16,
         "size": {"shortest_edge": 65536, "longest_edge": 16777216},
         "image_mean": _HALF,
@@ -202,7 +219,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in CONFIGS.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
-        processor = PROCESSORS[config["model_type"]]
+        processor = PROCESSORS[config["model_type"].removesuffix("_moe")]
         (root / name / "preprocessor_config.json").write_text(json.dumps(processor))
     return root
 
@@ -321,6 +338,7 @@ def test_there_is_a_recipe_for_each_published_model_and_each_family() -> None:
         "qwen3_vl_8b_pretrain",
         "qwen3_vl_32b_sft",
         "qwen3_5_27b_sft",
+        "qwen3_vl_30b_a3b_sft",
         "gemma3_4b_sft",
         "gemma3_27b_sft",
         "qwen3_vl_8b_fsdp",

@@ -348,8 +348,9 @@ def test_the_forms_of_a_model_are_those_of_its_layers() -> None:
     from tests.mimo.engines.megatron.test_attention import core_attention
 
     layers = nn.ModuleList([core_attention(True, window) for window in (None, 5, None)])
-    assert {form.window for form in forms_in([layers])} == {None, 5}
-    assert len(forms_in([layers])) == 2
+    forms: Any = forms_in([layers])
+    assert {form.window for form in forms} == {None, 5}
+    assert len(forms) == 2
 
 
 class Sums(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Tokens exchanged for heads: a rank scans whole sequences of its heads, and gets its share back."""
+"""Tokens exchanged for heads: a rank scans its heads' whole sequences, and gets its share back."""
 
 from __future__ import annotations
 

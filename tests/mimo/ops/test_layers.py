@@ -118,6 +118,11 @@ def plain_gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return activation(opened) * values
 
 
+def plain_gated_norm(x: Tensor, weight: Tensor) -> Tensor:
+    values, opened = x.chunk(2, dim=-1)
+    return functional.rms_norm(values, weight.shape, weight, 1e-6) * functional.silu(opened)
+
+
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 
 
@@ -138,10 +143,8 @@ def cases(tokens: int, size: int) -> dict[str, Case]:
             [wide],
         ),
         "gated norm": (
-            lambda x, w: gated_norm(*x.chunk(2, dim=-1), w, 1e-6),
-            lambda x, w: (
-                functional.rms_norm(x[..., :size], w.shape, w, 1e-6) * functional.silu(x[..., size:])
-            ),
+            lambda x, w: gated_norm(x[..., :size], x[..., size:], w, 1e-6),
+            plain_gated_norm,
             [wide, weight.double()],
         ),
         "norm": (
