@@ -118,11 +118,6 @@ def plain_gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return activation(opened) * values
 
 
-def plain_gated_norm(x: Tensor, weight: Tensor) -> Tensor:
-    values, opened = x.chunk(2, dim=-1)
-    return functional.rms_norm(values, weight.shape, weight, 1e-6) * functional.silu(opened)
-
-
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 
 
@@ -144,7 +139,10 @@ def cases(tokens: int, size: int) -> dict[str, Case]:
         ),
         "gated norm": (
             lambda x, w: gated_norm(x[..., :size], x[..., size:], w, 1e-6),
-            plain_gated_norm,
+            lambda x, w: (
+                functional.rms_norm(x[..., :size], w.shape, w, 1e-6)
+                * functional.silu(x[..., size:])
+            ),
             [wide, weight.double()],
         ),
         "norm": (
