@@ -386,11 +386,10 @@ class _Module:
         inside += (norm * qkv[0] + fc2[1]) / self.grid.tp
         return width, 2 * norm * width + 2 * qkv[1] + inside
 
-    def _mean(self, ending: str) -> tuple[float, float]:
+    def _mean(self, ending: str) -> tuple[float, ...]:
         """Rows and columns of the parameters of this ending in a layer: the mean over layers."""
         shapes = [shape for name, shape in self.shapes.items() if name.endswith(ending)]
-        rows, columns = (sum(sizes) for sizes in zip((0, 0), *shapes, strict=True))
-        return rows / self.listed, columns / self.listed
+        return tuple(sum(sizes) / self.listed for sizes in zip((0, 0), *shapes, strict=True))
 
     def _in_flight(self, stage: int) -> float:
         """Largest number of microbatches between forward and backward on a stage."""
