@@ -9,6 +9,7 @@ Letters: T packed tokens of a lane, S sequence, B batch, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,12 +48,13 @@ NUM_MICROBATCHES = 4
 class Job:
     """What to train and how; grids differ, the rest is the same on one rank.
 
-    grid: axes of a `GridSpec`. dense: a batch of two sequences instead of packed segments.
-    distil: learn drawn logits by their squared errors instead of labels.
+    grid: axes of a `GridSpec`. family: of language models. dense: a batch of two sequences instead
+    of packed segments. distil: learn drawn logits by their squared errors instead of labels.
     """
 
     grid: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "qwen3"
     dtype: torch.dtype = torch.float32
     steps: int = 1
     optimizer: str = "sgd"
@@ -151,7 +153,6 @@ class Trainer:
             wrap_data_parallel,
         )
         from mimo.engines.optimizer import OptimizerSettings
-        from mimo.families.languages import qwen3
         from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
         from mimo.parallel.groups import build_topology
 
@@ -161,6 +162,7 @@ class Trainer:
         layout = Layout(language=grid, encoders={}, world_size=grid.size)
         self.groups = build_topology(layout).modules[LANGUAGE]
         self.raw = []
+        family = importlib.import_module(f"mimo.families.languages.{job.family}")
         for number in range(grid.vpp):
             ctx = ModuleContext(
                 groups=self.groups,
@@ -171,8 +173,8 @@ class Trainer:
                 recompute=job.recompute,
                 scatter_embedding=job.scatter_embedding,
             )
-            sizes = qwen3.Settings(**{**SETTINGS, **job.settings})
-            self.raw.append(qwen3.build(sizes, ctx, NUM_TOKENS, 64, SEED))
+            sizes = family.Settings(**{**SETTINGS, **job.settings})
+            self.raw.append(family.build(sizes, ctx, NUM_TOKENS, 64, SEED))
         self.chunks = wrap_data_parallel(
             self.raw, self.groups, job.overlap, job.distributed, job.late
         )
@@ -192,7 +194,8 @@ class Trainer:
         from mimo.engines.megatron.schedule import hidden_shapes, run_schedule
 
         module = self.module()
-        module.begin_step(forward_only=False)
+        tokens = 64 * NUM_LANES * NUM_MICROBATCHES
+        module.begin_step(False, count_loss_tokens(self.job, step) / tokens)
         lanes = range(self.groups.dp.rank(), NUM_LANES, self.groups.dp.size())
         batches = [b for lane in lanes for b in microbatches(step, lane, self.job.dense)]
         config, cp = self.raw[0].config, self.groups.cp.size()

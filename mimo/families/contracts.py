@@ -143,12 +143,6 @@ class LanguageSettings(FamilySettings):
         """Number of layers with a router, experts of each, and experts that a token chooses."""
         return 0, 0, 0
 
-    def expert_problems(self, ep: int, etp: int) -> Iterator[tuple[str, str]]:
-        """Yield axes of experts in the grid, each with what is wrong with its size."""
-        for axis, size in {"ep": ep, "etp": etp}.items():
-            if size > 1:
-                yield axis, f"got {size}, but this family has no experts; remove it"
-
     def products(self, vocab_size: int) -> list[Product]:
         """Return all matrices and attention, in the order of a forward. vocab_size: V."""
         embedding = "embedding.word_embeddings.weight"

@@ -90,6 +90,12 @@ class FamilySettings(BaseModel):
         if self.num_layers % chunks:
             yield f"pp · vpp = {chunks} must divide num_layers, which is {self.num_layers}"
 
+    def expert_problems(self, ep: int, etp: int) -> Iterator[tuple[str, str]]:
+        """Yield axes of experts in the grid, each with what is wrong with its size."""
+        for axis, size in {"ep": ep, "etp": etp}.items():
+            if size > 1:
+                yield axis, f"got {size}, but this family has no experts; remove it"
+
     def _divided_by_tp(self) -> dict[str, int]:
         return {
             "num_attention_heads": self.num_attention_heads,

@@ -91,7 +91,7 @@ def build_model(
         takes_rows=recipe.language.family == GENERAL,
         item_rules=settings.item_rules,
         num_tokens=num_tokens,
-        num_routers=settings.routers[:2],
+        router_size=(settings.routers[0], settings.routers[1] + 4),
     )
     optimizer = _optimizer_settings(recipe) if trains else None
     for name in topology.modules:

@@ -147,8 +147,7 @@ def half_of(recipe: Recipe, name: str, config: Any, ctx: FsdpContext) -> Wrapper
     if name != LANGUAGE:
         modality = recipe.encoders[name].media
         blank = modality, (FRAMES[modality], *_BLANK)
-        shares_calls = verdict.shares_calls
-        return EncoderHalf(config, ctx, form_of, blank, levels, ItemRows, shares_calls)
+        return EncoderHalf(config, ctx, form_of, blank, levels, ItemRows, verdict.shares_calls)
     text = config.get_text_config()
     return LanguageHalf(
         config,
@@ -357,7 +356,7 @@ def _half_problems(recipe: Recipe, layout: Layout, config: Any) -> Iterator[str]
 def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> Iterator[str]:
     lora, weights = recipe.module(name).lora, architecture.weights_of(recipe).get(name, ())
     is_half = architecture.language == GENERAL
-    linears: set[str] | None = None
+    linears = {weight.name for weight in weights if ".experts." not in weight.name}
     if lora and is_half:
         config = config_of_folder(Path(recipe.init_from or ""))
         modules = build_whole(config, torch.float32).named_modules()
@@ -365,7 +364,7 @@ def _adapter_problems(recipe: Recipe, name: str, architecture: Architecture) -> 
     for target in lora.targets if lora else ():
         single = LoRA(targets=(target,))
         adapted = [weight.name for weight in weights if single.adapts(weight.name)]
-        others = [key for key in adapted if linears is not None and key not in linears]
+        others = [key for key in adapted if key not in linears]
         if not adapted or others:
             fault = f"{others[0]} is no linear's" if others else "no linear has such a name"
             yield recipe.problem(

@@ -49,8 +49,8 @@ _CUT_BY_ROWS = (
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 """Endings of the weights that tensor parallelism cuts by columns, the inputs of a linear."""
 
-_EXPERTS = ".mlp.experts."
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True)
@@ -283,10 +283,8 @@ class _Module:
             return max(layer_gradients + layer, max(forward, end) - absent)
         if self.grid.sp:  # the gathered input of a linear, and its gradient
             layer_gradients += 2 * self._tokens * self.size * width * self.grid.tp
-        dense = (
-            rows * columns for name, (rows, columns) in self.shapes.items() if _EXPERTS not in name
-        )
-        largest = max(max(dense) // self.grid.tp, self.held["experts"] * 2 // 3)
+        dense = max(math.prod(size) for name, size in self.shapes.items() if _EXPERTS not in name)
+        largest = max(dense // self.grid.tp, self.held["experts"] * 2 // 3)
         return layer_gradients + largest * self.size * (self._all(self.trained) > 0)
 
     def _messages(self) -> tuple[float, float, float]:

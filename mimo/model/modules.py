@@ -63,7 +63,7 @@ class MimoModel:
     cuts sequences, on language ranks. senders: of disjoint encoders, on their last stage.
     receivers: of disjoint encoders, on stages of the language model that need their rows.
     encode_group: microbatches that colocated encoders encode in one go; None for all.
-    num_routers: of the language model, and the experts of each.
+    router_size: shape of the sums of `Module.add_router_sums`.
     outputs: what this rank does for generators. query_media: by generator with queries, the
     modality of its items.
     passes_gradients: whether anything trains before the language model, on any rank: gradients then
@@ -89,7 +89,7 @@ class MimoModel:
     query_media: dict[str, str] = field(default_factory=dict)
     passes_gradients: bool = False
     watch: TransferWatch | None = None
-    num_routers: tuple[int, int] = (0, 0)
+    router_size: tuple[int, int] = (0, 4)
     partition: PartitionAdapter | None = None
     whole_rows: bool = False
     takes_rows: bool = False
@@ -199,11 +199,10 @@ class MimoModel:
         return {**sizes, "process": memory_in_use()}
 
     def router_sums(self) -> Tensor:
-        """Return this rank's share of `Module.add_router_sums`, flattened; () without routers."""
-        layers, experts = self.num_routers
-        total = torch.zeros(layers, experts + 4, dtype=torch.float64, device=self.device)
-        if LANGUAGE in self.modules:
-            self.modules[LANGUAGE].add_router_sums(total)
+        """Return this rank's share of `Module.add_router_sums`, flattened."""
+        total = torch.zeros(self.router_size, dtype=torch.float64, device=self.device)
+        if (language := self.modules.get(LANGUAGE)) is not None:
+            language.add_router_sums(total)
         return total.flatten()
 
     def take_waited_seconds(self) -> float:

@@ -94,7 +94,19 @@ def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
             yield recipe.problem(("language", "grid"), message)
         for axis, message in settings.expert_problems(grid.ep, grid.etp):
             yield recipe.problem(("language", "grid", axis), message)
+        if grid.etp > 1 and recipe.language.lora is not None:
+            message = f"got {grid.etp}, but adapters of experts are not split; raise ep instead"
+            yield recipe.problem(("language", "grid", "etp"), message)
     yield from _fp8_problems(recipe, grid.tp)
+    for key in ("balance_loss", "z_loss"):
+        if (given := getattr(settings, key, 0)) and not (
+            grid.engine == "megatron" and recipe.data.packing
+        ):
+            yield recipe.problem(
+                ("language", "model", key),
+                f"got {given}, which needs language.engine: megatron and data.packing: true; set "
+                "it to 0",
+            )
     if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
         yield recipe.problem(
             ("data", "packing"),
@@ -204,6 +216,10 @@ def _fp8_problems(recipe: Recipe, tp: int) -> Iterator[str]:
             ("train", "fp8"),
             f"got {fp8}, but linears with adapters (language.lora) compute in bf16; remove one",
         )
+    if language_settings(recipe).routers[0]:
+        message = f"got {fp8}, but experts compute in the model's precision; set it to none"
+        yield recipe.problem(("train", "fp8"), message)
+        return
     vocab_size = language_settings(recipe).padded_vocab_size(1)
     period = language_settings(recipe).layer_period
     for weight in weights_of(recipe, LANGUAGE, vocab_size, num_layers=period):

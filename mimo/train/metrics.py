@@ -37,18 +37,17 @@ class StepResult:
     metrics: Mapping[str, float | None]
 
 
-def router_figures(sums: np.ndarray, num_routers: tuple[int, int]) -> dict[str, float]:
+def router_figures(sums: np.ndarray, size: tuple[int, int]) -> dict[str, float]:
     """Return the metrics of routers; none if nothing was counted.
 
-    sums: see `mimo.engines.contract.Module.add_router_sums`, flattened.
+    sums: see `mimo.engines.contract.Module.add_router_sums`, flattened; size: its shape.
     `expert_tokens` is the mean number of tokens per expert, `expert_imbalance` the largest over the
     mean, averaged over layers, with `_max` that of the worst layer. The others are means over
     tokens and layers, losses without their coefficients.
     """
-    layers, experts = num_routers
     if not sums.any():
         return {}
-    loads, others = np.split(sums.reshape(layers, -1), [experts], axis=1)
+    loads, others = np.split(sums.reshape(size), [-4], axis=1)
     imbalance = loads.max(axis=1) / loads.mean(axis=1)
     entropy, balance, z = (others[:, 1:] / others[:, :1]).mean(axis=0).tolist()
     return {

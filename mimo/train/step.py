@@ -179,7 +179,7 @@ def train_step(
         "step_seconds": seconds,
         "data_wait_seconds": max(sums.data_wait_seconds.values()),
         "host_seconds": seconds - waited,
-        **router_figures(cast("np.ndarray", sums.routers), model.num_routers),
+        **router_figures(cast("np.ndarray", sums.routers), model.router_size),
         **times.figures(sums.times),
     }
     return StepResult(plan, loss, norm, grad_norms, is_skipped, metrics)

@@ -45,6 +45,11 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
             f"{trained.checkpoint}: its recipe has no lora, so there is no adapter to write; leave "
             f"--adapter out to write the whole model"
         )
+    if any(weight.lora and weight.weight.sources[0].stacked for weight in trained.weights):
+        raise InputError(
+            f"{trained.checkpoint}: its experts have adapters, which peft's form has no place for; "
+            f"leave --adapter out to write the whole model"
+        )
     with new_folder(target) as folder:
         tensors, loras = _adapters(trained)
         changed = _changed_modules(trained)

@@ -226,6 +226,7 @@ class GemmaTower(Tower):
 TOWERS: dict[str, type[Tower]] = {
     "qwen2_5_vl": QwenTower,
     "qwen3_vl": QwenTower,
+    "qwen3_vl_moe": QwenTower,
     "gemma3": GemmaTower,
 }
 """By `model_type` of the whole model."""

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mimo.device import local_device
 from mimo.engines.megatron.config import LoRA
 from mimo.engines.megatron.dispatch import Route, exchange, join_parts, own_part
 from mimo.ops.layers import gate
@@ -58,8 +59,8 @@ class Experts:
 
 
 def _parameter(config: TransformerConfig, rows: int, columns: int) -> nn.Parameter:
-    device: Any = torch.cuda.current_device()
-    return nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype, device=device))
+    size, dtype = (rows, columns), config.params_dtype
+    return nn.Parameter(torch.empty(size, dtype=dtype, device=local_device()))
 
 
 class Router(nn.Module):
@@ -279,7 +280,7 @@ class SparseMLP(nn.Module):
             rows = exchange(rows, route.received, route.sent, group)
         rows = rows.index_select(0, route.places.flatten()).view(*route.places.shape, -1)
         weights = weights.to(rows.dtype).repeat_interleave(etp, dim=1)
-        output = torch.bmm(weights[:, None], rows)[:, 0]
+        output = (rows * weights[:, :, None]).sum(1)
         if real is None:
             return output
         return tokens.new_zeros(len(tokens), output.shape[1]).index_copy(0, real, output)

@@ -63,6 +63,37 @@ def test_interleaved_stages_and_recomputation_change_nothing(run_ranks: RunRanks
     assert_same(outcome(run(run_ranks, job), gradients=False), expected, TOLERANCE)
 
 
+EXPERTS = replace(
+    ADAM,
+    family="qwen3_moe",
+    settings={"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.1},
+)
+GRIDS_OF_EXPERTS = {
+    "ep2 dp2": {"ep": 2, "dp": 2},
+    "ep2 dp2 tp2 sp": {"ep": 2, "dp": 2, "tp": 2, "sp": True},
+    "ep2 cp2 dp2": {"ep": 2, "cp": 2, "dp": 2},
+}
+
+
+@pytest.mark.parametrize("grid", quick_values(GRIDS_OF_EXPERTS, "ep2 dp2 tp2 sp"))
+@pytest.mark.parametrize("overlap", quick_values({"at once": False, "late": True}, "at once"))
+def test_with_experts_two_steps_equal_plain_adam_on_one_rank(
+    run_ranks: RunRanks, grid: dict[str, Any], overlap: bool
+) -> None:
+    expected = outcome(run(run_ranks, EXPERTS))
+    job = replace(EXPERTS, grid=grid, distributed=True, overlap=overlap, late=overlap)
+    assert_same(outcome(run(run_ranks, job), gradients=False), expected, TOLERANCE)
+
+
+def test_each_rank_keeps_only_its_share_of_the_state_of_experts(run_ranks: RunRanks) -> None:
+    (whole,) = run(run_ranks, EXPERTS, language_steps.state_sizes)
+    # Without sequence parallelism tensor-parallel ranks have equal norms.
+    job = replace(EXPERTS, grid={"ep": 2, "dp": 2, "tp": 2}, distributed=True)
+    shares = run(run_ranks, job, language_steps.state_sizes)
+    assert whole <= sum(shares) < 1.05 * whole
+    assert max(shares) < 0.3 * whole
+
+
 @pytest.mark.parametrize(
     "grid", quick_values({k: GRIDS[k] for k in ("dp2", "dp2 tp2 sp", "dp2 pp2")}, "dp2 tp2 sp")
 )

@@ -63,6 +63,11 @@ def of_transformers(language: str, vision: list[str], *more: str) -> tuple[str, 
     return "either", [f"language.grid={{{language}}}", *vision, *more]
 
 
+def with_experts(language: str, ranks: int, *more: str) -> tuple[str, list[str]]:
+    """Of a recipe whose language model has experts."""
+    return "sparse", [f"language.grid={{{language}}}", *together(1, ranks), *more]
+
+
 LAYOUTS = {
     "one rank": tiny_layout("tp: 1", together(1, 1), 4),
     "3 to 2 lanes": tiny_layout("dp: 2", ["encoders.vision.grid.dp=3"], 2),
@@ -99,6 +104,11 @@ LAYOUTS = {
         [COLOCATED, "encoders.vision.grid={dp: 4, dp_replicate: 2}"],
         *BY_FSDP,
     ),
+    "experts on one rank": with_experts("dp: 1", 1),
+    "ep2, optimizer shared": with_experts("ep: 2, dp: 4", 4, SHARED),
+    "ep4": with_experts("tp: 2, sp: true, ep: 4, dp: 2", 4),
+    "etp2 ep2 pp2": with_experts("tp: 2, etp: 2, ep: 2, dp: 2, pp: 2", 8),
+    "experts by fsdp": with_experts("dp: 2", 2, *BY_FSDP),
 }
 PAIRS = [
     ("3 to 2 lanes", "tp2 pp2"),
@@ -118,23 +128,33 @@ PAIRS = [
     ("megatron dp2", "fsdp hybrid"),
     ("megatron dp2", "fsdp tp2 sp"),
     ("fsdp hybrid", "megatron dp2"),
+    ("ep2, optimizer shared", "ep4"),
+    ("ep4", "experts on one rank"),
+    ("ep4", "ep2, optimizer shared"),
+    ("ep2, optimizer shared", "etp2 ep2 pp2"),
+    ("etp2 ep2 pp2", "experts by fsdp"),
+    ("experts by fsdp", "ep2, optimizer shared"),
 ]
 QUICK = [
     "megatron dp2 -> fsdp hybrid",
     "dp2, optimizer shared -> 3 to 2 lanes",
     "one generator lane -> generator colocated with tp2 sp",
+    "ep2, optimizer shared -> ep4",
 ]
 
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("tiny", "two", "either", "draws")}
+    folders = {
+        name: tmp_path_factory.mktemp(name) for name in ("tiny", "two", "either", "draws", "sparse")
+    }
     tiny.write_samples(folders["tiny"])
     tiny.write_samples(folders["two"], videos_per_sample=tiny.VIDEOS_PER_SAMPLE)
     return {
         "tiny": tiny.write_recipe(folders["tiny"]),
         "two": tiny.write_recipe(folders["two"]),
         "either": make(folders["either"], "qwen3_vl"),
+        "sparse": make(folders["sparse"], "qwen3_vl_moe"),
         "draws": drawings.write_recipe(folders["draws"]),
     }
 

@@ -48,6 +48,8 @@ SIZES = {
     "head_size": 8,
     "vocab_size": 100,
     "mrope_section": [2, 1, 1],
+    "num_experts": 6,
+    "experts_per_token": 2,
     # So that there are layers of several kinds, and levels.
     "window_size": 56,
     "full_attention_layers": [5, 11],
@@ -291,7 +293,10 @@ def test_every_matrix_of_a_family_is_one_of_its_products(name: str) -> None:
     for weight in weights.values():
         matrix = any(len(source.shape) > 1 for source in weight.sources)
         if matrix and (weight.name in multiplied or weight.name not in TABLES):
-            assert multiplied.pop(weight.name) == num_elements([weight]), weight.name
+            # A token's product with experts is declared once for each that it chooses.
+            experts = settings.num_experts if ".experts." in weight.name else 1
+            elements = num_elements([weight]) // experts
+            assert multiplied.pop(weight.name) == elements, weight.name
     assert not multiplied, "only matrices multiply"
     assert {p.parameter for p in products if p.parameter} <= weights.keys()
     assert [p.per for p in products if p.parameter is None] == [

@@ -1,0 +1,185 @@
+"""Layouts with experts take the steps of one rank, and known bugs of experts are reported.
+
+A fault is applied in the layout's ranks and never in the one-rank run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mimo.check.compare import TOLERANCE
+from mimo.check.layouts import SWEEP, SweepCell, sweep_cells
+from mimo.check.verify import Verifier
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
+from tests.cases import quick_values
+from tests.mimo.check.cells import RECIPE, check_equal, run_cell
+
+SIZES = "num_layers: 4, hidden_size: 64, ffn_hidden_size: 48, num_attention_heads: 4"
+HEADS = "num_query_groups: 2, head_size: 16, rotary_base: 1.0e+6, mrope_section: [4, 2, 2]"
+EXPERTS = "num_experts: 16, experts_per_token: 3"
+SPARSE = [
+    "language.family=qwen3_moe",
+    f"language.model={{{SIZES}, {HEADS}, {EXPERTS}}}",
+]
+CELLS = [cell for cell in SWEEP if any(w.startswith(("ep", "etp")) for w in cell.language.split())]
+QUICK = ["dp2 → tp2 sp ep2 dp2 · router losses", "colocated → tp2 cp2 ep4 · router losses"]
+
+
+def sparse(*overrides: str) -> Recipe:
+    return load_recipe(RECIPE, [*SPARSE, *overrides])
+
+
+@pytest.mark.parametrize("cell", quick_values({c.name: c for c in CELLS}, *QUICK))
+def test_a_layout_with_experts_takes_the_steps_of_one_rank(
+    verifier: Verifier, cell: SweepCell
+) -> None:
+    check_equal(run_cell(verifier, cell, recipe=sparse()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["tp2", "cp2 pp2", "tp2 sp dp2"])
+def test_experts_that_are_not_shared_out_take_the_steps_of_one_rank(
+    verifier: Verifier, language: str
+) -> None:
+    cell = SweepCell(language, "dp2", ("router losses",))
+    check_equal(run_cell(verifier, cell, recipe=sparse()))
+
+
+def test_cells_with_experts_are_for_models_with_experts_alone() -> None:
+    assert len(CELLS) >= 12
+    dense = sweep_cells(load_recipe(RECIPE), max_ranks=8, precision="fp32").cells
+    swept = sweep_cells(sparse(), max_ranks=8, precision="fp32").cells
+    assert {c.name for c in swept} - {c.name for c in dense} == {c.name for c in CELLS}
+    assert {(c.layout.language.ep, c.layout.language.etp) for c in swept} == {
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (1, 2),
+        (2, 2),
+    }
+
+
+# --------------------------------------------------------- faults, applied inside ranks
+
+
+def _scale_router_losses(factor_of: Callable[[Any], float]) -> None:
+    from mimo.engines.megatron.module import MegatronModule
+
+    begin = MegatronModule.begin_step
+
+    def scaled(module: Any, forward_only: bool, losses_per_token: float = 0.0) -> None:
+        begin(module, forward_only, losses_per_token * factor_of(module))
+
+    MegatronModule.begin_step = scaled  # type: ignore[method-assign]
+
+
+def scale_router_losses_by_lanes() -> None:
+    """Router losses are averaged over lanes, as a framework that averages gradients would."""
+    _scale_router_losses(lambda module: 1 / module.groups.dp.size())
+
+
+def scale_router_losses_by_microbatches() -> None:
+    """Router losses are averaged over the microbatches of a step."""
+    _scale_router_losses(lambda module: 1 / 8)
+
+
+def count_loads_of_own_slice() -> None:
+    """A sample's balancing loss is computed of a rank's part of it."""
+    import torch.distributed as dist
+
+    from mimo.engines.megatron import experts
+
+    class Alone:
+        all_reduce = staticmethod(lambda *args, **options: None)
+        ProcessGroup = dist.ProcessGroup
+
+    experts.dist = Alone  # type: ignore[assignment]
+
+
+def count_experts_twice_in_norm() -> None:
+    """Every copy of an expert counts in the norm of the gradient."""
+    from mimo.engines.megatron import module
+
+    counted = module._counted_gradients
+
+    def twice(optimizer: Any) -> Any:
+        gradients = counted(optimizer)
+        is_of_experts = not getattr(optimizer.get_parameters()[0], "allreduce", True)
+        return gradients * 2 if is_of_experts else gradients
+
+    module._counted_gradients = twice
+
+
+def choose_before_softmax() -> None:
+    """Probabilities are those among a token's own experts."""
+    from dataclasses import replace
+
+    from mimo.engines.megatron import experts
+
+    choose = experts.choose_experts
+
+    def chosen_first(tokens: Any, router: Any, top_k: int, normalize: bool) -> Any:
+        choice = choose(tokens, router, top_k, normalize)
+        return replace(choice, weights=choice.logits.gather(1, choice.experts).softmax(-1))
+
+    experts.choose_experts = chosen_first
+
+
+def sum_gradients_of_joined_parts() -> None:
+    """The backward of outputs that are gathered over TP sums the ranks' equal gradients."""
+    import torch.distributed as dist
+
+    from mimo.engines.megatron import dispatch
+
+    backward = dispatch._JoinParts.backward
+
+    def summed(ctx: Any, gradient: Any) -> Any:
+        part, *rest = backward(ctx, gradient)
+        return (part * dist.get_world_size(), *rest)
+
+    dispatch._JoinParts.backward = staticmethod(summed)  # type: ignore[method-assign]
+
+
+LOSSES = ("router losses",)
+FAULTS = {
+    fault.__name__: (fault, cell, overrides)
+    for fault, cell, overrides in (
+        (scale_router_losses_by_lanes, SweepCell("dp2 ep2", "dp2", LOSSES), ()),
+        (scale_router_losses_by_microbatches, SweepCell("dp2 ep2", "dp2", LOSSES), ()),
+        (count_loads_of_own_slice, SweepCell("cp2 ep2", "dp2", LOSSES), ()),
+        (count_experts_twice_in_norm, SweepCell("dp2 ep2", "dp2"), ()),
+        (
+            choose_before_softmax,
+            SweepCell("dp2 ep2", "dp2"),
+            ("language.model.normalize_weights=false",),
+        ),
+        (sum_gradients_of_joined_parts, SweepCell("tp2 ep2", "dp2"), ()),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "case", quick_values(FAULTS, "scale_router_losses_by_lanes", "count_experts_twice_in_norm")
+)
+def test_a_fault_of_experts_is_reported(verifier: Verifier, case: Any) -> None:
+    fault, cell, overrides = case
+    result = run_cell(verifier, cell, fault, recipe=sparse(*overrides))
+    assert not result.passed
+    assert result.comparison is not None, result.failure
+    errors = result.comparison.gradients, result.comparison.scalars
+    if fault is count_experts_twice_in_norm:
+        assert errors[1][0]["grad_norm"] > 10 * TOLERANCE["fp32"]
+        assert max(error for error, _ in errors[0].values()) <= TOLERANCE["fp32"]
+    else:
+        assert result.comparison.first is not None
+        assert result.comparison.first.step == 1
+        assert result.comparison.first.error > 10 * TOLERANCE["fp32"]
+
+
+def test_without_a_fault_weights_that_are_not_normalized_are_right(verifier: Verifier) -> None:
+    recipe = sparse("language.model.normalize_weights=false")
+    check_equal(run_cell(verifier, SweepCell("dp2 ep2", "dp2"), recipe=recipe))
