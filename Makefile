@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 gpu: setup  ## add Transformer Engine and flash-attn, compiled for the torch of .venv (many minutes)
 	$(PIP) ninja wheel packaging pybind11
 	NVTE_FRAMEWORK=pytorch $(PIP) --no-build-isolation \
-	  "transformer-engine[pytorch,core_cu13]" flash-attn
+	  "transformer-engine[pytorch,core_cu13]" flash-attn flash-linear-attention
 	$(VENV)/bin/python -m mimo.ops.acceleration
 
 gpu-check: setup  ## on a machine with a GPU: its tests, small jobs and speed, in twenty minutes

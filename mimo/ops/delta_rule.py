@@ -34,7 +34,7 @@ from mimo.ops.segments import bounds_of
 CHUNK = 64
 """Tokens of a chunk at most; a power of two."""
 
-_TOKENS_AT_ONCE = 1024  # of a stretch: heads times this fill a GPU, more would only cost memory
+_TOKENS_AT_ONCE = 512  # of a stretch: times heads, these fill a GPU; more only cost memory
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,12 @@ class Stretch:
     """Consecutive chunks of a few segments, which advance together.
 
     sizes: segments at each step, then those that go on in the next stretch. The segments of a step
-        are the first of those of the step before. begins: whether they begin here.
+        are the first of those of the step before.
     tokens: (n, C) int64, step by step; a chunk that is not full repeats its last token.
     real, rows: int64 places in the flattened ``tokens`` that are no repetition, and their tokens.
     """
 
     sizes: tuple[int, ...]
-    begins: bool
     tokens: Tensor
     real: Tensor
     rows: Tensor
@@ -101,7 +100,7 @@ def stretches(lengths: tuple[int, ...], chunk: int, device: torch.device) -> tup
             tokens = tokens.minimum(ends - 1)
             indices = (tokens, real, tokens.flatten()[real])
             sizes = tuple(counts[first : last + 1])
-            cut.append(Stretch(sizes, first == 0, *(send(x, device) for x in indices)))
+            cut.append(Stretch(sizes, *(send(x, device) for x in indices)))
     return tuple(cut)
 
 
@@ -116,7 +115,7 @@ def _advance(
 ) -> tuple[Tensor, Tensor]:
     """Run the chunks of a stretch, all of one dtype; return outputs and the state after them.
 
-    sizes: those of the `Stretch`. state: (m, K, D, R·E), no segment's if they begin here.
+    sizes: of the `Stretch`. state: (m, K, D, R·E), of no segment (m = 0) where they begin.
     query, key: (n, C, K, D). value and the outputs: (n, C, V, E). log_decay, beta: (n, C, V).
     """
     C, K, D = key.shape[1:]
@@ -183,21 +182,21 @@ class _DeltaRule(torch.autograd.Function):
         (K, D), (V, E) = key.shape[1:], value.shape[1:]
         wide = torch.promote_types(value.dtype, torch.float32)
         ctx.stretches = stretches(lengths, chunk, value.device)
-        ctx.no_state = state = value.new_zeros(0, K, D, V // K * E, dtype=wide)
+        state = value.new_zeros(0, K, D, V // K * E, dtype=wide)
         output, states = torch.empty_like(value), []
         for stretch in ctx.stretches:
-            states.append(ctx.no_state if stretch.begins else state)
+            states.append(state)
             chunks = (stretch.gather(x, wide) for x in inputs)
-            out, state = _advance(stretch.sizes, states[-1], *chunks)
+            out, state = _advance(stretch.sizes, state, *chunks)
             stretch.scatter(out, output)
-        ctx.save_for_backward(*inputs, *states)
+        ctx.save_for_backward(*inputs, *states, state)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, states = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        totals, grad_state = [torch.empty_like(x) for x in inputs], ctx.no_state
+        inputs, (*states, grad_state) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        totals = [torch.empty_like(x) for x in inputs]
         for stretch, state in zip(reversed(ctx.stretches), reversed(states), strict=True):
             chunks = (stretch.gather(x, state.dtype) for x in inputs)
             leaves = [x.detach().requires_grad_() for x in (state, *chunks)]
