@@ -188,7 +188,8 @@ class _Module:
                     sizes = (rows // self.grid.ep, columns * self.routers[1] // self.grid.ep)
                 self._count(place, lora.rank * sum(sizes), self.part.trains)
         for counter in (self.held, self.trained):
-            counter["layer"] /= self.listed  # type: ignore[assignment]
+            for place in ("layer", "experts"):
+                counter[place] /= self.listed  # type: ignore[assignment]
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
