@@ -88,6 +88,10 @@ class SweepCell:
     generator: str | None = None
 
     @property
+    def needs_experts(self) -> bool:
+        return re.search(r"\bet?p\d", self.language) is not None
+
+    @property
     def encoders(self) -> list[str]:
         if self.encoder == _NONE:
             return []
@@ -227,7 +231,7 @@ def sweep_cells(recipe: Recipe, max_ranks: int, precision: str) -> Cells:
     with tempfile.TemporaryDirectory(prefix="mimo-verify-") as folder:
         for shorthand in SWEEP:
             draws = shorthand.generator is not None
-            if not has_experts and re.search(r"\bet?p\d", shorthand.language):
+            if shorthand.needs_experts and not has_experts:
                 continue
             if (shorthand.encoders and not recipe.encoders) or (draws and not recipe.generators):
                 continue

@@ -40,6 +40,19 @@ LAYOUTS_OF_FSDP = {
     "hybrid": ["language.grid.dp=2", "language.grid.dp_replicate=2"],
     "disjoint": ["encoders.vision.placement=disjoint", *TP2],
 }
+LAYOUTS_OF_EXPERTS = {
+    "one rank": [],
+    "ep2": ["language.grid={dp: 2, ep: 2}"],
+    "ep4": ["language.grid={dp: 2, cp: 2, ep: 4}"],
+    "tp2 sp ep2": ["language.grid={tp: 2, sp: true, ep: 2}"],
+    "tp2 etp2": ["language.grid={tp: 2, etp: 2}"],
+    "disjoint, tp2 ep4": [
+        "encoders.vision.placement=disjoint",
+        "language.grid={tp: 2, dp: 2, ep: 4}",
+    ],
+    "pp2 vpp2 ep2": ["language.grid={pp: 2, vpp: 2, dp: 2, ep: 2}"],
+    "fsdp dp2": [*on_engine("fsdp"), "language.grid.dp=2"],
+}
 # What else a layout may do to the order of tokens, patches and rows.
 OTHER_LAYOUTS = {
     "gemma3": ["language.grid.tp=2", "language.grid.cp=2", "language.grid.sp=true"],
@@ -67,7 +80,7 @@ def check(comparison: Comparison, family: str) -> None:
     assert comparison.worst("weights") == 0, "weights change on their way in"
     assert 0 < comparison.worst("gradients") <= 1e-5
     points = {"vision.embedding", "vision.blocks.3", "vision.rows", "language.layers.3"}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         points |= {"vision.level 0", "vision.level 1"}
     assert points <= errors.keys()
 
@@ -91,6 +104,13 @@ def test_under_fsdp_every_point_loss_and_gradient_is_that_of_transformers(
     family: str, layout: str, runners: dict[str, ParityRunner]
 ) -> None:
     check(runners[family].run([*on_engine("fsdp"), *LAYOUTS_OF_FSDP[layout]]), family)
+
+
+@pytest.mark.parametrize("layout", quick(LAYOUTS_OF_EXPERTS, "tp2 sp ep2", "pp2 vpp2 ep2"))
+def test_with_experts_every_point_loss_and_gradient_is_that_of_transformers(
+    layout: str, runners: dict[str, ParityRunner]
+) -> None:
+    check(runners["qwen3_vl_moe"].run(LAYOUTS_OF_EXPERTS[layout]), "qwen3_vl_moe")
 
 
 @pytest.mark.slow

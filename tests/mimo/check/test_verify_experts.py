@@ -25,7 +25,7 @@ SPARSE = [
     "language.family=qwen3_moe",
     f"language.model={{{SIZES}, {HEADS}, {EXPERTS}}}",
 ]
-CELLS = [cell for cell in SWEEP if any(w.startswith(("ep", "etp")) for w in cell.language.split())]
+CELLS = [cell for cell in SWEEP if cell.needs_experts]
 QUICK = ["dp2 → tp2 sp ep2 dp2 · router losses", "colocated → tp2 cp2 ep4 · router losses"]
 
 
