@@ -95,6 +95,7 @@ ROLES = {
         "shared_expert_size: 20}}",
         f"encoders.vision={{family: qwen3_vl, model: {{{TOWER}, num_grid_per_side: 5}}}}",
         "language.grid={tp: 2, sp: true, pp: 2, dp: 2, ep: 2}",
+        "train.global_batch_size=16",
         "language.model.num_layers=8",
         "train.precision=bf16",
     ),
