@@ -245,7 +245,8 @@ def tiny_config(
 
     sizes = deepcopy(FAMILIES[family])  # transformers may change it
     text = {**_TEXT, "vocab_size": vocab_size, **sizes["text"]}
-    if "vision" not in sizes or family == "gemma3":  # the others have the key in the whole alone
+    # The others have the key in the whole alone.
+    if "vision" not in sizes or family in ("gemma3", "qwen3_5"):
         text["tie_word_embeddings"] = tied
     text |= {key: token_ids[token] for key, token in sizes["text_ids"].items()}
     if "vision" not in sizes:

@@ -23,7 +23,7 @@ from tests.mimo.check.test_verify_fsdp import forget_heads_of_other_ranks
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")  # of both engines
 TP2 = ["language.grid.tp=2", "language.grid.sp=true"]
 PP2 = ["language.grid.pp=2"]
 LAYOUTS = {
@@ -69,6 +69,7 @@ OTHER_LAYOUTS = {
         "language.grid.dp=2",
         "bridge.delivery=replicated",
     ],
+    "qwen3_5": ["language.grid.tp=2", "language.grid.cp=2", "language.grid.dp=2"],
     "qwen3_vl": [
         "encoders.vision.placement=disjoint",
         "encoders.vision.grid.pp=2",
@@ -97,7 +98,7 @@ def first(comparison: Comparison) -> Difference:
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "one rank"))
-@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3_vl", "gemma3"))
+@pytest.mark.parametrize("family", quick((*FAMILIES, "qwen3_5"), "qwen3_vl", "gemma3", "qwen3_5"))
 def test_every_point_loss_and_gradient_is_that_of_transformers(
     family: str, layout: str, runners: dict[str, ParityRunner]
 ) -> None:

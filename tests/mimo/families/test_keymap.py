@@ -127,6 +127,7 @@ def test_the_key_map_covers_every_tensor_of_transformers(family: str, tmp_path: 
 PROJECTORS = {
     "qwen2_5_vl": ("model.visual.merger.",),
     "qwen3_vl": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+    "qwen3_5": ("model.visual.merger.",),
     "gemma3": ("model.multi_modal_projector.",),
 }
 

@@ -110,7 +110,7 @@ def test_a_sample_whose_images_are_prepared_together_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"), [("qwen3_5", []), ("qwen3_vl", ["language.family=transformers"])]
+    ("family", "overrides"), [("internvl", []), ("qwen3_5", ["language.family=transformers"])]
 )
 def test_parity_compares_two_halves_of_a_tiny_copy(
     tmp_path: Path, family: str, overrides: list[str]

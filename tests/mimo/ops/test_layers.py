@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mimo.ops.layers import gate, linear, product, rms_norm, rotate
+from mimo.ops.layers import gate, gated_norm, linear, product, rms_norm, rotate
 from tests.conftest import RunRanks
 from tests.language_steps import Job, Trainer, microbatches
 from tests.lone_module import noise
@@ -132,6 +132,18 @@ def cases(tokens: int, size: int) -> dict[str, Case]:
             lambda x: plain_rotation(x[..., :size], turns),
             [wide],
         ),
+        "rotate a part": (
+            lambda x: rotate(turns, x)[0],
+            lambda x: torch.cat((plain_rotation(x[..., :size], turns), x[..., size:]), dim=-1),
+            [wide],
+        ),
+        "gated norm": (
+            lambda x, w: gated_norm(*x.chunk(2, dim=-1), w, 1e-6),
+            lambda x, w: (
+                functional.rms_norm(x[..., :size], w.shape, w, 1e-6) * functional.silu(x[..., size:])
+            ),
+            [wide, weight.double()],
+        ),
         "norm": (
             lambda x, w: rms_norm(x[..., :size], w, 1e-6),
             lambda x, w: functional.rms_norm(x[..., :size], w.shape, w, 1e-6),
@@ -163,7 +175,7 @@ BITS = [
     (name, dtype)
     for name in cases(1, 2)
     for dtype in (torch.float32, torch.float64, torch.bfloat16)
-    if name != "norm" or dtype != torch.bfloat16
+    if "norm" not in name or dtype != torch.bfloat16
 ]
 
 

@@ -14,7 +14,7 @@ from mimo.checkpoint.hf.export import convert_to_hf
 from mimo.checkpoint.hf.initial import convert_from_hf
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 TEXT_ONLY = ("qwen3", "qwen2", "gemma3_text")
 
 
