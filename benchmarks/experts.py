@@ -1,0 +1,109 @@
+"""Measure what the exchange of tokens costs a step of a language model with experts.
+
+Two and four ranks, each with a lane of its own, share out the experts.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Contest, Run
+from mimo.config.schema import Recipe
+from mimo.device import barrier, initialize_distributed, set_threads
+from mimo.engines.megatron import PackedSegments, dispatch
+from mimo.engines.megatron.experts import routers_in
+from mimo.model.build import build_model
+from mimo.parallel.build import build_layout
+from mimo.parallel.groups import build_topology
+
+_TOKENS, _VOCABULARY, _EXPERTS = 512, 1000, 16
+_HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "head_size": 64, "num_layers": 4}
+_MODEL = {**_HEADS, "num_experts": _EXPERTS, "experts_per_token": 4, "mrope_section": [16, 8, 8]}
+
+
+class Lane:
+    """One rank of ``ranks``, with its part of the experts."""
+
+    def __init__(self, store: Path, width: int, ranks: int, rank: int) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        set_threads(1, ranks)
+        initialize_distributed(rank, ranks, f"file://{store}", 600.0)
+        language = {"family": "qwen3_moe", "grid": {"dp": ranks, "ep": ranks}}
+        data = {"sources": [{"path": "nothing.tar"}], "tokenizer": "none"}
+        model = _MODEL | {"hidden_size": width, "ffn_hidden_size": width // 2}
+        recipe = {"name": "bench", "language": language | {"model": model}}
+        recipe |= {"train": {"steps": 1, "global_batch_size": ranks}}
+        checked = Recipe.model_validate(recipe | {"data": data | {"sequence_length": _TOKENS}})
+        topology = build_topology(build_layout(checked))
+        self.module: Any = build_model(checked, topology, _VOCABULARY).modules["language"]
+        self.row = width * 4 / 2**20  # MiB
+        self.exchanged, dispatch._exchanged = dispatch._exchanged, self._timed
+        ids = torch.randint(_VOCABULARY, (_TOKENS,), generator=torch.Generator().manual_seed(rank))
+        segments = PackedSegments.from_lengths((_TOKENS // 2,) * 2, ids.device)
+        self.inputs = {"input_ids": ids[None], "labels": ids, "loss_at": torch.arange(_TOKENS)}
+        positions = torch.arange(_TOKENS).expand(3, 1, -1)
+        self.inputs |= {"position_ids": positions, "packed_seq_params": segments}
+
+    def _timed(self, rows: Any, sent: list[int], *others: Any) -> Any:
+        started = time.perf_counter()
+        received = self.exchanged(rows, sent, *others)
+        self.seconds += time.perf_counter() - started
+        self.sent += (len(rows) - sent[dist.get_rank()]) * self.row
+        return received
+
+    def __call__(self) -> Run:
+        """Run a step; all ranks call it. The result is the mean over ranks, sizes in MiB."""
+        self.seconds, self.sent = 0.0, 0
+        barrier()
+        started = time.perf_counter()
+        self.module.begin_step(False)
+        self.module.run_language(lambda _, c: c.run(**self.inputs), [0], [(_TOKENS, 1)], False)
+        self.module.finish_gradients(_TOKENS)
+        self.module.update(1e-4, 1.0)
+        barrier()
+        total, ranks, rank = time.perf_counter() - started, dist.get_world_size(), dist.get_rank()
+        sums: list[Any] = [router.sums for router in routers_in(self.module.raw)]
+        loads = torch.stack(sums)[:, :_EXPERTS].sum(0)
+        # Rows whose expert another rank has, there and back, and their gradients.
+        least = 4 * self.row * (loads.sum() - loads.chunk(ranks)[rank].sum())
+        dist.all_reduce(means := torch.tensor([total, self.seconds, self.sent, least]).double())
+        total, seconds, sent, least = (means / ranks).tolist()
+        return Run(total, result={"share": seconds / total, "sent": sent, "least": least})
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
+    quick: harness.Quick = False,
+    json_path: harness.Figures = None,
+) -> int:
+    """Run steps on 2 and 4 ranks; return 1 when more is sent than must be."""
+    (width, rounds), contests, bounds = (64, 1) if quick else (512, rounds), [], []
+    for ranks in (2, 4):
+        with tempfile.TemporaryDirectory(prefix="mimo-bench-") as folder:
+            makes = [partial(Lane, Path(folder) / "store", width, ranks, n) for n in range(ranks)]
+            with harness.workers(*makes) as step:
+                ((name, runs),) = harness.take_turns({f"ep {ranks}": step}, 1 + rounds).items()
+        contests.append(Contest("", {name: runs[1:]}))
+        ratio = contests[-1].median(name, "sent") / contests[-1].median(name, "least")
+        bounds.append(Bound(f"{name}: bytes, times the lower bound", ratio, 1.0, at_most=True))
+    columns = {
+        "step, s": Contest.median,
+        "share of exchanges": partial(Contest.median, figure="share"),
+        "sent by a rank, MiB": partial(Contest.median, figure="sent"),
+    }
+    title = f"Steps of {_TOKENS} tokens a rank, {_EXPERTS} experts, fp32"
+    return harness.conclude(title, contests, columns, bounds, json_path)
+
+
+if __name__ == "__main__":
+    harness.command(main)()
