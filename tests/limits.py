@@ -14,12 +14,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("mimo", "bridge", "data", "encoders", "generators")
 # 40,000 source lines, 28,000 lines of code and 42,000 test lines; an allowance for models of
-# transformers of 1,500, 1,500 and 3,000; one for generators of 2,800, 2,200 and 5,000.
+# transformers of 1,500, 1,500 and 3,000; one for generators of 2,800, 2,200 and 5,000; one for
+# hybrid layers and experts of 2,600, 2,100 and 5,200.
 LIMITS = {
-    "source lines": 44_300,
-    "source lines of code": 31_700,
-    "source files": 245,
-    "test lines": 50_000,
+    "source lines": 46_900,
+    "source lines of code": 33_800,
+    "source files": 252,
+    "test lines": 55_200,
     "entries of mimo": 18,
     "README lines": 150,
 }

@@ -129,7 +129,8 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
     counts: (E,) int64, the rows of each expert. One without rows gets a gradient of zeros.
     """
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
+    sizes_fit = all(size % 8 == 0 for size in weights.shape[1:])  # for its strides
+    if rows.dtype == torch.bfloat16 and sizes_fit and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     parts = zip(rows.split(counts.tolist()), weights.unbind(), strict=True)

@@ -17,6 +17,7 @@ from mimo.config.schema import Recipe
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.device_model.nccl import behave_like_nccl
+from tests.mimo.check.cells import SPARSE
 from tests.mimo.check.draws import draws_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -163,6 +164,8 @@ def recipe_for(verifier: Verifier, cell: SweepCell) -> Recipe:
     """Modules of transformers and diffusers need a checkpoint; the quickstart has none."""
     if cell.generator is not None:
         return draws_recipe(verifier.folder)
+    if cell.needs_experts:
+        return load_recipe(RECIPES / "quickstart.yaml", SPARSE)
     if "fsdp" not in cell.name:
         return load_recipe(RECIPES / "quickstart.yaml")
     folder = verifier.folder / "checkpoint"

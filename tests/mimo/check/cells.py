@@ -17,6 +17,13 @@ from mimo.model.step_plan import StepPlan, step_planner
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = RECIPES / "quickstart.yaml"
+SPARSE = (
+    "language.family=qwen3_moe",
+    "language.model={num_layers: 4, hidden_size: 64, ffn_hidden_size: 48, num_attention_heads: 4, "
+    "num_query_groups: 2, head_size: 16, rotary_base: 1.0e+6, mrope_section: [4, 2, 2], "
+    "num_experts: 16, experts_per_token: 3}",
+)
+"""Overrides that give the quickstart a language model with experts."""
 
 
 @dataclass(frozen=True)

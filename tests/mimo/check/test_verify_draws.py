@@ -138,7 +138,7 @@ def test_cells_with_a_generator_run_where_the_recipe_has_one(recipe: Recipe) -> 
     for name, cell in CELLS.items():
         assert name == cell.name
     swept = {cell.name for cell in sweep_cells(recipe, 8, "fp32").cells}
-    assert swept == {cell.name for cell in SWEEP}
+    assert swept == {cell.name for cell in SWEEP if not cell.needs_experts}
     without = sweep_cells(load_recipe(RECIPE), 8, "fp32")
     assert not CELLS.keys() & {cell.name for cell in without.cells}
     assert not any(name in note for note in without.notes for name in CELLS)

@@ -16,15 +16,8 @@ from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
 from tests.cases import quick_values
-from tests.mimo.check.cells import RECIPE, check_equal, run_cell
+from tests.mimo.check.cells import RECIPE, SPARSE, check_equal, run_cell
 
-SIZES = "num_layers: 4, hidden_size: 64, ffn_hidden_size: 48, num_attention_heads: 4"
-HEADS = "num_query_groups: 2, head_size: 16, rotary_base: 1.0e+6, mrope_section: [4, 2, 2]"
-EXPERTS = "num_experts: 16, experts_per_token: 3"
-SPARSE = [
-    "language.family=qwen3_moe",
-    f"language.model={{{SIZES}, {HEADS}, {EXPERTS}}}",
-]
 CELLS = [cell for cell in SWEEP if cell.needs_experts]
 QUICK = ["dp2 → tp2 sp ep2 dp2 · router losses", "colocated → tp2 cp2 ep4 · router losses"]
 

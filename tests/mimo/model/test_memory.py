@@ -61,6 +61,11 @@ WIDE = (
     "num_attention_heads: 4}",
 )
 STAGES = "language.grid={tp: 2, sp: true, pp: 2}"
+SPARSE = (
+    f"language={{family: qwen3_moe, model: {{{DECODER}, mrope_section: [2, 1, 1], "
+    "num_experts: 6, experts_per_token: 2}}",
+    f"encoders.vision={{family: qwen_vl, model: {{{TOWER}}}}}",
+)
 ROLES = {
     "26 M parameters in fp32": (*WIDE, "train.precision=fp32", STAGES),
     "qwen3 with tied weights": (
@@ -111,6 +116,20 @@ ROLES = {
         "language.grid={tp: 2}",
         "language.lora={targets: [qkv, proj, fc1, fc2]}",
         "encoders.vision.freeze=true",
+        "train.precision=bf16",
+    ),
+    "experts that are shared out and split": (
+        *SPARSE,
+        "language.grid={tp: 2, ep: 2, etp: 2, dp: 4, pp: 3}",
+        "encoders.vision.grid={dp: 1}",
+        "train.global_batch_size=96",
+        "train.precision=bf16",
+        "train.distributed_optimizer=true",
+    ),
+    "experts with adapters": (
+        *SPARSE,
+        "language.grid={tp: 2, ep: 2}",
+        "language.lora={targets: [qkv, proj, fc1, fc2], rank: 4}",
         "train.precision=bf16",
     ),
     "a distributed optimizer": (

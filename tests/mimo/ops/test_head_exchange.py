@@ -1,4 +1,4 @@
-"""Tokens exchanged for heads: a rank scans whole sequences of its heads, and gets its share back."""
+"""Exchange of heads for tokens: equal to one rank's tokens and heads, forward and backward."""
 
 from __future__ import annotations
 

@@ -138,9 +138,10 @@ def cases(tokens: int, size: int) -> dict[str, Case]:
             [wide],
         ),
         "gated norm": (
-            lambda x, w: gated_norm(*x.chunk(2, dim=-1), w, 1e-6),
+            lambda x, w: gated_norm(x[..., :size], x[..., size:], w, 1e-6),
             lambda x, w: (
-                functional.rms_norm(x[..., :size], w.shape, w, 1e-6) * functional.silu(x[..., size:])
+                functional.rms_norm(x[..., :size], w.shape, w, 1e-6)
+                * functional.silu(x[..., size:])
             ),
             [wide, weight.double()],
         ),

@@ -140,14 +140,20 @@ def test_the_balancing_loss_is_the_sum_of_what_ranks_compute() -> None:
 # ----------------------------------------------------------------- products of experts
 
 
+@pytest.mark.parametrize(
+    ("dtype", "inputs"), [(torch.float64, 4), (torch.bfloat16, 8), (torch.bfloat16, 4)]
+)
 @pytest.mark.parametrize("counts", [(2, 0, 3), (0, 0, 0), (5, 0, 0)])
-def test_rows_are_multiplied_by_the_weights_of_their_expert(counts: tuple[int, ...]) -> None:
-    rows = draw(sum(counts), 4).requires_grad_()
-    weights = draw(3, 6, 4, seed=1).requires_grad_()
+def test_rows_are_multiplied_by_the_weights_of_their_expert(
+    counts: tuple[int, ...], dtype: torch.dtype, inputs: int
+) -> None:
+    rows = draw(sum(counts), inputs, dtype=dtype).requires_grad_()
+    weights = draw(3, 16, inputs, seed=1, dtype=dtype).requires_grad_()
     output = grouped_linear(rows, weights, torch.tensor(counts))
     expert = torch.arange(3).repeat_interleave(torch.tensor(counts))
-    torch.testing.assert_close(output, torch.einsum("ni,noi->no", rows, weights[expert]))
-    output.sum().backward()
+    expected = torch.einsum("ni,noi->no", rows.double(), weights[expert].double())
+    torch.testing.assert_close(output, expected.to(dtype))
+    output.backward(torch.ones_like(output))
     assert weights.grad is not None
     for number, count in enumerate(counts):
         assert bool(weights.grad[number].any()) == (count > 0)

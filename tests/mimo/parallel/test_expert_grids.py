@@ -12,8 +12,7 @@ from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from tests.conftest import RunRanks
-from tests.mimo.check.cells import RECIPE
-from tests.mimo.check.test_verify_experts import SPARSE
+from tests.mimo.check.cells import RECIPE, SPARSE
 
 
 def groups_of(rank: int, axes: dict[str, Any]) -> dict[str, list[int]]:

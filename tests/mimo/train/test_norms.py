@@ -113,6 +113,46 @@ def test_norms_and_averages_are_those_of_one_rank_in_every_layout_of_either_engi
             assert line[key] == pytest.approx(expected[key], rel=1e-3), (line["step"], key)
 
 
+LAYOUTS_OF_EXPERTS = {
+    "ep2, state shared out": [
+        "language.grid={dp: 4, ep: 2}",
+        "encoders.vision.grid.dp=4",
+        "train.distributed_optimizer=true",
+    ],
+    "ep4": ["language.grid={tp: 2, sp: true, dp: 2, ep: 4}", "encoders.vision.grid.dp=4"],
+    "tp2 etp2": ["language.grid={tp: 2, etp: 2, dp: 1}"],
+}
+LOSSES = ["language.model.balance_loss=0.01", "language.model.z_loss=0.001"]
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("sparse"), "qwen3_vl_moe")
+
+
+@pytest.fixture(scope="module")
+def sparse_alone(run_ranks: RunRanks, sparse: Path) -> list[dict]:
+    run = trained(run_ranks, sparse, "alone", *SETTINGS, *ALONE, *LOSSES)
+    check_by_hand(run)
+    return lines_of(run)
+
+
+@pytest.mark.parametrize("layout", quick_values(LAYOUTS_OF_EXPERTS, "ep2, state shared out"))
+def test_every_expert_counts_once_in_norms_and_every_token_once_in_loads(
+    run_ranks: RunRanks, sparse: Path, sparse_alone: list[dict], layout: list[str]
+) -> None:
+    name = "run_" + str(list(LAYOUTS_OF_EXPERTS.values()).index(layout))
+    run = trained(run_ranks, sparse, name, *SETTINGS, *LOSSES, *layout)
+    check_by_hand(run)
+    for line, expected in zip(lines_of(run), sparse_alone, strict=True):
+        for key in ("loss", "grad_norm_language", "router_entropy", "balance_loss", "z_loss"):
+            assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
+        assert line["expert_tokens"] == expected["expert_tokens"] == line["tokens"] * 3 / 8
+        assert 1 < line["expert_imbalance"] <= line["expert_imbalance_max"] <= 8 / 3
+        assert 0 < line["router_entropy"] < math.log(8)
+        assert line["balance_loss"] > 2, "at least k where loads are even, nearly so elsewhere"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

@@ -85,9 +85,7 @@ def test_qwen3_5s_heads_for_more_tokens_survive_any_layout(
     heads = {"mtp.fc.weight": torch.arange(12.0).view(3, 4), "mtp.norm.weight": torch.ones(3)}
     folder = folders.make("qwen3_5", tmp_path / "model")
     folders.rewrite(folder, lambda tensors: tensors | heads)
-    test_what_any_layout_read_and_saved_is_exported_bit_for_bit(
-        run_ranks, folder, tmp_path, layout
-    )
+    test_what_any_layout_read_and_saved_is_exported_bit_for_bit(run_ranks, folder, tmp_path, layout)
     assert folders.tensors(tmp_path / "exported").keys() >= heads.keys()
 
 
