@@ -38,11 +38,11 @@ PRELOAD = (
     *(f"generators.{name}" for name in ("lumina2", "qwen_image")),
     *(
         f"mimo.families.languages.{name}"
-        for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3", "qwen3_5")
+        for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3", "qwen3_5", "qwen3_5_moe")
     ),
     *(
         f"transformers.models.{name}.modeling_{name}"
-        for name in ("gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "siglip")
+        for name in ("gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "siglip")
     ),
     "mimo.model.generators",
     "diffusers.models.transformers.transformer_qwenimage",

@@ -21,7 +21,7 @@ Every class of `AutoModelForImageTextToText` in transformers {version}, as
 
 A class is accepted if a tiny copy in two halves gives the loss and every gradient of the whole
 model; the tests train each on three ranks. Models of the families `qwen2_5`, `qwen3`, `qwen3_moe`,
-`qwen3_5` and `gemma3` also have code of their own, see [families](families.md).
+`qwen3_5`, `qwen3_5_moe` and `gemma3` also have code of their own, see [families](families.md).
 
 | class | modalities | samples | tp | folder |
 |---|---|---|---|---|

@@ -88,6 +88,26 @@ def qwen3_vl(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
     }
 
 
+def qwen3_5(model_type: str, **text: Any) -> dict[str, Any]:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    }
+    of_all = {"head_dim": 256, "vocab_size": 248320, "full_attention_interval": 4}
+    of_all |= {"model_type": f"{model_type}_text", "attn_output_gate": True}
+    tower = {k: v for k, v in QWEN3_VISION.items() if k != "deepstack_visual_indexes"}
+    tower |= {"model_type": model_type, "out_hidden_size": text["hidden_size"]}
+    return {
+        "model_type": model_type,
+        "text_config": {**of_all, "rope_parameters": rope, **text},
+        "vision_config": tower,
+        "tie_word_embeddings": False,
+    }
+
+
 def gemma3(**text: Any) -> dict[str, Any]:
     return {
         "model_type": "gemma3",
@@ -142,36 +162,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Qwen3-VL-8B-Instruct": qwen3_vl(4096, 36, 32, 12288),
     "Qwen3-VL-32B-Instruct": qwen3_vl(5120, 64, 64, 25600),
-    "Qwen3.5-27B": {
-        "model_type": "qwen3_5",
-        "text_config": {
-            "model_type": "qwen3_5_text",
-            "hidden_size": 5120,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "intermediate_size": 17408,
-            "linear_num_value_heads": 48,
-            "vocab_size": 248320,
-            "full_attention_interval": 4,
-            "attn_output_gate": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000000,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": [11, 11, 10],
-                "mrope_interleaved": True,
-            },
-        },
-        "vision_config": {
-            **{k: v for k, v in QWEN3_VISION.items() if k != "deepstack_visual_indexes"},
-            "model_type": "qwen3_5",
-            "out_hidden_size": 5120,
-        },
-        "tie_word_embeddings": False,
-    },
     "Qwen3-VL-30B-A3B-Instruct": qwen3_vl_moe(2048, 48, 32, 768),
+    "Qwen3.5-27B": qwen3_5(
+        "qwen3_5",
+        hidden_size=5120,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        intermediate_size=17408,
+        linear_num_value_heads=48,
+    ),
+    "Qwen3.5-35B-A3B": qwen3_5(
+        "qwen3_5_moe",
+        hidden_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     "gemma-3-4b-it": gemma3(
         hidden_size=2560,
         num_hidden_layers=34,
@@ -202,14 +213,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_mean": _HALF,
         "image_std": _HALF,
     },
-    "qwen3_5": {
-        "patch_size": 16,
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-        "image_mean": _HALF,
-        "image_std": _HALF,
-    },
     "gemma3": {"size": {"height": 896, "width": 896}, "image_mean": _HALF, "image_std": _HALF},
 }
+PROCESSORS["qwen3_5"] = PROCESSORS["qwen3_vl"]
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +344,7 @@ def test_there_is_a_recipe_for_each_published_model_and_each_family() -> None:
         "qwen3_vl_8b_pretrain",
         "qwen3_vl_32b_sft",
         "qwen3_5_27b_sft",
+        "qwen3_5_35b_a3b_sft",
         "qwen3_vl_30b_a3b_sft",
         "gemma3_4b_sft",
         "gemma3_27b_sft",

@@ -36,7 +36,8 @@ from mimo.errors import InputError
 _QWEN = ("model.visual.blocks", "model.visual")
 _GEMMA = ("model.vision_tower.encoder.layers", "model.multi_modal_projector")
 _MODULES = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), _QWEN),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN),
     "gemma3": _GEMMA,
 }
 _LANGUAGE = "model.language_model"

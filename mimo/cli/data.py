@@ -173,9 +173,10 @@ def tiny(
     family: Annotated[
         str,
         Argument(
-            help="One of qwen2_5_vl, qwen3_vl, qwen3_5, qwen3_vl_moe, gemma3, qwen2, qwen3, "
-            "qwen3_moe, llama, gemma3_text. Or qwen_image, a folder of diffusers with a generator. "
-            "Or the model_type of any image-text-to-text class of transformers, such as internvl."
+            help="One of qwen2_5_vl, qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, gemma3, qwen2, "
+            "qwen3, qwen3_moe, llama, gemma3_text. Or qwen_image, a folder of diffusers with a "
+            "generator. Or the model_type of any image-text-to-text class of transformers, such as "
+            "internvl."
         ),
     ],
     out: Annotated[Path, Argument(help="The folder to write.")],

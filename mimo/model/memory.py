@@ -188,7 +188,8 @@ class _Module:
                     sizes = (rows // self.grid.ep, columns * self.routers[1] // self.grid.ep)
                 self._count(place, lora.rank * sum(sizes), self.part.trains)
         for counter in (self.held, self.trained):
-            counter["layer"] /= self.listed  # type: ignore[assignment]
+            for place in ("layer", "experts"):
+                counter[place] /= self.listed  # type: ignore[assignment]
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
@@ -375,9 +376,11 @@ class _Module:
         # The inputs of two norms, and of the linears that follow them.
         inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / self.grid.tp
         if chosen := self.routers[2] * (self.name == LANGUAGE):
-            # Inputs and outputs of experts, their first halves, the activated half, the product.
-            inside = (qkv[0] + proj[1]) / self.grid.tp
-            inside += chosen * (2 * qkv[1] * self.grid.etp + 4 * fc2[1]) / self.grid.tp
+            # Inputs and outputs of experts, their first halves, the activated half, the product;
+            # of a shared one, the last three and its output.
+            each, shared = (self._mean(f"{n}.linear_fc2.weight")[1] for n in ("experts", "_expert"))
+            inside = (qkv[0] + proj[1] + 4 * shared) / self.grid.tp + width * (shared > 0)
+            inside += chosen * (2 * qkv[1] * self.grid.etp + 4 * each) / self.grid.tp
         if not is_fsdp:
             # Linear attention: around its convolution, and about 6 values in its gated norm.
             inside += 6 * self._mean("conv_weight")[0] / self.grid.tp

@@ -13,6 +13,7 @@ experts, E' of this rank, k of a token, n rows, F inner size of an expert on thi
 adapters.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -220,9 +221,10 @@ class SparseMLP(nn.Module):
         self.router = Router(config, experts, groups)
         self.experts = LocalExperts(config, experts, groups, lora)
         if experts.shared_size:
-            size = experts.shared_size
+            own = copy.copy(config)  # of which Megatron's second linear takes the size
+            own.ffn_hidden_size = size = experts.shared_size
             self.shared_expert = shared(
-                config=config, pg_collection=groups, is_mtp_layer=False, ffn_hidden_size=size
+                config=own, pg_collection=groups, is_mtp_layer=False, ffn_hidden_size=size
             )
             self.shared_expert_gate = _Gate(config)
 

@@ -109,6 +109,7 @@ def decoder_weights(
     settings, and our and their name of a layer's MLP; None for a gated one.
     """
     size, vocab = settings.hidden_size, settings.vocab_size
+    sizes = settings.ffn_hidden_size, size
     assert vocab is not None, "settings from a checkpoint say how many tokens the model knows"
     weights = [
         plain("embedding.word_embeddings.weight", f"{_PREFIX}.embed_tokens.weight", vocab, size),
@@ -120,12 +121,13 @@ def decoder_weights(
         layer, source = layer_names(n)
         weights += norm_weights(settings, n, norms)
         weights += attention(settings, n) if attention else qkv_weights(settings, n, qkv_bias)
-        weights += (mlp or _gated_mlp)(settings, f"{layer}.mlp", f"{source}.mlp")
+        names = f"{layer}.mlp", f"{source}.mlp"
+        weights += mlp(settings, *names) if mlp else gated_mlp(*names, *sizes)
     return weights
 
 
-def _gated_mlp(settings: LanguageSettings, ours: str, theirs: str) -> list[Weight]:
-    sizes = settings.ffn_hidden_size, settings.hidden_size
+def gated_mlp(ours: str, theirs: str, *sizes: int) -> list[Weight]:
+    """Return an MLP. ours, theirs: its names. sizes: the inner one, and that between layers."""
     gate_up = [f"{theirs}.{which}_proj.weight" for which in ("gate", "up")]
     down = plain(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", *sizes[::-1])
     return [stacked(f"{ours}.linear_fc1.weight", gate_up, *sizes), down]

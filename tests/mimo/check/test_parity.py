@@ -18,7 +18,7 @@ from mimo.check.parity import ParityRunner, main, on_engine
 from mimo.checkpoint.hf.architectures import ARCHITECTURES
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.errors import InputError
-from tests.cases import quick
+from tests.cases import quick, quick_values
 from tests.mimo.check.test_verify_fsdp import forget_heads_of_other_ranks
 
 pytestmark = pytest.mark.usefixtures("run_ranks")  # which starts the fork server
@@ -52,6 +52,12 @@ LAYOUTS_OF_EXPERTS = {
     ],
     "pp2 vpp2 ep2": ["language.grid={pp: 2, vpp: 2, dp: 2, ep: 2}"],
     "fsdp dp2": [*on_engine("fsdp"), "language.grid.dp=2"],
+}
+CASES_OF_EXPERTS = {
+    f"{family}, {name}": (family, layout)
+    for family in ("qwen3_vl_moe", "qwen3_5_moe")
+    for name, layout in LAYOUTS_OF_EXPERTS.items()
+    if (family, name) != ("qwen3_5_moe", "fsdp dp2")  # an engine that this family lacks
 }
 # What else a layout may do to the order of tokens, patches and rows.
 OTHER_LAYOUTS = {
@@ -107,11 +113,15 @@ def test_under_fsdp_every_point_loss_and_gradient_is_that_of_transformers(
     check(runners[family].run([*on_engine("fsdp"), *LAYOUTS_OF_FSDP[layout]]), family)
 
 
-@pytest.mark.parametrize("layout", quick(LAYOUTS_OF_EXPERTS, "tp2 sp ep2", "pp2 vpp2 ep2"))
+@pytest.mark.parametrize(
+    "case",
+    quick_values(CASES_OF_EXPERTS, "qwen3_vl_moe, tp2 sp ep2", "qwen3_5_moe, pp2 vpp2 ep2"),
+)
 def test_with_experts_every_point_loss_and_gradient_is_that_of_transformers(
-    layout: str, runners: dict[str, ParityRunner]
+    case: tuple[str, list[str]], runners: dict[str, ParityRunner]
 ) -> None:
-    check(runners["qwen3_vl_moe"].run(LAYOUTS_OF_EXPERTS[layout]), "qwen3_vl_moe")
+    family, overrides = case
+    check(runners[family].run(overrides), family)
 
 
 @pytest.mark.slow

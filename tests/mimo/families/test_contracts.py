@@ -50,6 +50,7 @@ SIZES = {
     "mrope_section": [2, 1, 1],
     "num_experts": 6,
     "experts_per_token": 2,
+    "shared_expert_size": 36,
     # So that there are layers of several kinds, and levels.
     "window_size": 56,
     "full_attention_layers": [5, 11],

@@ -93,6 +93,17 @@ ROLES = {
         "language.lora={}",
         "encoders.vision.freeze=true",
     ),
+    "qwen3_5_moe, two stages": (
+        f"language={{family: qwen3_5_moe, model: {{{DECODER}, mrope_section: [1, 0, 1], "
+        "full_attention_interval: 2, linear_num_key_heads: 2, linear_num_value_heads: 6, "
+        "linear_key_size: 8, linear_value_size: 12, num_experts: 4, experts_per_token: 2, "
+        "shared_expert_size: 20}}",
+        f"encoders.vision={{family: qwen3_vl, model: {{{TOWER}, num_grid_per_side: 5}}}}",
+        "language.grid={tp: 2, sp: true, pp: 2, dp: 2, ep: 2}",
+        "train.global_batch_size=16",
+        "language.model.num_layers=8",
+        "train.precision=bf16",
+    ),
     "gemma3 with a tower that is frozen": (
         *MODELS["gemma3"],
         "language.grid={tp: 2}",

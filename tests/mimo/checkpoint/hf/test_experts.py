@@ -22,18 +22,24 @@ LAYOUTS = {
     "ep2_tp2_sp_pp2": ["language.grid={tp: 2, sp: true, ep: 2, pp: 2}"],
     "ep2_etp2": ["language.grid={tp: 2, etp: 2, ep: 2, dp: 2}"],
 }
-# Of each text-only folder and its modules: the experts are stored one by one.
-FUSED, ONE_BY_ONE = "qwen3_vl_moe", "qwen3_moe"
+# Experts are stored in one tensor, or one by one; the last has linear attention as well.
+FUSED, ONE_BY_ONE, HYBRID = "qwen3_vl_moe", "qwen3_moe", "qwen3_5_moe"
+TEXT_ONLY = ONE_BY_ONE
 
 
-@pytest.fixture(scope="module", params=[FUSED, ONE_BY_ONE])
+@pytest.fixture(scope="module", params=[FUSED, ONE_BY_ONE, HYBRID])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folders.make(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    folder = folders.make(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    if request.param == HYBRID:
+        # Heads that predict several tokens, which the model is trained without.
+        heads = {"mtp.fc.weight": torch.randn(128, 256), "mtp.norm.weight": torch.randn(128)}
+        folders.rewrite(folder, lambda tensors: tensors | heads)
+    return folder
 
 
 def write_recipe(folder: Path, path: Path) -> Path:
     recipe = folders.write_recipe(folder, path)
-    if folder.parent.name.startswith(ONE_BY_ONE):
+    if folder.parent.name.startswith(TEXT_ONLY):
         recipe.write_text(recipe.read_text().replace("{vision: {grid: {dp: 1}}}", "{}"))
     return recipe
 
@@ -50,12 +56,37 @@ def test_what_a_layout_with_experts_read_and_saved_is_exported_bit_for_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", [FUSED, ONE_BY_ONE])
+@pytest.mark.parametrize("family", [FUSED, ONE_BY_ONE, HYBRID])
 def test_a_round_trip_keeps_every_bit(tmp_path: Path, family: str, dtype: str) -> None:
     folder = folders.make(family, tmp_path / "model", dtype=dtype)
     stored = folders.tensors(folder)
-    assert any("experts.7.gate_proj" in key for key in stored) == (family == ONE_BY_ONE)
+    assert any("experts.7.gate_proj" in key for key in stored) == (family != FUSED)
     folders.assert_round_trip(folder, tmp_path, shard_bytes=10**6)
+
+
+def test_a_hybrid_model_whose_experts_are_fused_keeps_every_bit(tmp_path: Path) -> None:
+    folder = folders.make(HYBRID, tmp_path / "model")
+    folders.rewrite(folder, fuse_experts)
+    assert {
+        key.rsplit(".experts.")[1] for key in folders.tensors(folder) if ".experts." in key
+    } == {
+        "gate_up_proj",
+        "down_proj",
+    }
+    folders.assert_round_trip(folder, tmp_path)
+
+
+def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack the experts of each layer, as transformers has them in memory."""
+    fused = {key: tensor for key, tensor in tensors.items() if ".experts." not in key}
+    for layer in {key.partition(".experts.")[0] for key in tensors.keys() - fused.keys()}:
+        gate, up, down = (
+            torch.stack([tensors[f"{layer}.experts.{n}.{which}_proj.weight"] for n in range(8)])
+            for which in ("gate", "up", "down")
+        )
+        fused[f"{layer}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        fused[f"{layer}.experts.down_proj"] = down
+    return fused
 
 
 def test_a_rank_reads_its_own_experts_alone(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ sample gets other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -38,12 +38,21 @@ HYBRID = {
     "linear_value_size": 12,
     "norm_eps": 0.01,
 }
+EXPERTS = {"num_experts": 8, "experts_per_token": 3, "shared_expert_size": 40}
 GRIDS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2 sp": {"tp": 2, "sp": True},
     "cp2": {"cp": 2},
     "tp2 cp2": {"tp": 2, "cp": 2},
     "pp2": {"pp": 2},
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    **{name: (grid, {}) for name, grid in GRIDS.items()},
+    "experts, one rank": ({}, EXPERTS),
+    "experts, dp2 ep2": ({"dp": 2, "ep": 2}, EXPERTS),
+    "experts, tp2 sp ep2": ({"tp": 2, "sp": True, "ep": 2}, EXPERTS),
+    "experts, cp2 ep2": ({"cp": 2, "ep": 2}, EXPERTS),
+    "experts, tp2 etp2": ({"tp": 2, "etp": 2}, EXPERTS),
 }
 CHANGED = 1  # the number of the packed sample
 
@@ -58,12 +67,15 @@ def with_other_tokens(batch: Microbatch) -> Microbatch:
     return Microbatch(**{**vars(batch), "ids": torch.cat(parts, dim=1)})
 
 
-def losses_of_samples(rank: int, grid: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+def losses_of_samples(
+    rank: int, grid: dict[str, Any], experts: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
     """Losses (tokens here,) by packed sample: before and after one of them changes."""
     from mimo.engines.megatron.schedule import hidden_shapes, run_schedule, sum_losses
     from mimo.ops.segments import PackedSegments
 
-    trainer = Trainer(Job(grid=grid, settings=HYBRID, family="qwen3_5"))
+    family = "qwen3_5_moe" if experts else "qwen3_5"
+    trainer = Trainer(Job(grid=grid, settings={**HYBRID, **experts}, family=family))
     groups, config = trainer.groups, trainer.raw[0].config
     found: list[Tensor] = []
 
@@ -89,16 +101,18 @@ def losses_of_samples(rank: int, grid: dict[str, Any]) -> list[tuple[Tensor, Ten
     return list(zip(*(losses.split(lengths) for losses in found), strict=True))
 
 
-@pytest.mark.parametrize("grid", quick_values(GRIDS, "one rank", "tp2 cp2", "pp2"))
+@pytest.mark.parametrize(
+    "case", quick_values(CASES, "one rank", "tp2 cp2", "pp2", "experts, tp2 sp ep2")
+)
 def test_a_neighbours_tokens_change_no_bit_of_a_packed_samples_losses(
-    run_ranks: RunRanks, grid: dict[str, Any]
+    run_ranks: RunRanks, case: tuple[dict[str, Any], dict[str, int]]
 ) -> None:
-    seen = 0
-    for samples in run_ranks(losses_of_samples, size(grid), grid):
+    grid, seen = case[0], 0
+    for samples in run_ranks(losses_of_samples, size(grid), *case):
         for number, (before, after) in enumerate(samples):
             assert torch.equal(before, after) == (number != CHANGED), f"sample {number}"
             seen += len(before)
-    assert seen == sum(LENGTHS) * grid.get("tp", 1)
+    assert seen == sum(LENGTHS) * grid.get("tp", 1) * grid.get("dp", 1)
 
 
 @pytest.mark.slow

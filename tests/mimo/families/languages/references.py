@@ -19,6 +19,8 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTextModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
@@ -41,6 +43,12 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_query_groups": 2,
     "head_size": 16,
+}
+_EXPERTS = {
+    "ffn_hidden_size": 24,
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "shared_expert_size": 40,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": _SIZES
@@ -86,6 +94,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rotary_factor": 3.0,
     },
 }
+SETTINGS["qwen3_5_moe"] = SETTINGS["qwen3_5"] | _EXPERTS
 
 
 def text_positions() -> Tensor:
@@ -133,8 +142,14 @@ def text_config(family: str) -> Any:
             pad_token_id=None,
         )
     rope |= {"mrope_section": list(settings["mrope_section"])}
-    if family == "qwen3_5":
-        return Qwen3_5TextConfig(
+    if family.startswith("qwen3_5"):
+        config = Qwen3_5TextConfig
+        if family == "qwen3_5_moe":
+            config, inner = Qwen3_5MoeTextConfig, sizes.pop("intermediate_size")
+            sizes |= {"moe_intermediate_size": inner, "num_experts": settings["num_experts"]}
+            sizes["num_experts_per_tok"] = settings["experts_per_token"]
+            sizes["shared_expert_intermediate_size"] = settings["shared_expert_size"]
+        return config(
             **sizes,
             head_dim=settings["head_size"],
             layer_types=["linear_attention", "full_attention"] * (settings["num_layers"] // 2),
@@ -164,6 +179,7 @@ class TextModelWithHead(nn.Module):
             "qwen3": Qwen3VLTextModel,
             "qwen2_5": Qwen2_5_VLTextModel,
             "qwen3_5": Qwen3_5TextModel,
+            "qwen3_5_moe": Qwen3_5MoeTextModel,
         }
         self.model: Any = models.get(family, Gemma3TextModel)(text_config(family))
         self.has_axes = family in models
@@ -226,7 +242,7 @@ def compute_reference(family: str, tied: bool, kind: str) -> Reference:
     positions = POSITIONS[kind]()
     model = TextModelWithHead(family, tied)
     randomize(model, seed=0)
-    if family == "qwen3_5":
+    if family.startswith("qwen3_5"):
         soften(model)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, NUM_TOKENS, (sum(LENGTHS),), generator=generator)

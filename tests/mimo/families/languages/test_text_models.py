@@ -31,7 +31,7 @@ from tests.mimo.families.languages.references import (
 
 CASES = {
     f"{family} {head} {positions}": (family, head == "tied", positions)
-    for family in ("qwen3", "qwen2_5", "qwen3_5")
+    for family in ("qwen3", "qwen2_5", "qwen3_5", "qwen3_5_moe")
     for head in ("tied", "untied")
     for positions in POSITIONS
 } | {"gemma3": ("gemma3", True, "text")}
