@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -64,11 +65,9 @@ class EncoderSettings(FamilySettings):
 
     def stack_products(self, per: str, gated: bool) -> list[Product]:
         """Return the layers, for one token ``per`` unit, and the final norm."""
-        heads, size = self.num_attention_heads, self.hidden_size
-
-        def attention(name: str, kind: str) -> list[Product]:
-            return attention_products(name, kind, per, size, (heads, heads, size // heads))
-
+        count, size = self.num_attention_heads, self.hidden_size
+        heads = (count, count, size // count)
+        attention = partial(attention_products, per=per, hidden_size=size, heads=heads)
         kinds, ffn = self.layer_kinds(), self.ffn_hidden_size
         layers = layer_products("blocks.layers", kinds, per, size, ffn, gated, attention)
         return [*layers, Product("blocks.final_layernorm.weight", per)]

@@ -6,7 +6,7 @@
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -122,6 +122,21 @@ def query_weights(recipe: Recipe) -> list[Weight]:
         for name, generator in recipe.generators.items()
         if generator.num_queries
     ]
+
+
+def weights_of(
+    recipe: Recipe, module: str, vocab_size: int | None, **sizes: int
+) -> Sequence[Weight]:
+    """Return a module's weights over all ranks. sizes: replace settings of the recipe."""
+    language = language_settings(recipe)
+    if module == LANGUAGE:
+        small = language.model_copy(update={"vocab_size": vocab_size, **sizes})
+        return [*language_family(recipe).weights_in_hf(small), *query_weights(recipe)]
+    if module in recipe.generators:
+        settings = generator_settings(recipe, module).model_copy(update=sizes)
+        return generator_family(recipe, module).weights(settings)
+    settings = encoder_settings(recipe, module).model_copy(update=sizes)
+    return encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
 
 
 def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:

@@ -17,7 +17,6 @@ The device's context, memory of libraries such as NCCL, and fragmentation come o
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -25,18 +24,16 @@ import numpy as np
 
 from data.modalities.processor import Part
 from mimo.config.schema import Recipe
-from mimo.families.keymap import Weight, num_elements
+from mimo.families.keymap import num_elements
 from mimo.families.registry import (
     GENERAL,
     encoder_family,
     encoder_settings,
-    generator_family,
     generator_settings,
-    language_family,
     language_settings,
     module_settings,
-    query_weights,
     trainable_names,
+    weights_of,
 )
 from mimo.families.wire import DTYPES
 from mimo.ops.cross_entropy import rows_at_once
@@ -102,21 +99,6 @@ def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
         starts = sorted({0, min(1, grid.pp - 1), grid.pp - 1})
         roles += (module.stage_parameters(range(*ends)) for ends in pairwise([*starts, grid.pp]))
     return roles
-
-
-def weights_of(
-    recipe: Recipe, module: str, vocab_size: int | None, **sizes: int
-) -> Sequence[Weight]:
-    """Return a module's weights over all ranks. sizes: replace settings of the recipe."""
-    language = language_settings(recipe)
-    if module == LANGUAGE:
-        small = language.model_copy(update={"vocab_size": vocab_size, **sizes})
-        return [*language_family(recipe).weights_in_hf(small), *query_weights(recipe)]
-    if module in recipe.generators:
-        settings = generator_settings(recipe, module).model_copy(update=sizes)
-        return generator_family(recipe, module).weights(settings)
-    settings = encoder_settings(recipe, module).model_copy(update=sizes)
-    return encoder_family(recipe, module).weights_in_hf(settings, language.hidden_size)
 
 
 def inputs_per_embedding(recipe: Recipe, encoder: str) -> float:
@@ -389,11 +371,10 @@ class _Module:
         inside += (norm * qkv[0] + fc2[1]) / self.grid.tp
         return width, 2 * norm * width + 2 * qkv[1] + inside
 
-    def _mean(self, ending: str) -> tuple[float, float]:
+    def _mean(self, ending: str) -> tuple[float, ...]:
         """Rows and columns of the parameters of this ending in a layer: the mean over layers."""
         shapes = [shape for name, shape in self.shapes.items() if name.endswith(ending)]
-        rows, columns = (sum(sizes) for sizes in zip((0, 0), *shapes, strict=True))
-        return rows / self.listed, columns / self.listed
+        return tuple(sum(sizes) / self.listed for sizes in zip((0, 0), *shapes, strict=True))
 
     def _in_flight(self, stage: int) -> float:
         """Largest number of microbatches between forward and backward on a stage."""

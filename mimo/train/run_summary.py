@@ -11,10 +11,9 @@ from mimo.checkpoint.folder import Progress
 from mimo.checkpoint.hf.initial import InitialWeights
 from mimo.config.schema import Recipe
 from mimo.families.keymap import adapter_shapes, num_elements
-from mimo.families.registry import language_settings, trainable_names
+from mimo.families.registry import language_settings, trainable_names, weights_of
 from mimo.families.wire import precision_of
 from mimo.model.dataset import Dataset, sources_of
-from mimo.model.memory import weights_of
 from mimo.parallel.grids import Layout
 
 _MEASURED = 256  # samples of a source, from which its mean length is estimated
