@@ -93,7 +93,7 @@ def main(
             makes = [partial(Lane, Path(folder) / "store", width, ranks, n) for n in range(ranks)]
             with harness.workers(*makes) as step:
                 ((name, runs),) = harness.take_turns({f"ep {ranks}": step}, 1 + rounds).items()
-        contests.append(Contest("", {name: runs[1:]}))
+        contests.append(Contest(f"{ranks} ranks", {name: runs[1:]}))
         ratio = contests[-1].median(name, "sent") / contests[-1].median(name, "least")
         bounds.append(Bound(f"{name}: bytes, times the lower bound", ratio, 1.0, at_most=True))
     columns = {

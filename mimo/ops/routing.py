@@ -87,20 +87,17 @@ class TokenShare:
             sample[start : start + count] = number
             start += length
         sample = sample[zigzag_indices(segments.lengths, self.cp_size, self.cp_rank)]
-        own = sample[part_of(len(sample), self.tp_size, self.tp_rank)]
+        each = -(
+            -len(sample) // self.tp_size
+        )  # without sequence parallelism the last part is padded
+        own = sample[self.tp_rank * each : (self.tp_rank + 1) * each]
         real = (own < len(counts)).nonzero().flatten()
         lengths = torch.tensor([*counts, 0], dtype=torch.float64)
         return RoutedTokens(
             sample=own if self.sequence_parallel else sample,
             inverse_length=torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0),
-            real=real if len(real) < len(own) else None,
+            real=real if len(real) < each else None,
         )
-
-
-def part_of(count: int, size: int, rank: int) -> slice:
-    """Return the part of ``count`` tokens that is a rank's own: equal parts, the last shorter."""
-    each = -(-count // size)
-    return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def balance_slopes(routed: RoutedTokens, loads: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """The way of tokens to experts on other ranks and back, as autograd operations.
 
-Every rank sends its own tokens: under sequence parallelism its slice, else one of tp parts, whose
-results are gathered. The ranks of a group of ep · etp ranks have all experts together. A token goes
-once to every rank with a part of an expert that it chose, nothing is padded and nothing dropped.
-With etp > 1 each of them computes with its part of the expert, and the sender adds up.
+The ranks of a group of ep · etp ranks have all experts together. Each sends tokens that no other
+has: once to every rank with a part of an expert that they chose. Nothing is padded and nothing
+dropped. With etp > 1 the receivers compute with parts of an expert, and the sender adds up.
 
 Letters: n own tokens of this rank, k experts of a token, E experts, G ranks of the group, m rows
 sent and r rows received by this rank, H hidden.
@@ -18,8 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from mimo.ops.routing import part_of
 
 
 @dataclass(frozen=True)
@@ -104,51 +101,3 @@ def _exchanged(
     result = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
     return result
-
-
-def own_part(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """tokens (T, ...), equal on all ranks of the group -> this rank's part of them.
-
-    The backward gathers the parts' gradients, so all ranks take part.
-    """
-    return cast("Tensor", _OwnPart.apply(tokens, group))
-
-
-def join_parts(part: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of `own_part` for ``count`` tokens: all of them on every rank.
-
-    All ranks of the group call it. Their gradients are equal and complete, so the backward takes
-    this rank's part: a sum would count them once per rank.
-    """
-    return cast("Tensor", _JoinParts.apply(part, count, group))
-
-
-class _OwnPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.count, ctx.group = len(tokens), group
-        return tokens[part_of(len(tokens), group.size(), group.rank())].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _joined(gradients[0], ctx.count, ctx.group), None
-
-
-class _JoinParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.part = part_of(count, group.size(), group.rank())
-        return _joined(part, count, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0][ctx.part].contiguous(), None, None
-
-
-def _joined(part: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    each = -(-count // group.size())
-    padded = part.new_zeros(each, *part.shape[1:])
-    padded[: len(part)] = part
-    whole = part.new_empty(each * group.size(), *part.shape[1:])
-    dist.all_gather_into_tensor(whole, padded, group=group)
-    return whole[:count]

@@ -1,7 +1,8 @@
 """Sparse layers: a router, experts that ranks share out, and perhaps one expert for all tokens.
 
 In place of a layer's MLP. The router's weight is on every rank, and computes in fp32 at least.
-Experts are cut over the axes ep and etp of the grid; see `mimo.engines.megatron.dispatch`.
+Experts are cut over the axes ep and etp of the grid; see `mimo.engines.megatron.dispatch`. Without
+sequence parallelism each tensor-parallel rank sends a part of the tokens, and results are gathered.
 
 Router losses are added to gradients, not to the loss, because the last stage does not know them.
 Each is a sum over the tokens of the global batch, divided by their number and by that of layers. So
@@ -14,7 +15,7 @@ adapters.
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mimo.device import local_device
-from mimo.engines.megatron.config import LoRA
-from mimo.engines.megatron.dispatch import Route, exchange, join_parts, own_part
+from mimo.engines.megatron.config import LoRA, gather_sequence, scatter_sequence
+from mimo.engines.megatron.dispatch import Route, exchange
 from mimo.ops.layers import gate
 from mimo.ops.routing import (
     Choice,
@@ -36,7 +37,6 @@ from mimo.ops.routing import (
     choose_experts,
     count_loads,
     grouped_linear,
-    part_of,
 )
 from mimo.ops.segments import PackedSegments, gather_rows
 
@@ -106,8 +106,7 @@ class Router(nn.Module):
         loss = experts.balance_loss * balance + experts.z_loss * z
         factor = self.losses_per_token / self.num_layers
         if factor and (experts.balance_loss or experts.z_loss):
-            weights = cast("Tensor", _AddLoss.apply(choice.weights, factor * loss))
-            choice = Choice(choice.logits, choice.probabilities, weights, choice.experts)
+            choice = replace(choice, weights=_AddLoss.apply(choice.weights, factor * loss))
         with torch.no_grad():
             entropy = torch.special.entr(choice.probabilities).sum(-1) * is_real
             others = torch.stack((is_real.sum().to(z), entropy.sum(), balance, z))
@@ -199,8 +198,7 @@ class SparseMLP(nn.Module):
     """Experts in place of a layer's MLP: every token's output is a weighted sum of k experts'.
 
     shared: builds the MLP for all tokens, if ``experts`` has one.
-    segments: of the packed sequence, set by the layer during a forward; None for a batch, whose
-    padding is routed like other tokens.
+    segments: of the packed sequence, set by the layer during a forward; None for a batch.
     """
 
     segments: PackedSegments | None = None
@@ -246,11 +244,14 @@ class SparseMLP(nn.Module):
         own, weights, experts = tokens, choice.weights, choice.experts
         is_split = tp.size() > 1 and not self.form.sequence_parallel
         if is_split:
-            own, weights = own_part(tokens, tp), own_part(weights, tp)
-            experts = experts[part_of(len(tokens), tp.size(), tp.rank())]
+            parts = (tokens, choice.weights, choice.experts)
+            padded = (functional.pad(x, (0, 0, 0, -len(x) % tp.size())) for x in parts)
+            own, weights, experts = (scatter_sequence(x, group=tp) for x in padded)
         output = self._run(own, weights, experts, routed.real)
         if is_split:
-            output = join_parts(output, len(tokens), tp)
+            # Gradients are equal and complete on all ranks: a sum would count them once for each.
+            output = gather_sequence(output, tensor_parallel_output_grad=False, group=tp)
+            output = output[: len(tokens)]
         output = output.view(hidden_states.shape)
         if hasattr(self, "shared_expert"):
             shared, _ = self.shared_expert(hidden_states)
@@ -260,9 +261,10 @@ class SparseMLP(nn.Module):
     def _routed(self, tokens: Tensor) -> RoutedTokens:
         if self.segments is not None:
             return self.segments.plan(self.form)
-        lengths = torch.tensor([1 / len(tokens), 0.0], dtype=torch.float64, device=tokens.device)
-        sample = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
-        return RoutedTokens(sample, lengths, None)
+        # A batch: its padding is routed like other tokens, and it has no losses.
+        segments = PackedSegments.from_lengths((len(tokens),), tokens.device)
+        whole = replace(self.form, cp_size=1, cp_rank=0)
+        return segments.plan(TokenShare() if self.form.sequence_parallel else whole)
 
     def _run(self, tokens: Tensor, weights: Tensor, experts: Tensor, real: Tensor | None) -> Tensor:
         """tokens (n, H), weights and experts (n, k) -> (n, H), zeros for padding."""

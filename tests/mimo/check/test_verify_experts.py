@@ -124,17 +124,14 @@ def choose_before_softmax() -> None:
 
 def sum_gradients_of_joined_parts() -> None:
     """The backward of outputs that are gathered over TP sums the ranks' equal gradients."""
-    import torch.distributed as dist
+    from mimo.engines.megatron import experts
 
-    from mimo.engines.megatron import dispatch
+    gather = experts.gather_sequence
 
-    backward = dispatch._JoinParts.backward
+    def summed(part: Any, tensor_parallel_output_grad: bool, group: Any) -> Any:
+        return gather(part, group=group)
 
-    def summed(ctx: Any, gradient: Any) -> Any:
-        part, *rest = backward(ctx, gradient)
-        return (part * dist.get_world_size(), *rest)
-
-    dispatch._JoinParts.backward = staticmethod(summed)  # type: ignore[method-assign]
+    experts.gather_sequence = summed
 
 
 LOSSES = ("router losses",)
