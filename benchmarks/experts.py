@@ -74,7 +74,7 @@ class Lane:
         total, ranks, rank = time.perf_counter() - started, dist.get_world_size(), dist.get_rank()
         sums: list[Any] = [router.sums for router in routers_in(self.module.raw)]
         loads = torch.stack(sums)[:, :_EXPERTS].sum(0)
-        # Rows whose expert another rank has, there and back, and their gradients.
+        # Choices of experts on other ranks: a row there, one back, and the gradients of both.
         least = 4 * self.row * (loads.sum() - loads.chunk(ranks)[rank].sum())
         dist.all_reduce(means := torch.tensor([total, self.seconds, self.sent, least]).double())
         total, seconds, sent, least = (means / ranks).tolist()
@@ -86,7 +86,7 @@ def main(
     quick: harness.Quick = False,
     json_path: harness.Figures = None,
 ) -> int:
-    """Run steps on 2 and 4 ranks; return 1 when more is sent than must be."""
+    """Run steps on 2 and 4 ranks; return 1 if more rows are sent than tokens chose."""
     (width, rounds), contests, bounds = (64, 1) if quick else (512, rounds), [], []
     for ranks in (2, 4):
         with tempfile.TemporaryDirectory(prefix="mimo-bench-") as folder:

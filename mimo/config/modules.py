@@ -43,9 +43,9 @@ class Grid(Section):
     """Chunks of layers per pipeline stage; more than 1 interleaves the pipeline."""
     ep: bounds.Ranks = 1
     """Expert parallelism: ranks of a stage that share out the experts of a sparse language model.
-    `ep · etp` divides `tp · cp · dp`, and their tokens are exchanged."""
+    These ranks exchange tokens. `ep · etp` must divide `tp · cp · dp`."""
     etp: bounds.Ranks = 1
-    """Expert tensor parallelism: ranks that split every expert, in place of tp."""
+    """Expert tensor parallelism: ranks that split every expert, for experts instead of `tp`."""
     dp: bounds.Ranks | None = None
     """Data parallelism: lanes (replicas) that process different samples. One module may leave it
     out; it then follows from the number of ranks."""

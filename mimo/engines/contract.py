@@ -152,12 +152,12 @@ class Module(Protocol):
 
     # ---- one step, in this order; every rank of the module makes the same calls
 
-    def begin_step(self, forward_only: bool, losses_per_token: float = 0.0) -> None:
+    def begin_step(self, forward_only: bool, loss_token_share: float = 0.0) -> None:
         """Clear gradients, and choose between training and evaluation.
 
-        losses_per_token: tokens with a loss over all tokens of the global batch. Losses per token,
-        as routers have, are scaled by it, because `finish_gradients` divides by the former. With 0
-        there are none.
+        loss_token_share: loss tokens over all tokens of the global batch; 0 disables router
+            losses. It scales losses that count every token, since `finish_gradients` divides by
+            the number of loss tokens.
         """
         ...
 

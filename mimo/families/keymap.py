@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Source:
     """A tensor of the checkpoint. shape: as stored. transposed: a matrix stored as (C, R).
 
-    stacked: matrices of experts, stored as (E, R', C), whose rows are those of all experts.
+    stacked: one (R', C) matrix per expert, stored as (E, R', C) and read as (E · R', C).
     """
 
     key: str
@@ -222,8 +222,8 @@ def adapter_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, int], t
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """Return weight (O, I) + scale · lora_b (O, R) @ lora_a (R, I), summed in fp32 at least.
 
-    All have one dtype. A rank's parts of the three give its part of the result. Of experts, all
-    three are matrices one below the other.
+    All have one dtype. A rank's parts of the three give its part of the result. With
+    experts, each of the three is their matrices one below the other.
     """
     import torch  # recipes are read without it
 

@@ -117,7 +117,7 @@ class _Module:
     """Sizes of a module that its memory depends on.
 
     layers: of a stage. size: bytes of a number in computations; wide: of a gradient.
-    shapes: of the parameters by name; of a period of layers, in models of transformers of all.
+    shapes: of the parameters by name, for one period of layers; models of transformers list all.
     held, trained: elements on a tensor-parallel rank, of all and of trainable parameters: of the
     "first" stage, of a "layer" and its "experts", of the "last" stage. autoencoder: its bytes.
     listed: layers in ``shapes``. is_one_unit: whether FSDP2 gathers all layers at once.
@@ -358,8 +358,8 @@ class _Module:
         # The inputs of two norms, and of the linears that follow them.
         inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / self.grid.tp
         if chosen := self.routers[2] * (self.name == LANGUAGE):
-            # Inputs and outputs of experts, their first halves, the activated half, the product;
-            # of a shared one, the last three and its output.
+            # Per chosen expert: input, output, both halves of FC1, the activated half and their
+            # product. The shared expert keeps all but its input.
             each, shared = (self._mean(f"{n}.linear_fc2.weight")[1] for n in ("experts", "_expert"))
             inside = (qkv[0] + proj[1] + 4 * shared) / self.grid.tp + width * (shared > 0)
             inside += chosen * (2 * qkv[1] * self.grid.etp + 4 * each) / self.grid.tp

@@ -34,7 +34,7 @@ from mimo.ops.segments import bounds_of
 CHUNK = 64
 """Tokens of a chunk at most; a power of two."""
 
-_TOKENS_AT_ONCE = 512  # of a stretch: times heads, these fill a GPU; more only cost memory
+_TOKENS_AT_ONCE = 512  # of a stretch, before heads; more cost memory. Not tuned on a GPU
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _advance(
 ) -> tuple[Tensor, Tensor]:
     """Run the chunks of a stretch, all of one dtype; return outputs and the state after them.
 
-    sizes: of the `Stretch`. state: (m, K, D, R·E), of no segment (m = 0) where they begin.
+    sizes: of the `Stretch`. state: (m, K, D, R·E); m = 0 in a stretch where its segments begin.
     query, key: (n, C, K, D). value and the outputs: (n, C, V, E). log_decay, beta: (n, C, V).
     """
     C, K, D = key.shape[1:]
@@ -127,8 +127,8 @@ def _advance(
     value = value.unflatten(2, (K, R)).permute(0, 2, 3, 1, 4)
     beta, log_decay = (x.unflatten(2, (K, R)).permute(0, 2, 3, 1) for x in (beta, log_decay))
     beta, total = beta[..., None], log_decay.cumsum(-1)[..., None]
-    # The gradient of an exponent that is always 0 would cancel, but leave rounding noise, which is
-    # more than the whole gradient of a fast decay.
+    # An exponent that is always 0 is left out of autograd: its gradient is 0, but rounding noise
+    # would exceed the whole gradient of a fast decay.
     decay, ends = total.exp(), total[..., -1:, :] - total[..., :-1, :]
     until_end = functional.pad(ends, (0, 0, 0, 1)).exp()
     # Above the diagonal the exponents are positive, and might overflow.
@@ -244,7 +244,8 @@ def gated_delta_rule(
     value: (T, V, E); value head h reads key head h // R.
     log_decay: (T, V) fp32 (fp64 for an fp64 model), at most 0. beta: (T, V).
     lengths: tokens of each segment, which sum to T; each begins with a state of zero.
-    Returns (T, V, E) in the dtype of ``value``, computed in fp32 (fp64 for fp64).
+    Returns (T, V, E) in the dtype of ``value``. PyTorch's form computes in fp32 (fp64 for fp64),
+    the kernels of flash-linear-attention partly in the dtype of ``value``.
     """
     inputs = query, key, value, log_decay, beta
     if len(value) and delta_rule_kernel(key.shape[2], value.dtype) == FLA:

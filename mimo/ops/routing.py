@@ -37,7 +37,7 @@ def choose_experts(tokens: Tensor, router: Tensor, top_k: int, normalize: bool) 
     """tokens (T, H), router (E, H) -> the ``top_k`` experts with the largest probabilities.
 
     The softmax is over all experts, before the choice. normalize: let the weights sum to 1.
-    Source: transformers `Qwen3VLMoeTextTopKRouter`, whose choice between equals is left open.
+    Source: transformers `Qwen3VLMoeTextTopKRouter`, which does not specify the order of ties.
     """
     wide = torch.promote_types(tokens.dtype, torch.float32)
     logits = functional.linear(tokens.to(wide), router.to(wide))
@@ -66,7 +66,7 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which tokens of a lane a rank routes, and which of these it sends to experts.
+    """A rank's share of a lane's tokens, and the part of it that the rank sends to experts.
 
     Under sequence parallelism both are its slice; else it routes the tokens of its tensor-parallel
     group, and sends one of ``tp_size`` parts.
@@ -87,9 +87,8 @@ class TokenShare:
             sample[start : start + count] = number
             start += length
         sample = sample[zigzag_indices(segments.lengths, self.cp_size, self.cp_rank)]
-        each = -(
-            -len(sample) // self.tp_size
-        )  # without sequence parallelism the last part is padded
+        # Without sequence parallelism the last part is padded.
+        each = -(-len(sample) // self.tp_size)
         own = sample[self.tp_rank * each : (self.tp_rank + 1) * each]
         real = (own < len(counts)).nonzero().flatten()
         lengths = torch.tensor([*counts, 0], dtype=torch.float64)

@@ -160,15 +160,15 @@ _NOT_IN_ENCODERS = {
     "cp": "context parallelism",
     "vpp": "interleaved pipeline stages",
     "ep": "expert parallelism",
-    "etp": "expert parallelism",
+    "etp": "expert tensor parallelism",
 }
 # Axes that only Megatron has, and what to use instead.
 _MEGATRON_ONLY = {
     "pp": "raise dp or tp, which shard the weights too",
     "vpp": "without pipeline stages there is nothing to interleave",
     "cp": "raise tp with sp, which splits long sequences too",
-    "ep": "tp shares out experts too",
-    "etp": "tp shares out experts too",
+    "ep": "raise tp, which shares out experts too",
+    "etp": "raise tp, which gives each rank whole experts",
 }
 Problems = Iterator[tuple[Location, str]]
 

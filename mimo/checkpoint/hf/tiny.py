@@ -245,7 +245,7 @@ def tiny_config(
 
     sizes = deepcopy(FAMILIES[family])  # transformers may change it
     text = {**_TEXT, "vocab_size": vocab_size, **sizes["text"]}
-    # The others have the key in the whole alone.
+    # Other models with a tower have this key at the top level only.
     if "vision" not in sizes or family in ("gemma3", "qwen3_5"):
         text["tie_word_embeddings"] = tied
     text |= {key: token_ids[token] for key, token in sizes["text_ids"].items()}

@@ -107,7 +107,7 @@ class FsdpModule:
     def attention_forms(self) -> frozenset[LayerForm]:
         return cast("Wrapper", self.whole).attention_forms()
 
-    def begin_step(self, forward_only: bool, losses_per_token: float = 0.0) -> None:
+    def begin_step(self, forward_only: bool, loss_token_share: float = 0.0) -> None:
         """Clear gradients, and free weights that an evaluation has gathered."""
         reshard(self.whole)
         self.whole.train(not forward_only)

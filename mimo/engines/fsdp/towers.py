@@ -228,6 +228,7 @@ TOWERS: dict[str, type[Tower]] = {
     "qwen3_vl": QwenTower,
     "qwen3_vl_moe": QwenTower,
     "qwen3_5": QwenTower,
+    "qwen3_5_moe": QwenTower,
     "gemma3": GemmaTower,
 }
 """By `model_type` of the whole model."""

@@ -1,8 +1,8 @@
-"""The way of tokens to experts on other ranks and back, as autograd operations.
+"""Send tokens to experts on other ranks and return the results, as autograd operations.
 
-The ranks of a group of ep · etp ranks have all experts together. Each sends tokens that no other
-has: once to every rank with a part of an expert that they chose. Nothing is padded and nothing
-dropped. With etp > 1 the receivers compute with parts of an expert, and the sender adds up.
+The ranks of a group of ep · etp ranks hold all experts together. Each rank sends its tokens, a row
+for each chosen expert, to every rank with a part of that expert. No row is padded or dropped. With
+etp > 1 receivers compute with parts of an expert, and the sender adds up their outputs.
 
 Letters: n own tokens of this rank, k experts of a token, E experts, G ranks of the group, m rows
 sent and r rows received by this rank, H hidden.

@@ -67,8 +67,7 @@ def _parameter(config: TransformerConfig, rows: int, columns: int) -> nn.Paramet
 class Router(nn.Module):
     """Chooses experts, and adds the gradients of its losses.
 
-    losses_per_token: loss tokens over all tokens of the global batch, since gradients are divided
-        by the number of the former. 0 leaves the losses out.
+    loss_token_share: see `mimo.engines.contract.Module.begin_step`.
     sums: (E + 4,) fp64, see `mimo.engines.contract.Module.add_router_sums`.
     """
 
@@ -82,18 +81,18 @@ class Router(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.group: dist.ProcessGroup = groups.tp_cp if config.sequence_parallel else groups.cp
         self.counts_once = config.sequence_parallel or groups.tp.rank() == 0
-        self.losses_per_token = 0.0
+        self.loss_token_share = 0.0
         self.sums: Tensor | None = None
 
-    def begin_step(self, losses_per_token: float) -> None:
+    def begin_step(self, loss_token_share: float) -> None:
         """Clear the sums."""
-        self.losses_per_token, self.sums = losses_per_token, None
+        self.loss_token_share, self.sums = loss_token_share, None
 
     def forward(self, tokens: Tensor, routed: RoutedTokens) -> Choice:
         """tokens (T, H) -> their experts. With losses, all ranks that share samples call it."""
         experts = self.experts
         choice = choose_experts(tokens, self.weight, experts.top_k, experts.normalize)
-        # A layer that is recomputed runs twice, once of it with gradients.
+        # A recomputed layer runs twice; only the second run has gradients and counts.
         if not (self.training and torch.is_grad_enabled()):
             return choice
         loads = count_loads(choice, routed)
@@ -104,7 +103,7 @@ class Router(nn.Module):
         balance = (choice.probabilities * balance_slopes(routed, loads)).sum()
         z = (choice.logits.logsumexp(-1).square() * is_real).sum()
         loss = experts.balance_loss * balance + experts.z_loss * z
-        factor = self.losses_per_token / self.num_layers
+        factor = self.loss_token_share / self.num_layers
         if factor and (experts.balance_loss or experts.z_loss):
             choice = replace(choice, weights=_AddLoss.apply(choice.weights, factor * loss))
         with torch.no_grad():
@@ -190,7 +189,7 @@ class LocalExperts(nn.Module):
         self.linear_fc2 = ExpertLinear(config, groups, count, (size, inner), None, last)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (n, H) by expert -> (n, H), of which etp ranks have terms of a sum."""
+        """rows (n, H) by expert -> (n, H); with etp > 1 a term that the sender adds up."""
         return self.linear_fc2(gate(self.linear_fc1(rows, counts), self.activation), counts)
 
 
@@ -235,7 +234,7 @@ class SparseMLP(nn.Module):
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states (S', B, H) -> (S', B, H), and no bias.
 
-        All ranks of a stage call it, as often as each other: tokens go to any of ep · etp ranks.
+        All ranks of a stage call it equally often, since it exchanges tokens between them.
         """
         tokens = hidden_states.flatten(0, 1)
         routed = self._routed(tokens)

@@ -33,9 +33,9 @@ class MegatronModule:
     """Implements `mimo.engines.contract.Module`, which documents the methods.
 
     raw: the model chunks, several with an interleaved pipeline. chunks: the same, wrapped in DDP if
-    this rank has weights to update. optimizers: of all weights but experts, and of experts, as far
-    as it has any to update. ema_decay: decay of the moving average of the weights; None for no
-    average.
+    this rank has weights to update. optimizers: one for dense weights and one for experts,
+    each only if such weights train here. ema_decay: decay of the moving average of the weights;
+    None for no average.
     """
 
     name: str
@@ -67,7 +67,7 @@ class MegatronModule:
     def attention_forms(self) -> frozenset[Form]:
         return forms_in(self.raw)
 
-    def begin_step(self, forward_only: bool, losses_per_token: float = 0.0) -> None:
+    def begin_step(self, forward_only: bool, loss_token_share: float = 0.0) -> None:
         """Clear gradients.
 
         With ``train.fp8``, a step's first microbatch makes Transformer Engine's linears quantize
@@ -76,7 +76,7 @@ class MegatronModule:
         So it is marked here, and schedules are kept from marking others.
         """
         for router in routers_in(self.raw):
-            router.begin_step(losses_per_token)
+            router.begin_step(loss_token_share)
         for chunk in self.chunks:
             chunk.train(not forward_only)
             if isinstance(chunk, MegatronBase):  # others have no such linears

@@ -115,7 +115,7 @@ class DeepStackLayer(TransformerLayer):
     """
 
     def _forward_mlp(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        """Run Megatron's, which does not tell an MLP of the segments, as experts need."""
+        """Run Megatron's method, and give experts the segments, which it passes to no MLP."""
         if not isinstance(self.mlp, SparseMLP):
             return super()._forward_mlp(*args, packed_seq_params=packed_seq_params, **kwargs)
         self.mlp.segments = packed_seq_params

@@ -63,8 +63,9 @@ class Cut:
     """The cut of a parameter over ``size`` tensor-parallel ranks, of which this is ``rank``.
 
     rows, columns: R' and C'. dim: along which it is cut; None if every rank has all of it.
-    blocks: stacked matrices, such as gate and up, which are cut separately. part: of ``parts``
-    of the rows, before they are cut so: the experts of an expert-parallel rank.
+    blocks: stacked matrices, such as gate and up, which are cut separately. part, parts:
+    the expert-parallel rank and their number. Experts are divided over them first, then each is
+    cut as above.
     """
 
     rows: int

@@ -182,8 +182,8 @@ class MRopeSettings(DecoderSettings):
     """Base of rotary positions."""
     # A list in YAML: only the container is converted, not its entries.
     mrope_section: Annotated[tuple[Channels, Channels, Channels], Field(strict=False)]
-    """Rotary channels that follow time, height and width; they sum to half the head size, unless
-    only a part of each head turns."""
+    """Rotary channels that follow time, height and width. Twice their sum is the rotated width of
+    a head: all of it, except in the families of Qwen3.5."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

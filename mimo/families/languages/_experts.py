@@ -32,8 +32,8 @@ class ExpertSettings(DecoderSettings):
     normalize_weights: bool = True
     """Let the weights of a token's experts sum to 1."""
     balance_loss: Coefficient = 0.0
-    """Coefficient of the loss that balances experts, computed for each packed sample; transformers
-    has 0.001 where it computes one."""
+    """Coefficient of the loss that balances experts, computed for each packed sample; the default
+    of transformers is 0.001."""
     z_loss: Coefficient = 0.0
     """Coefficient of the loss that keeps the router's logits small."""
 
@@ -100,7 +100,7 @@ class ExpertSettings(DecoderSettings):
 
 
 def expert_sizes(config: Config) -> dict[str, Any]:
-    """Return the settings of experts. Raises ValueError for a model with other layers, too."""
+    """Return the settings of experts. Raises ValueError for a model that also has dense layers."""
     text = config["text_config"]
     expect(text, "text_config", mlp_only_layers=[], decoder_sparse_step=1)
     return {

@@ -136,9 +136,9 @@ class Settings(MRopeSettings):
         return keys, self.linear_num_value_heads * self.linear_value_size
 
     def scaled_down(self, chunks: int, tp: int) -> Self:
-        """Scale down; half of each head turns, and there are key heads for two ranks of cp.
+        """Scale down; rotate half of each head, and keep enough key heads for cp of 2.
 
-        With a smaller norm_eps, norms would enlarge the rounding noise of states that are nearly 0.
+        A smaller norm_eps would amplify the rounding noise of states near 0.
         """
         both = len(set(self.layer_kinds())) == 2
         interval = 2 if both else 1 if self.full_attention_interval == 1 else chunks + 1

@@ -64,8 +64,8 @@ def _scale_router_losses(factor_of: Callable[[Any], float]) -> None:
 
     begin = MegatronModule.begin_step
 
-    def scaled(module: Any, forward_only: bool, losses_per_token: float = 0.0) -> None:
-        begin(module, forward_only, losses_per_token * factor_of(module))
+    def scaled(module: Any, forward_only: bool, loss_token_share: float = 0.0) -> None:
+        begin(module, forward_only, loss_token_share * factor_of(module))
 
     MegatronModule.begin_step = scaled  # type: ignore[method-assign]
 
