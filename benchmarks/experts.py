@@ -95,7 +95,7 @@ def main(
                 ((name, runs),) = harness.take_turns({f"ep {ranks}": step}, 1 + rounds).items()
         contests.append(Contest(f"{ranks} ranks", {name: runs[1:]}))
         ratio = contests[-1].median(name, "sent") / contests[-1].median(name, "least")
-        bounds.append(Bound(f"{name}: bytes, times the lower bound", ratio, 1.0, at_most=True))
+        bounds.append(Bound(f"{name}: bytes, times those of the choices", ratio, 1.0, at_most=True))
     columns = {
         "step, s": Contest.median,
         "share of exchanges": partial(Contest.median, figure="share"),

@@ -128,6 +128,11 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     sizes_fit = all(size % 8 == 0 for size in weights.shape[1:])  # for its strides
     if rows.dtype == torch.bfloat16 and sizes_fit and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
+        weights = weights.view_as(weights)
+        if weights.requires_grad:
+            # Some kernels leave an idle expert's gradient undefined (pytorch issue 172439).
+            idle = (counts == 0)[:, None, None]
+            weights.register_hook(lambda gradient: gradient.masked_fill(idle, 0))
         return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     parts = zip(rows.split(counts.tolist()), weights.unbind(), strict=True)
     return torch.cat([linear(part, weight) for part, weight in parts])

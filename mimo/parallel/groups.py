@@ -54,6 +54,7 @@ _EXPERT_GROUP_AXES: dict[str, tuple[str, ...]] = {
 }
 # Groups with collectives in every step; a module on FSDP2 uses its mesh for all but the first.
 _GROUPS_OF_STEPS = ("tp", "cp", "dp_cp", "embd")
+_GROUPS_OF_EXPERTS = ("tp_cp", "tp_ep", "expt_dp")  # likewise, if ranks share out experts
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def _module_groups(spec: GridSpec, factory: _GroupFactory) -> ProcessGroupCollec
         return None
     groups = {name: group for name, group in created.items() if group is not None}
     names = _GROUPS_OF_STEPS[: 1 if spec.engine == "fsdp" else None]
+    names += _GROUPS_OF_EXPERTS if spec.ep * spec.etp > 1 else ()
     connect_collectives(groups[name] for name in names if name in groups)
     return ProcessGroupCollection(**groups)
 

@@ -41,9 +41,10 @@ def router_figures(sums: np.ndarray, size: tuple[int, int]) -> dict[str, float]:
     """Return the metrics of routers; none if nothing was counted.
 
     sums: see `mimo.engines.contract.Module.add_router_sums`, flattened; size: its shape.
-    `expert_tokens` is the mean number of tokens per expert, `expert_imbalance` the largest over the
-    mean, averaged over layers, with `_max` that of the worst layer. The others are means over
-    tokens and layers, losses without their coefficients.
+    `expert_tokens` is the mean number of tokens per expert, with `_min` that of the idlest expert
+    of any layer; `expert_imbalance` is the largest over the mean, averaged over layers, with `_max`
+    that of the worst layer. The others are means over tokens and layers, losses without their
+    coefficients.
     """
     if not sums.any():
         return {}
@@ -52,6 +53,7 @@ def router_figures(sums: np.ndarray, size: tuple[int, int]) -> dict[str, float]:
     entropy, balance, z = (others[:, 1:] / others[:, :1]).mean(axis=0).tolist()
     return {
         "expert_tokens": float(loads.mean()),
+        "expert_tokens_min": float(loads.min()),
         "expert_imbalance": float(imbalance.mean()),
         "expert_imbalance_max": float(imbalance.max()),
         "router_entropy": entropy,

@@ -58,8 +58,10 @@ def num_parameters(recipe: Recipe, module: str, tokenizer_size: int) -> tuple[in
         total += size
         trained += size * is_trainable(weight.name)
         if part.lora is not None and part.lora.adapts(weight.name):
-            shape = (weight.num_rows, size // weight.num_rows)
-            adapters = sum(math.prod(s) for s in adapter_shapes(shape, part.lora.rank))
+            # Each expert has adapters of its own.
+            count = weight.sources[0].shape[0] if weight.sources[0].stacked else 1
+            shape = (weight.num_rows // count, size // weight.num_rows)
+            adapters = count * sum(math.prod(s) for s in adapter_shapes(shape, part.lora.rank))
             total += adapters
             trained += adapters * part.trains
     return total, trained

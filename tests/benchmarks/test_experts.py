@@ -1,4 +1,4 @@
-"""A quick run sends what it must, and writes everything. No timings."""
+"""A quick run sends a row for each choice, and writes everything. No timings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarn
 
 
 @pytest.mark.slow
-def test_a_quick_run_sends_the_least_and_writes_everything(
+def test_a_quick_run_sends_a_row_for_each_choice_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "bench.json"

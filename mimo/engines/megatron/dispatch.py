@@ -43,7 +43,9 @@ class Route:
         experts: (n, k) int64. On a device the host waits once, unless the rank has all experts.
         """
         top_k, chosen = experts.shape[1], experts.flatten()
-        choices, loads = chosen.argsort(stable=True), chosen.bincount(minlength=num_experts)
+        choices, ones = chosen.argsort(stable=True), torch.ones_like(chosen)
+        # On a device `bincount` would let the host wait.
+        loads = chosen.new_zeros(num_experts).scatter_add_(0, chosen, ones)
         if group.size() == 1:
             places = choices.argsort().view(-1, top_k)
             rows = [len(choices)]

@@ -89,7 +89,7 @@ class Router(nn.Module):
         self.loss_token_share, self.sums = loss_token_share, None
 
     def forward(self, tokens: Tensor, routed: RoutedTokens) -> Choice:
-        """tokens (T, H) -> their experts. With losses, all ranks that share samples call it."""
+        """tokens (T, H) -> their experts. All ranks that share samples call it."""
         experts = self.experts
         choice = choose_experts(tokens, self.weight, experts.top_k, experts.normalize)
         # A recomputed layer runs twice; only the second run has gradients and counts.
@@ -97,15 +97,17 @@ class Router(nn.Module):
             return choice
         loads = count_loads(choice, routed)
         per_expert = loads[:-1].sum(0)
-        if self.group.size() > 1 and experts.balance_loss:
+        if self.group.size() > 1:
             dist.all_reduce(loads, group=self.group)
         is_real = routed.inverse_length.index_select(0, routed.sample) > 0
-        balance = (choice.probabilities * balance_slopes(routed, loads)).sum()
-        z = (choice.logits.logsumexp(-1).square() * is_real).sum()
-        loss = experts.balance_loss * balance + experts.z_loss * z
         factor = self.loss_token_share / self.num_layers
-        if factor and (experts.balance_loss or experts.z_loss):
-            choice = replace(choice, weights=_AddLoss.apply(choice.weights, factor * loss))
+        has_loss = factor * (experts.balance_loss + experts.z_loss) > 0
+        with torch.set_grad_enabled(has_loss):  # else they are only metrics
+            balance = (choice.probabilities * balance_slopes(routed, loads)).sum()
+            z = (choice.logits.logsumexp(-1).square() * is_real).sum()
+        if has_loss:
+            loss = factor * (experts.balance_loss * balance + experts.z_loss * z)
+            choice = replace(choice, weights=_AddLoss.apply(choice.weights, loss))
         with torch.no_grad():
             entropy = torch.special.entr(choice.probabilities).sum(-1) * is_real
             others = torch.stack((is_real.sum().to(z), entropy.sum(), balance, z))

@@ -107,7 +107,8 @@ def expert_sizes(config: Config) -> dict[str, Any]:
         "ffn_hidden_size": text["moe_intermediate_size"],
         "num_experts": text.get("num_local_experts") or text["num_experts"],
         "experts_per_token": text["num_experts_per_tok"],
-        "normalize_weights": text.get("norm_topk_prob", True),
+        # Only the router of Qwen3-MoE reads the key; the others always normalize.
+        "normalize_weights": text["model_type"] != "qwen3_moe" or bool(text["norm_topk_prob"]),
     }
 
 

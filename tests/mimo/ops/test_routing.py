@@ -157,3 +157,26 @@ def test_rows_are_multiplied_by_the_weights_of_their_expert(
     assert weights.grad is not None
     for number, count in enumerate(counts):
         assert bool(weights.grad[number].any()) == (count > 0)
+
+
+@pytest.mark.gpu
+def test_grouped_products_on_a_gpu_leave_no_noise_in_gradients_of_idle_experts() -> None:
+    from mimo.device import local_device
+
+    counts = torch.tensor([5, 0, 3, 0])
+    rows, weights = (
+        draw(*shape, seed=len(shape), dtype=torch.bfloat16) for shape in ((8, 16), (4, 24, 16))
+    )
+    expected = [x.clone().requires_grad_() for x in (rows, weights)]
+    reference = grouped_linear(*expected, counts)
+    reference.sum().backward()
+    got = [x.to(local_device()).requires_grad_() for x in (rows, weights)]
+    # What the allocator hands out next is not zero by luck.
+    del [torch.full((4, 24, 16), torch.nan, dtype=torch.bfloat16, device=local_device())][:]
+    output = grouped_linear(*got, counts.to(local_device()))
+    output.sum().backward()
+    torch.testing.assert_close(output.cpu(), reference, rtol=2e-2, atol=2e-2)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=2e-2, atol=2e-2)
+    assert got[1].grad is not None and not got[1].grad[[1, 3]].any()

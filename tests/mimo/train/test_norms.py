@@ -148,9 +148,20 @@ def test_every_expert_counts_once_in_norms_and_every_token_once_in_loads(
         for key in ("loss", "grad_norm_language", "router_entropy", "balance_loss", "z_loss"):
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
         assert line["expert_tokens"] == expected["expert_tokens"] == line["tokens"] * 3 / 8
+        assert line["expert_tokens_min"] == expected["expert_tokens_min"] < line["expert_tokens"]
         assert 1 < line["expert_imbalance"] <= line["expert_imbalance_max"] <= 8 / 3
         assert 0 < line["router_entropy"] < math.log(8)
         assert line["balance_loss"] > 2, "at least k where loads are even, nearly so elsewhere"
+
+
+@pytest.mark.slow
+def test_router_losses_are_reported_without_coefficients(
+    run_ranks: RunRanks, sparse: Path, sparse_alone: list[dict]
+) -> None:
+    run = trained(run_ranks, sparse, "measured", *SETTINGS, *LAYOUTS_OF_EXPERTS["ep4"])
+    line, expected = lines_of(run)[0], sparse_alone[0]
+    for key in ("router_entropy", "balance_loss", "z_loss"):
+        assert line[key] == pytest.approx(expected[key], rel=1e-4), key
 
 
 @pytest.mark.slow

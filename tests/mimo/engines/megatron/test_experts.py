@@ -132,7 +132,7 @@ def test_experts_without_tokens_get_zeros(run_ranks: RunRanks) -> None:
     assert all(run(run_ranks, gradients_of_idle_experts, job))
 
 
-def test_a_row_goes_once_to_each_other_rank_with_a_chosen_expert(run_ranks: RunRanks) -> None:
+def test_a_row_goes_to_another_rank_once_for_each_expert_chosen_there(run_ranks: RunRanks) -> None:
     job = replace(ONE_RANK, grid={"dp": 2, "ep": 2})
     sent, needed = (sum(counts) for counts in zip(*run(run_ranks, sent_rows, job), strict=True))
     # There and back, and likewise the gradients.
