@@ -227,6 +227,7 @@ TOWERS: dict[str, type[Tower]] = {
     "qwen2_5_vl": QwenTower,
     "qwen3_vl": QwenTower,
     "qwen3_vl_moe": QwenTower,
+    "qwen3_5": QwenTower,
     "gemma3": GemmaTower,
 }
 """By `model_type` of the whole model."""

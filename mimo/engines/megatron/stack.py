@@ -156,14 +156,15 @@ def layer_spec(
     core: Any = None,
     add: Any = get_bias_dropout_add,
     layer: type[TransformerLayer] | None = None,
-    attention: type[nn.Module] = SelfAttention,
+    attention: type[nn.Module] | None = None,
     experts: Experts | None = None,
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer: norm, attention, norm, MLP.
 
     core: core attention; None for the best. add: adds attention and MLP to the residual stream.
     layer: its class; None for `DeepStackLayer` if it is causal, else Megatron's. attention: class
-    of the attention, such as `GatedDeltaNet`. experts: in place of the MLP, in a `DeepStackLayer`.
+    of the attention, such as `GatedDeltaNet`; None for `SelfAttention`. experts: in place of the
+    MLP, in a `DeepStackLayer`.
     """
     linears, norm = _linears(config, lora), norm_of(config)
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
@@ -187,7 +188,7 @@ def layer_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,  # type: ignore[arg-type]
             self_attention=ModuleSpec(
-                module=attention, params={"attn_mask_type": mask}, submodules=parts
+                module=attention or SelfAttention, params={"attn_mask_type": mask}, submodules=parts
             ),
             self_attn_bda=add,
             pre_mlp_layernorm=norm,  # type: ignore[arg-type]

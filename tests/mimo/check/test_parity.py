@@ -130,6 +130,7 @@ def test_an_encoder_of_one_engine_serves_a_language_model_of_the_other(
 ) -> None:
     check(runners["qwen3_vl"].run(["encoders.vision.engine=fsdp", *PP2]), "qwen3_vl")
     check(runners["qwen3_vl"].run(["language.engine=fsdp", *TP2]), "qwen3_vl")
+    check(runners["qwen3_5"].run(["encoders.vision.engine=fsdp", *TP2]), "qwen3_5")
 
 
 @pytest.mark.slow

@@ -90,6 +90,8 @@ _PARTIAL_LORA = "lora: {rank: 4, alpha: 8, targets: [qkv, fc2]}"
 CASES = {
     "qwen2_5_vl": Case("qwen2_5_vl", LANGUAGE_LORA, VISION_LORA, _QWEN2_MERGERS, 4 * 7 + 4 * 5),
     "qwen3_vl": Case("qwen3_vl", LANGUAGE_LORA, VISION_LORA, _QWEN3_MERGERS, 4 * 7 + 4 * 4),
+    # A layer with linear attention has 8.
+    "qwen3_5": Case("qwen3_5", LANGUAGE_LORA, VISION_LORA, _QWEN3_MERGERS[6:], 2 * 15 + 4 * 4),
     "gemma3": Case("gemma3", LANGUAGE_LORA, VISION_LORA, _PROJECTOR, 4 * 7 + 4 * 6),
     "frozen tower": Case("gemma3", _PARTIAL_LORA, "freeze: tower", _PROJECTOR, 4 * 4),
 }

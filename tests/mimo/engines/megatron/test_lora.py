@@ -26,6 +26,7 @@ from tests import language_steps
 from tests.conftest import RunRanks
 from tests.lone_module import noise, tensor_parallel_slice
 from tests.mimo import tiny
+from tests.mimo.engines.megatron.test_delta_net import HYBRID
 from tests.mimo.train.test_train import metrics
 from tests.mimo.train.test_train import run as train_recipe
 
@@ -36,6 +37,7 @@ OUTPUT_SIZE = 20
 FAMILIES: dict[tuple[str, str], dict[str, Any]] = {
     ("mimo.families.languages", "qwen2_5"): language_steps.SETTINGS,
     ("mimo.families.languages", "qwen3"): language_steps.SETTINGS,
+    ("mimo.families.languages", "qwen3_5"): language_steps.SETTINGS | HYBRID,
     ("mimo.families.languages", "gemma3"): DECODER
     | {"sliding_window": 8, "sliding_window_pattern": 2},
     ("encoders", "qwen_vl"): TOWER | {"window_size": 56, "full_attention_layers": (1,)},
