@@ -177,6 +177,8 @@ def test_grouped_products_on_a_gpu_leave_no_noise_in_gradients_of_idle_experts()
     output.sum().backward()
     torch.testing.assert_close(output.cpu(), reference, rtol=2e-2, atol=2e-2)
     for ours, theirs in zip(got, expected, strict=True):
-        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad is not None
+        assert theirs.grad is not None
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=2e-2, atol=2e-2)
-    assert got[1].grad is not None and not got[1].grad[[1, 3]].any()
+    assert got[1].grad is not None
+    assert not got[1].grad[[1, 3]].any()

@@ -76,6 +76,16 @@ def test_parameters_are_counted_as_modules_hold_them(
     assert (trained < total) == bool(overrides)
 
 
+@pytest.mark.slow
+def test_each_expert_counts_with_adapters_of_its_own(run_ranks: RunRanks, tmp_path: Path) -> None:
+    path = make(tmp_path, "qwen3_vl_moe")
+    settings = [ADAPTERS[0], "language.grid.dp=1", "encoders.vision.grid.dp=1"]
+    (counts,) = run_ranks(held, 1, path, settings)
+    read = load_recipe(path, settings)
+    size = open_tokenizer(read).vocab_size
+    assert num_parameters(read, "language", size)[1] == counts["language"][1] > 0
+
+
 def test_a_summary_has_sizes_layout_data_tokens_epochs_and_precision(recipe: Path) -> None:
     more = shards(recipe, "more", split="validation")
     summary = facts(recipe, *LAYOUT, more, "train.steps=7")
