@@ -104,3 +104,13 @@ def test_a_rank_reads_its_own_experts_alone(folder: Path, tmp_path: Path) -> Non
     part = checkpoint.matrix(Run(run.source, 2 * 96 + 48, 48 + 96), slice(3, 50))
     assert torch.equal(part, whole[240:384, 3:50])
     assert checkpoint.folder.bytes_read == 2 * 96 * 128 * 4
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text"])
+def test_only_routers_of_qwen3_moe_may_leave_weights_as_they_are(model_type: str) -> None:
+    from mimo.families.languages._experts import expert_sizes
+
+    text = {"model_type": model_type, "norm_topk_prob": False, "moe_intermediate_size": 8}
+    text |= {"num_experts": 4, "num_experts_per_tok": 2}
+    sizes = expert_sizes({"text_config": text | {"mlp_only_layers": [], "decoder_sparse_step": 1}})
+    assert sizes["normalize_weights"] == (model_type != "qwen3_moe")
