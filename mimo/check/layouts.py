@@ -47,6 +47,7 @@ _OPTIONS = {
     "distributed optimizer": ("train.optimizer=adam", "train.distributed_optimizer=true"),
     "gathered late": ("train.overlap_grad_reduce=true", "train.overlap_param_gather=true"),
     "router losses": ("language.model.balance_loss=0.3", "language.model.z_loss=0.1"),
+    "pooled losses": ("language.model.balance_loss=0.3", "language.model.pool_layers=true"),
     "clipped": ("train.clip_grad_norm=0.5",),
     "kept gathered": ("each.reshard_after_forward=false",),
     "reduced each time": ("each.reduce_gradients=microbatch",),
@@ -133,7 +134,8 @@ dp2 → cp2 ep2 · router losses | tp2 → pp2 dp2 ep2 · overlap |
 dp3 → pp2 vpp2 dp2 ep2 · router losses · recompute | colocated tp2 → tp2 sp ep2 pp2 |
 colocated → tp2 cp2 ep4 · router losses | dp2 → dp2 ep2 · distributed optimizer |
 colocated → tp2 sp dp2 ep2 · distributed optimizer · gathered late |
-dp2 → tp2 sp ep2 · language adapters · recompute
+dp2 → tp2 sp ep2 · language adapters · recompute | dp2 → tp2 cp2 ep2 · pooled losses |
+dp3 → tp2 sp ep2 dp2 · pooled losses · recompute
 # A distributed optimizer.
 dp3 → dp2 · distributed optimizer | dp2 → cp2 pp2 · distributed optimizer · gathered late |
 dp2 → tp2 sp pp2 · distributed optimizer · clipped |

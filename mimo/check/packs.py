@@ -126,12 +126,13 @@ def _router_loss(recipe: Recipe, logits: Sequence[Tensor], lengths: Sequence[int
     """Return the losses of all routers, averaged over layers and summed over tokens.
 
     Each sample's balancing loss is E · f · P, with means f of its tokens' choices of each expert
-    and P of their probabilities.
+    and P of their probabilities: in each layer, or over all.
     """
     settings: Any = language_settings(recipe)
     total: Tensor | int = 0
-    for of_layer in logits:
-        for sample in of_layer.split(lengths):
+    by_sample = [*zip(*(of_layer.split(lengths) for of_layer in logits), strict=True)]
+    for layers in by_sample:
+        for sample in (torch.cat(layers),) if settings.pool_layers else layers:
             top = sample.softmax(-1).topk(settings.experts_per_token).indices
             chosen = nn.functional.one_hot(top, sample.shape[1]).sum(1).to(sample.dtype)
             balance = chosen.mean(0) @ sample.softmax(-1).mean(0) * sample.shape[1]

@@ -9,7 +9,8 @@ I inputs and O outputs of an expert's linear.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,11 +58,13 @@ class RoutedTokens:
     sample: (T,) int64, each token's packed sample; S for padding. inverse_length: (S + 1,) fp64,
     1 / tokens of each sample; 0 for padding. real: (n,) int64, those of the rank's own tokens that
     are no padding, where its own are the ones that it sends to experts; None if all are real.
+    loads: by layer, those of `count_loads` over all ranks that share the samples.
     """
 
     sample: Tensor
     inverse_length: Tensor
     real: Tensor | None
+    loads: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,28 @@ def balance_slopes(routed: RoutedTokens, loads: Tensor) -> Tensor:
     """
     slopes = loads * routed.inverse_length[:, None].to(loads.dtype) * loads.shape[1]
     return slopes.index_select(0, routed.sample)
+
+
+def balance_over_layers(probabilities: Tensor, routed: RoutedTokens, layer: int) -> Tensor:
+    """Return the balancing loss (), times tokens, of a layer whose ``routed.loads`` are there.
+
+    The gradient is that of a loss over all layers, where loads are means over layers: by the time
+    of a backward all layers before the last have added theirs.
+    Source: transformers `load_balancing_loss_func`.
+    """
+    return cast("Tensor", _BalanceOverLayers.apply(probabilities, routed, layer))
+
+
+class _BalanceOverLayers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probabilities: Tensor, routed: RoutedTokens, layer: int) -> Tensor:
+        ctx.routed = routed
+        return (probabilities * balance_slopes(routed, routed.loads[layer])).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        loads = torch.stack([*ctx.routed.loads.values()]).mean(0)
+        return gradients[0] * balance_slopes(ctx.routed, loads), None, None
 
 
 def count_loads(choice: Choice, routed: RoutedTokens) -> Tensor:

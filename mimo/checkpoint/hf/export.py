@@ -43,7 +43,7 @@ from mimo.families.registry import QUERIES, encoder_settings, language_settings
 from mimo.runtime.progress import counter_of
 
 # Settings that no configuration of theirs has: initialization of weights, padding, losses.
-_OURS = {"init_std", "vocab_multiple", "folder", "balance_loss", "z_loss"}
+_OURS = {"init_std", "vocab_multiple", "folder", "balance_loss", "z_loss", "pool_layers"}
 # Of the image processor: their name by ours. Limits of pixels are written in several ways.
 _LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _CROPS = [f"pan_and_scan_{k}" for k in ("min_crop_size", "max_num_crops", "min_ratio_to_activate")]

@@ -33,6 +33,7 @@ from mimo.ops.routing import (
     Choice,
     RoutedTokens,
     TokenShare,
+    balance_over_layers,
     balance_slopes,
     choose_experts,
     count_loads,
@@ -46,8 +47,9 @@ class Experts:
     """The experts of a layer.
 
     count, top_k: E and k. size: inner size of an expert. normalize: whether a token's weights sum
-    to 1. balance_loss, z_loss: coefficients of the router's losses. shared_size: inner size of the
-    expert for all tokens, with a gate; 0 for none.
+    to 1. balance_loss, z_loss: coefficients of the router's losses. pools_layers: whether experts
+    are balanced over all layers together, which need to be on one stage. shared_size: inner size
+    of the expert for all tokens, with a gate; 0 for none.
     """
 
     count: int
@@ -56,6 +58,7 @@ class Experts:
     normalize: bool = True
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    pools_layers: bool = False
     shared_size: int = 0
 
 
@@ -93,17 +96,24 @@ class Router(nn.Module):
         experts = self.experts
         choice = choose_experts(tokens, self.weight, experts.top_k, experts.normalize)
         # A recomputed layer runs twice; only the second run has gradients and counts.
-        if not (self.training and torch.is_grad_enabled()):
+        counts = self.training and torch.is_grad_enabled()
+        if not (counts or (self.training and experts.pools_layers)):
             return choice
         loads = count_loads(choice, routed)
         per_expert = loads[:-1].sum(0)
         if self.group.size() > 1:
             dist.all_reduce(loads, group=self.group)
+        routed.loads[self.layer_number] = loads
+        if not counts:
+            return choice
         is_real = routed.inverse_length.index_select(0, routed.sample) > 0
         factor = self.loss_token_share / self.num_layers
         has_loss = factor * (experts.balance_loss + experts.z_loss) > 0
         with torch.set_grad_enabled(has_loss):  # else they are only metrics
-            balance = (choice.probabilities * balance_slopes(routed, loads)).sum()
+            if experts.pools_layers:
+                balance = balance_over_layers(choice.probabilities, routed, self.layer_number)
+            else:
+                balance = (choice.probabilities * balance_slopes(routed, loads)).sum()
             z = (choice.logits.logsumexp(-1).square() * is_real).sum()
         if has_loss:
             loss = factor * (experts.balance_loss * balance + experts.z_loss * z)

@@ -23,7 +23,9 @@ Coefficient = Annotated[float, Field(ge=0, le=1e3)]
 class ExpertSettings(DecoderSettings):
     """Keys of decoders with experts; ``ffn_hidden_size`` is the inner width of one."""
 
-    changeable_keys: ClassVar = LanguageSettings.changeable_keys | {"balance_loss", "z_loss"}
+    changeable_keys: ClassVar = LanguageSettings.changeable_keys | {
+        *("balance_loss", "z_loss", "pool_layers")
+    }
 
     num_experts: Width
     """Experts of a layer."""
@@ -36,6 +38,8 @@ class ExpertSettings(DecoderSettings):
     of transformers is 0.001."""
     z_loss: Coefficient = 0.0
     """Coefficient of the loss that keeps the router's logits small."""
+    pool_layers: bool = False
+    """Balance experts over all layers together, as transformers does, instead of in each layer."""
 
     @model_validator(mode="after")
     def _enough_experts(self) -> Self:
@@ -58,6 +62,7 @@ class ExpertSettings(DecoderSettings):
             normalize=self.normalize_weights,
             balance_loss=self.balance_loss,
             z_loss=self.z_loss,
+            pools_layers=self.pool_layers,
         )
 
     def layer_spec(
@@ -68,6 +73,11 @@ class ExpertSettings(DecoderSettings):
     def _divided_by_tp(self) -> dict[str, int]:
         sizes = super()._divided_by_tp()
         return {key: size for key, size in sizes.items() if key != "ffn_hidden_size"}
+
+    def grid_problems(self, tp: int, chunks: int, cp: int = 1) -> Iterator[str]:
+        yield from super().grid_problems(tp, chunks, cp)
+        if self.pool_layers and chunks > 1:
+            yield f"pp · vpp = {chunks} must be 1 for pool_layers, as a stage knows its layers only"
 
     def expert_problems(self, ep: int, etp: int) -> Iterator[tuple[str, str]]:
         for axis, size, key in (("ep", ep, "num_experts"), ("etp", etp, "ffn_hidden_size")):

@@ -13,6 +13,7 @@ import torch
 from mimo.ops.routing import (
     Choice,
     TokenShare,
+    balance_over_layers,
     balance_slopes,
     choose_experts,
     count_loads,
@@ -113,6 +114,28 @@ def test_the_balancing_loss_of_a_sample_is_that_of_transformers(top_k: int) -> N
     torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=0)
     (got,), (wanted,) = (torch.autograd.grad(loss, router) for loss in (ours, theirs))
     assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+def test_gradients_of_a_loss_over_all_layers_are_those_of_transformers() -> None:
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+    segments = PackedSegments.from_lengths(LENGTHS, CPU, REAL, tail=TAIL)
+    routed = TokenShare().plan_of(segments)
+    inputs = [draw(sum(LENGTHS), 8, seed=layer) for layer in range(3)]
+    routers = [draw(6, 8, seed=7 + layer).requires_grad_() for layer in range(3)]
+    ours: Any = 0.0
+    for layer, (tokens, router) in enumerate(zip(inputs, routers, strict=True)):
+        choice = choose_experts(tokens, router, 2, True)
+        routed.loads[layer] = count_loads(choice, routed)
+        ours = ours + balance_over_layers(choice.probabilities, routed, layer) / 3
+    theirs: Any = 0.0
+    for start, count in ((0, 13), (16, 8)):
+        at = slice(start, start + count)
+        logits = tuple(x[at] @ router.T for x, router in zip(inputs, routers, strict=True))
+        theirs = theirs + count * load_balancing_loss_func(logits, 6, 2)
+    gradients = (torch.autograd.grad(loss, routers) for loss in (ours, theirs))
+    for got, wanted in zip(*gradients, strict=True):
+        assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
 
 def test_the_balancing_loss_is_the_sum_of_what_ranks_compute() -> None:

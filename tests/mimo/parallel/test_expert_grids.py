@@ -64,6 +64,10 @@ REFUSED = [
         ["language.model.balance_loss=0.1", "data.packing=false"],
         "model.balance_loss: got 0.1, which needs language.engine: megatron and data.packing: true",
     ),
+    (
+        ["language.grid={pp: 2, dp: 1}", "language.model.pool_layers=true"],
+        "pp · vpp = 2 must be 1 for pool_layers",
+    ),
     (["language.model.experts_per_token=17"], "17 must be at most num_experts 16"),
     (["language.grid={tp: 2, etp: 2}", "language.lora={}"], "grid.etp: got 2, but adapters of ex"),
     (["train.fp8=current", "train.precision=bf16"], "train.fp8: got current, but experts compute"),
