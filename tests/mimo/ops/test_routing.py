@@ -131,7 +131,7 @@ def test_gradients_of_a_loss_over_all_layers_are_those_of_transformers() -> None
     theirs: Any = 0.0
     for start, count in ((0, 13), (16, 8)):
         at = slice(start, start + count)
-        logits = tuple(x[at] @ router.T for x, router in zip(inputs, routers, strict=True))
+        logits: Any = tuple(x[at] @ router.T for x, router in zip(inputs, routers, strict=True))
         theirs = theirs + count * load_balancing_loss_func(logits, 6, 2)
     gradients = (torch.autograd.grad(loss, routers) for loss in (ours, theirs))
     for got, wanted in zip(*gradients, strict=True):
@@ -187,16 +187,14 @@ def test_grouped_products_on_a_gpu_leave_no_noise_in_gradients_of_idle_experts()
     from mimo.device import local_device
 
     counts = torch.tensor([5, 0, 3, 0])
-    rows, weights = (
-        draw(*shape, seed=len(shape), dtype=torch.bfloat16) for shape in ((8, 16), (4, 24, 16))
-    )
-    expected = [x.clone().requires_grad_() for x in (rows, weights)]
-    reference = grouped_linear(*expected, counts)
+    drawn = draw(8, 16, dtype=torch.bfloat16), draw(4, 24, 16, seed=1, dtype=torch.bfloat16)
+    expected = [x.clone().requires_grad_() for x in drawn]
+    reference = grouped_linear(expected[0], expected[1], counts)
     reference.sum().backward()
-    got = [x.to(local_device()).requires_grad_() for x in (rows, weights)]
+    got = [x.to(local_device()).requires_grad_() for x in drawn]
     # What the allocator hands out next is not zero by luck.
     del [torch.full((4, 24, 16), torch.nan, dtype=torch.bfloat16, device=local_device())][:]
-    output = grouped_linear(*got, counts.to(local_device()))
+    output = grouped_linear(got[0], got[1], counts.to(local_device()))
     output.sum().backward()
     torch.testing.assert_close(output.cpu(), reference, rtol=2e-2, atol=2e-2)
     for ours, theirs in zip(got, expected, strict=True):
