@@ -183,7 +183,7 @@ def test_a_run_resumes_bit_by_bit_and_with_other_lanes(run_ranks: RunRanks, tmp_
 def test_a_trained_folder_answers_as_the_exported_one_generates(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    path = make("qwen3_5", tmp_path)
+    path = make("qwen3_5_moe", tmp_path)
     run_ranks(take_steps, 3, path)
     convert_to_hf(tmp_path / "runs", tmp_path / "exported", 10**9)
     ((ours, theirs),) = run_ranks(answer_both, 1, tmp_path)
