@@ -61,7 +61,7 @@ class Bridge(ABC):
             mine = numbers[self.rank if case.is_output else self.lane]
             self.values = (mine[:, None] + columns).to(device.local_device())
 
-    def prepare(self) -> None:  # noqa: B027
+    def prepare(self) -> None:  # noqa: B027 (most contestants have nothing to prepare)
         """Do what is not timed, before every run."""
 
     @abstractmethod

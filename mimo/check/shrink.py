@@ -100,7 +100,7 @@ def keep_axes(layout: Layout, axes: frozenset[Axis]) -> Layout | None:
         sizes = {axis: getattr(grid, axis) if (grid.module, axis) in axes else 1 for axis in _AXES}
         sizes |= {
             axis: size if (grid.module, axis) in axes else 1
-            for axis, size in _small_experts(grid).items()
+            for axis, size in _smallest_expert_axes(grid).items()
         }
         grid = replace(grid, **sizes, dp_replicate=_replicas(grid, sizes["dp"]) or 1)
         return replace(grid, sp=grid.sp and grid.tp > 1, vpp=grid.vpp if grid.pp > 1 else 1)
@@ -125,7 +125,7 @@ def shrink(layout: Layout) -> Layout:
         axes = dict(zip(_AXES, sizes, strict=True))
         if (copies := _replicas(language, axes["dp"])) is None:
             continue
-        axes |= _small_experts(language)
+        axes |= _smallest_expert_axes(language)
         candidate = replace(language, **axes, vpp=min(language.vpp, 2), dp_replicate=copies)
         if not _experts_fit(candidate):
             continue
@@ -162,7 +162,7 @@ def cover(layout: Layout, max_ranks: int) -> Cover:
     return Cover(parts, [pair for pair in pairs if not any(part.axes >= {*pair} for part in parts)])
 
 
-def _small_experts(grid: GridSpec) -> dict[str, int]:
+def _smallest_expert_axes(grid: GridSpec) -> dict[str, int]:
     """Return the smallest size above 1 of each axis of experts above 1: a prime factor."""
     sizes = {axis: getattr(grid, axis) for axis in _EXPERT_AXES}
     return {a: next((f for f in range(2, n) if n % f == 0), n) for a, n in sizes.items()}

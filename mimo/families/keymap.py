@@ -125,7 +125,7 @@ def plain(name: str, key: str, *shape: int, transposed: bool = False) -> Weight:
     return Weight(name, (Run(source, 0, source.num_rows),))
 
 
-def of_experts(name: str, key: str, *shape: int) -> Weight:
+def expert_matrices(name: str, key: str, *shape: int) -> Weight:
     """Map the matrices of all experts, one below the other, to one tensor of shape (E, R', C)."""
     source = Source(key, shape, stacked=True)
     return Weight(name, (Run(source, 0, source.num_rows),))

@@ -16,7 +16,8 @@ The device's context, memory of libraries such as NCCL, and fragmentation come o
 
 import math
 import re
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -144,7 +145,7 @@ class _Module:
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
             for weight in weights_of(recipe, name, known, num_layers=period)
         }
-        self.held, self.trained = Counter[str](), Counter[str]()  # means may be fractions
+        self.held, self.trained = defaultdict[str, float](float), defaultdict[str, float](float)
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
         # Models of transformers list all layers, because these may differ; their mean counts.
         is_general = self.part.family == GENERAL
@@ -171,7 +172,7 @@ class _Module:
                 self._count(place, lora.rank * sum(sizes), self.part.trains)
         for counter in (self.held, self.trained):
             for place in ("layer", "experts"):
-                counter[place] /= self.listed  # type: ignore[assignment]
+                counter[place] /= self.listed
 
     def _count(self, place: str, elements: int, is_trainable: bool) -> None:
         self.held[place] += elements
@@ -232,12 +233,12 @@ class _Module:
         """Parts into which FSDP2 cuts each parameter."""
         return self.grid.dp // self.grid.dp_replicate
 
-    def _all(self, elements: Counter[str]) -> int:
+    def _all(self, elements: Mapping[str, float]) -> float:
         in_layers = elements["layer"] + elements["experts"]
         return elements["first"] + self.layers * in_layers + elements["last"]
 
     @property
-    def _embedding(self) -> int:
+    def _embedding(self) -> float:
         """Elements of an embedding that FSDP2 gathers separately, because it is not the head."""
         return self.held["first"] if self.name == LANGUAGE and _OUTPUT in self.shapes else 0
 

@@ -100,13 +100,13 @@ def _language_problems(recipe: Recipe, grid: GridSpec) -> Iterator[str]:
             yield recipe.problem(("language", "grid", "etp"), message)
     yield from _fp8_problems(recipe, grid.tp)
     for key in ("balance_loss", "z_loss"):
-        if (given := getattr(settings, key, 0)) and not (
+        if (coefficient := getattr(settings, key, 0)) and not (
             grid.engine == "megatron" and recipe.data.packing
         ):
             yield recipe.problem(
                 ("language", "model", key),
-                f"got {given}, which needs language.engine: megatron and data.packing: true; set "
-                "it to 0",
+                f"got {coefficient}, which needs language.engine: megatron and data.packing: true; "
+                "set it to 0",
             )
     if settings.item_rules.bidirectional and recipe.encoders and not recipe.data.packing:
         yield recipe.problem(

@@ -22,7 +22,7 @@ from torch import Tensor
 from mimo.device import send
 from mimo.ops.attention_kernels import KERNELS, AttentionBlocks
 from mimo.ops.segments import (
-    LaneForm,
+    Form,
     LaneOrder,
     PackedSegments,
     gather_rows,
@@ -103,10 +103,10 @@ class LayerForm:
 
 
 @functools.lru_cache(maxsize=8)
-def batch_plan(form: LayerForm | LaneForm, length: int, batch: int, device: torch.device) -> Any:
+def batch_plan(form: Form, length: int, batch: int, device: torch.device) -> Any:
     """Return the plan for ``batch`` segments of one ``length``; most steps and layers share it."""
-    plan = form.plan((length,) * batch, ())
-    return to_device(plan, functools.partial(send, device=device))
+    segments = PackedSegments.from_lengths((length,) * batch, torch.device("cpu"))
+    return to_device(form.plan_of(segments), functools.partial(send, device=device))
 
 
 def attention_blocks(

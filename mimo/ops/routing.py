@@ -58,13 +58,19 @@ class RoutedTokens:
     sample: (T,) int64, each token's packed sample; S for padding. inverse_length: (S + 1,) fp64,
     1 / tokens of each sample; 0 for padding. real: (n,) int64, those of the rank's own tokens that
     are no padding, where its own are the ones that it sends to experts; None if all are real.
-    loads: by layer, those of `count_loads` over all ranks that share the samples.
+    loads: of layers that are balanced together, by number: those of `count_loads` over all ranks
+    that share the samples.
     """
 
     sample: Tensor
     inverse_length: Tensor
     real: Tensor | None
     loads: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_real(self) -> Tensor:
+        """(T,) bool: whether a token is no padding."""
+        return self.inverse_length.index_select(0, self.sample) > 0
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,11 @@ class TokenShare:
         sample = sample[zigzag_indices(segments.lengths, self.cp_size, self.cp_rank)]
         # Without sequence parallelism the last part is padded.
         each = -(-len(sample) // self.tp_size)
-        own = sample[self.tp_rank * each : (self.tp_rank + 1) * each]
-        real = (own < len(counts)).nonzero().flatten()
+        part = sample[self.tp_rank * each : (self.tp_rank + 1) * each]
+        real = (part < len(counts)).nonzero().flatten()
         lengths = torch.tensor([*counts, 0], dtype=torch.float64)
         return RoutedTokens(
-            sample=own if self.sequence_parallel else sample,
+            sample=part if self.sequence_parallel else sample,
             inverse_length=torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0),
             real=real if len(real) < each else None,
         )
@@ -113,21 +119,22 @@ def balance_slopes(routed: RoutedTokens, loads: Tensor) -> Tensor:
     return slopes.index_select(0, routed.sample)
 
 
-def balance_over_layers(probabilities: Tensor, routed: RoutedTokens, layer: int) -> Tensor:
-    """Return the balancing loss (), times tokens, of a layer whose ``routed.loads`` are there.
+def balance_over_layers(choice: Choice, routed: RoutedTokens, loads: Tensor, layer: int) -> Tensor:
+    """Return the balancing loss (), times tokens, of a layer with these ``loads``.
 
     The gradient is that of a loss over all layers, where loads are means over layers: by the time
-    of a backward all layers before the last have added theirs.
+    of a backward all layers have put theirs into ``routed``.
     Source: transformers `load_balancing_loss_func`.
     """
-    return cast("Tensor", _BalanceOverLayers.apply(probabilities, routed, layer))
+    routed.loads[layer] = loads
+    return cast("Tensor", _BalanceOverLayers.apply(choice.probabilities, routed, loads))
 
 
 class _BalanceOverLayers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, routed: RoutedTokens, layer: int) -> Tensor:
+    def forward(ctx: Any, probabilities: Tensor, routed: RoutedTokens, loads: Tensor) -> Tensor:
         ctx.routed = routed
-        return (probabilities * balance_slopes(routed, routed.loads[layer])).sum()
+        return (probabilities * balance_slopes(routed, loads)).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -217,10 +217,7 @@ class LaneForm:
     cp_size: int
 
     def plan_of(self, segments: PackedSegments) -> LaneOrder:
-        return self.plan(segments.lengths, segments.items)
-
-    def plan(self, lengths: tuple[int, ...], items: tuple[tuple[int, int], ...]) -> LaneOrder:
-        return zigzag_order(lengths, self.cp_size)
+        return zigzag_order(segments.lengths, self.cp_size)
 
 
 def gather_lane(share: Tensor, order: LaneOrder, group: dist.ProcessGroup) -> Tensor:

@@ -37,28 +37,28 @@ class StepResult:
     metrics: Mapping[str, float | None]
 
 
-def router_figures(sums: np.ndarray, size: tuple[int, int]) -> dict[str, float]:
+def router_metrics(sums: np.ndarray, size: tuple[int, int]) -> dict[str, float]:
     """Return the metrics of routers; none if nothing was counted.
 
     sums: see `mimo.engines.contract.Module.add_router_sums`, flattened; size: its shape.
     `expert_tokens` is the mean number of tokens per expert, with `_min` that of the idlest expert
     of any layer; `expert_imbalance` is the largest over the mean, averaged over layers, with `_max`
-    that of the worst layer. The others are means over tokens and layers, losses without their
-    coefficients.
+    that of the worst layer. The others are means over tokens and layers; of losses, those with a
+    coefficient, without it.
     """
     if not sums.any():
         return {}
     loads, others = np.split(sums.reshape(size), [-4], axis=1)
     imbalance = loads.max(axis=1) / loads.mean(axis=1)
-    entropy, balance, z = (others[:, 1:] / others[:, :1]).mean(axis=0).tolist()
+    entropy, *losses = (others[:, 1:] / others[:, :1]).mean(axis=0).tolist()
+    named = zip(("balance_loss", "z_loss"), losses, strict=True)
     return {
         "expert_tokens": float(loads.mean()),
         "expert_tokens_min": float(loads.min()),
         "expert_imbalance": float(imbalance.mean()),
         "expert_imbalance_max": float(imbalance.max()),
         "router_entropy": entropy,
-        "balance_loss": balance,
-        "z_loss": z,
+        **{name: loss for name, loss in named if loss},
     }
 
 

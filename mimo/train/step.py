@@ -18,7 +18,7 @@ from mimo.model.modules import MimoModel
 from mimo.model.step_plan import StepPlan
 from mimo.spans import RANK, SPANS
 from mimo.train.batches import Batches, RankBatch
-from mimo.train.metrics import Column, StepResult, StepTimes, is_logged, router_figures
+from mimo.train.metrics import Column, StepResult, StepTimes, is_logged, router_metrics
 from mimo.train.schedule import learning_rates
 
 # With `bridge.check: first_steps`, plan digests are compared over the bridge in this many steps.
@@ -179,7 +179,7 @@ def train_step(
         "step_seconds": seconds,
         "data_wait_seconds": max(sums.data_wait_seconds.values()),
         "host_seconds": seconds - waited,
-        **router_figures(cast("np.ndarray", sums.routers), model.router_size),
+        **router_metrics(cast("np.ndarray", sums.routers), model.router_size),
         **times.figures(sums.times),
     }
     return StepResult(plan, loss, norm, grad_norms, is_skipped, metrics)

@@ -81,8 +81,10 @@ class GatedDeltaNet(nn.Module):
         )
         dtype, local = config.params_dtype, self.heads * self.values_per_key
         width = sizes.linear_conv_kernel_dim
-        self.conv_weight = _cut(torch.empty(self.heads * channels, width, dtype=dtype))
-        self.a_log, self.dt_bias = (_cut(torch.empty(local, dtype=dtype)) for _ in range(2))
+        self.conv_weight = _tp_parameter(torch.empty(self.heads * channels, width, dtype=dtype))
+        self.a_log, self.dt_bias = (
+            _tp_parameter(torch.empty(local, dtype=dtype)) for _ in range(2)
+        )
         self.norm_weight = nn.Parameter(torch.ones(self.value_size, dtype=dtype))
 
     def forward(
@@ -122,7 +124,7 @@ class GatedDeltaNet(nn.Module):
         assert sum(lengths) == len(inputs), f"{len(inputs)} tokens for segments of {lengths}"
         mixed, strengths, decays = inputs.split(self.parts, dim=-1)
         weight, a_log, dt_bias = (
-            self._here(p) for p in (self.conv_weight, self.a_log, self.dt_bias)
+            self._rows_of_cp_rank(p) for p in (self.conv_weight, self.a_log, self.dt_bias)
         )
         mixed = segment_conv(mixed.flatten(1), weight, lengths).view(mixed.shape)
         sizes = (self.key_size, self.key_size, self.gates)
@@ -135,12 +137,12 @@ class GatedDeltaNet(nn.Module):
             query, key, value, log_decay, strengths.flatten(1).sigmoid(), lengths
         )
 
-    def _here(self, parameter: Tensor) -> Tensor:
+    def _rows_of_cp_rank(self, parameter: Tensor) -> Tensor:
         """Return the rows of the heads that this context-parallel rank scans."""
         return parameter.chunk(self.cp.size())[self.cp.rank()]
 
 
-def _cut(rows: Tensor) -> nn.Parameter:
+def _tp_parameter(rows: Tensor) -> nn.Parameter:
     """A tensor-parallel rank's rows of a parameter."""
     parameter = nn.Parameter(rows)
     set_tensor_model_parallel_attributes(parameter, True, 0, 1)

@@ -4,8 +4,8 @@ The ranks of a group of ep · etp ranks hold all experts together. Each rank sen
 for each chosen expert, to every rank with a part of that expert. No row is padded or dropped. With
 etp > 1 receivers compute with parts of an expert, and the sender adds up their outputs.
 
-Letters: n own tokens of this rank, k experts of a token, E experts, G ranks of the group, m rows
-sent and r rows received by this rank, H hidden.
+Letters: n tokens that this rank sends, k experts of a token, E experts, G ranks of the group, m
+rows sent and r rows received by this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class Route:
         # Of each sender and expert; ranks with parts of the same experts follow each other.
         table = table.view(ranks, num_experts)
         first = group.rank() // etp * each
-        mine = table[:, first : first + each]
-        host = torch.cat((table[group.rank()].view(-1, each).sum(1), mine.sum(1))).tolist()
+        arriving = table[:, first : first + each]
+        host = torch.cat((table[group.rank()].view(-1, each).sum(1), arriving.sum(1))).tolist()
         to_parts, received = host[: ranks // etp], host[ranks // etp :]
         if etp > 1:
             choices = torch.cat([part for p in choices.split(to_parts) for part in [p] * etp])
         expert = torch.arange(each, device=table.device).repeat(ranks)
-        expert = expert.repeat_interleave(mine.flatten(), output_size=sum(received))
+        expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))
         return cls(
             token=choices // top_k,
             places=choices.argsort(stable=True).view(-1, top_k * etp),
             sent=[count for count in to_parts for _ in range(etp)],
             received=received,
             by_expert=expert.argsort(stable=True),
-            counts=mine.sum(0),
+            counts=arriving.sum(0),
         )
 
 

@@ -28,6 +28,7 @@ from torch.nn import functional
 from mimo.device import local_device
 from mimo.engines.megatron.config import LoRA, gather_sequence, scatter_sequence
 from mimo.engines.megatron.dispatch import Route, exchange
+from mimo.ops.attention_plan import batch_plan
 from mimo.ops.layers import gate
 from mimo.ops.routing import (
     Choice,
@@ -67,6 +68,13 @@ def _parameter(config: TransformerConfig, rows: int, columns: int) -> nn.Paramet
     return nn.Parameter(torch.empty(size, dtype=dtype, device=local_device()))
 
 
+def _whole_parameter(config: TransformerConfig, rows: int) -> nn.Parameter:
+    """A matrix (rows, H) on every rank; each multiplies its slice under sequence parallelism."""
+    parameter: Any = _parameter(config, rows, config.hidden_size)
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter
+
+
 class Router(nn.Module):
     """Chooses experts, and adds the gradients of its losses.
 
@@ -79,9 +87,8 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.experts, self.num_layers, self.layer_number = experts, config.num_layers, 1
-        self.weight = _parameter(config, experts.count, config.hidden_size)
-        # Each rank then routes its slice; else tensor-parallel ranks route the same tokens.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _whole_parameter(config, experts.count)
+        # Without sequence parallelism tensor-parallel ranks route the same tokens.
         self.group: dist.ProcessGroup = groups.tp_cp if config.sequence_parallel else groups.cp
         self.counts_once = config.sequence_parallel or groups.tp.rank() == 0
         self.loss_token_share = 0.0
@@ -92,31 +99,29 @@ class Router(nn.Module):
         self.loss_token_share, self.sums = loss_token_share, None
 
     def forward(self, tokens: Tensor, routed: RoutedTokens) -> Choice:
-        """tokens (T, H) -> their experts. All ranks that share samples call it."""
+        """tokens (T, H) -> their experts. With losses, all ranks that share samples call it."""
         experts = self.experts
         choice = choose_experts(tokens, self.weight, experts.top_k, experts.normalize)
-        # A recomputed layer runs twice; only the second run has gradients and counts.
-        counts = self.training and torch.is_grad_enabled()
-        if not (counts or (self.training and experts.pools_layers)):
+        is_first_run = not torch.is_grad_enabled()  # of a layer that is recomputed
+        if not self.training or (is_first_run and not experts.pools_layers):
             return choice
         loads = count_loads(choice, routed)
-        per_expert = loads[:-1].sum(0)
-        if self.group.size() > 1:
-            dist.all_reduce(loads, group=self.group)
-        routed.loads[self.layer_number] = loads
-        if not counts:
-            return choice
-        is_real = routed.inverse_length.index_select(0, routed.sample) > 0
-        factor = self.loss_token_share / self.num_layers
-        has_loss = factor * (experts.balance_loss + experts.z_loss) > 0
-        with torch.set_grad_enabled(has_loss):  # else they are only metrics
+        per_expert, is_real = loads[:-1].sum(0), routed.is_real
+        balance = z = loads.new_zeros(())
+        if experts.balance_loss:
+            if self.group.size() > 1:
+                dist.all_reduce(loads, group=self.group)
             if experts.pools_layers:
-                balance = balance_over_layers(choice.probabilities, routed, self.layer_number)
+                balance = balance_over_layers(choice, routed, loads, self.layer_number)
             else:
                 balance = (choice.probabilities * balance_slopes(routed, loads)).sum()
+        if is_first_run:
+            return choice
+        if experts.z_loss:
             z = (choice.logits.logsumexp(-1).square() * is_real).sum()
-        if has_loss:
-            loss = factor * (experts.balance_loss * balance + experts.z_loss * z)
+        loss = experts.balance_loss * balance + experts.z_loss * z
+        if loss.requires_grad:
+            loss = loss * (self.loss_token_share / self.num_layers)
             choice = replace(choice, weights=_AddLoss.apply(choice.weights, loss))
         with torch.no_grad():
             entropy = torch.special.entr(choice.probabilities).sum(-1) * is_real
@@ -232,10 +237,11 @@ class SparseMLP(nn.Module):
         self.router = Router(config, experts, groups)
         self.experts = LocalExperts(config, experts, groups, lora)
         if experts.shared_size:
-            own = copy.copy(config)  # of which Megatron's second linear takes the size
-            own.ffn_hidden_size = size = experts.shared_size
+            # Megatron's second linear reads its size from the configuration.
+            shared_config, size = copy.copy(config), experts.shared_size
+            shared_config.ffn_hidden_size = size
             self.shared_expert = shared(
-                config=own, pg_collection=groups, is_mtp_layer=False, ffn_hidden_size=size
+                config=shared_config, pg_collection=groups, is_mtp_layer=False, ffn_hidden_size=size
             )
             self.shared_expert_gate = _Gate(config)
 
@@ -252,13 +258,12 @@ class SparseMLP(nn.Module):
         routed = self._routed(tokens)
         choice = self.router(tokens, routed)
         tp = cast("dist.ProcessGroup", self.groups.tp)
-        own, weights, experts = tokens, choice.weights, choice.experts
+        parts = (tokens, choice.weights, choice.experts)
         is_split = tp.size() > 1 and not self.form.sequence_parallel
         if is_split:
-            parts = (tokens, choice.weights, choice.experts)
             padded = (functional.pad(x, (0, 0, 0, -len(x) % tp.size())) for x in parts)
-            own, weights, experts = (scatter_sequence(x, group=tp) for x in padded)
-        output = self._run(own, weights, experts, routed.real)
+            parts = tuple(scatter_sequence(x, group=tp) for x in padded)
+        output = self._run(parts, routed.real)
         if is_split:
             # Gradients are equal and complete on all ranks: a sum would count them once for each.
             output = gather_sequence(output, tensor_parallel_output_grad=False, group=tp)
@@ -273,12 +278,13 @@ class SparseMLP(nn.Module):
         if self.segments is not None:
             return self.segments.plan(self.form)
         # A batch: its padding is routed like other tokens, and it has no losses.
-        segments = PackedSegments.from_lengths((len(tokens),), tokens.device)
         whole = replace(self.form, cp_size=1, cp_rank=0)
-        return segments.plan(TokenShare() if self.form.sequence_parallel else whole)
+        form = TokenShare() if self.form.sequence_parallel else whole
+        return batch_plan(form, len(tokens), 1, tokens.device)
 
-    def _run(self, tokens: Tensor, weights: Tensor, experts: Tensor, real: Tensor | None) -> Tensor:
-        """tokens (n, H), weights and experts (n, k) -> (n, H), zeros for padding."""
+    def _run(self, parts: tuple[Tensor, ...], real: Tensor | None) -> Tensor:
+        """parts: tokens (n, H), weights and experts (n, k) -> (n, H), zeros for padding."""
+        tokens, weights, experts = parts
         if real is not None:
             weights, experts = weights.index_select(0, real), experts.index_select(0, real)
         group = cast("dist.ProcessGroup", self.groups.tp_ep)
@@ -306,8 +312,7 @@ class _Gate(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.weight = _parameter(config, 1, config.hidden_size)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _whole_parameter(config, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (S', B, H) -> (S', B, 1)."""

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 
 from mimo.engines.megatron.cpu import adapt_to_machine
-from mimo.engines.megatron.weights import is_of_experts
+from mimo.engines.megatron.weights import is_expert_param
 from mimo.engines.optimizer import OptimizerSettings, fill_state, start_average, torch_optimizer
 
 
@@ -100,7 +100,9 @@ def build_optimizers(
     )
     named = (named for chunk in chunks for named in chunk.named_parameters())
     trained = [(name, param) for name, param in named if param.requires_grad]
-    by_kind = {kind: [p for p in trained if is_of_experts(p[1]) == kind] for kind in (False, True)}
+    by_kind = {
+        kind: [p for p in trained if is_expert_param(p[1]) == kind] for kind in (False, True)
+    }
     return [
         _build_optimizer(chunks, params, kind, config, settings, learning_rate, groups)
         for kind, params in by_kind.items()

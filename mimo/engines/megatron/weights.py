@@ -38,7 +38,7 @@ _SHARED_BYTES = 1 << 20
 """Replicas share the writing of larger parameters; each smaller one is written by one of them."""
 
 
-def is_of_experts(param: Any) -> bool:
+def is_expert_param(param: Any) -> bool:
     """Return whether a parameter is of experts, whose replicas are those of `groups.expt_dp`."""
     return not getattr(param, "allreduce", True)
 
@@ -81,7 +81,7 @@ class Cut:
     def of(cls, param: Tensor, groups: ProcessGroupCollection) -> Cut:
         """Read the cut from the attributes that Megatron sets on its parameters."""
         rows, tp, part, parts = param.shape[0], groups.tp, 0, 1
-        if is_of_experts(param):
+        if is_expert_param(param):
             tp, part, parts = groups.expt_tp, groups.ep.rank(), groups.ep.size()
         columns = param.numel() // rows
         dim, blocks = None, 1
@@ -184,7 +184,7 @@ def module_pieces(
     for order, (key, cut, param, is_copy) in enumerate(_parameters(module, chunks, groups)):
         if purpose == "save" and (is_copy or (cut.dim is None and cut.rank > 0)):
             continue  # another rank writes it
-        bounds, of_experts = (0, param.numel()), is_of_experts(param)
+        bounds, of_experts = (0, param.numel()), is_expert_param(param)
         replicas = groups.expt_dp if of_experts else groups.dp_cp
         if purpose == "save":
             bounds = _written_bounds(param, order, replicas.rank(), replicas.size())

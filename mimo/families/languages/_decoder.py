@@ -142,29 +142,29 @@ def norm_weights(
     settings: LanguageSettings, layer: int, norms: Mapping[str, str]
 ) -> Iterator[Weight]:
     """Yield the weights of a layer's norms. norms: our name by theirs."""
-    (here, there), widths = layer_names(layer), (settings.hidden_size, settings.head_size)
+    (ours, theirs), widths = layer_names(layer), (settings.hidden_size, settings.head_size)
     for norm, name in norms.items():
         width = widths[norm in QK_NORMS]
-        yield plain(f"{here}.{name}.weight", f"{there}.{norm}.weight", width)
+        yield plain(f"{ours}.{name}.weight", f"{theirs}.{norm}.weight", width)
 
 
 def qkv_weights(
     settings: LanguageSettings, layer: int, qkv_bias: bool = False, has_gate: bool = False
 ) -> list[Weight]:
     """Return the projections of a layer's attention. has_gate: see `grouped_qkv`."""
-    here, there = layer_names(layer)
+    ours, theirs = layer_names(layer)
     size, head = settings.hidden_size, settings.head_size
     heads, groups = settings.num_attention_heads, settings.num_query_groups
     weights = []
     for kind, columns in {"weight": (size,), "bias": ()}.items():
         if kind == "weight" or qkv_bias:
-            keys = [f"{there}.self_attn.{which}_proj.{kind}" for which in "qkv"]
-            qkv = f"{here}.self_attention.linear_qkv.{kind}"
+            keys = [f"{theirs}.self_attn.{which}_proj.{kind}" for which in "qkv"]
+            qkv = f"{ours}.self_attention.linear_qkv.{kind}"
             weights.append(
                 grouped_qkv(qkv, keys, groups, heads // groups, head, *columns, has_gate=has_gate)
             )
-    ours, theirs = f"{here}.self_attention.linear_proj.weight", f"{there}.self_attn.o_proj.weight"
-    return [*weights, plain(ours, theirs, size, heads * head)]
+    names = f"{ours}.self_attention.linear_proj.weight", f"{theirs}.self_attn.o_proj.weight"
+    return [*weights, plain(*names, size, heads * head)]
 
 
 class MRopeSettings(DecoderSettings):

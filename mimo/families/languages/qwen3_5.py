@@ -140,15 +140,15 @@ class Settings(MRopeSettings):
 
         A smaller norm_eps would amplify the rounding noise of states near 0.
         """
-        both = len(set(self.layer_kinds())) == 2
-        interval = 2 if both else 1 if self.full_attention_interval == 1 else chunks + 1
+        has_both_kinds = len(set(self.layer_kinds())) == 2
+        interval = 2 if has_both_kinds else 1 if self.full_attention_interval == 1 else chunks + 1
         heads = 2 * math.lcm(2, tp)
         grouped = self.linear_num_value_heads > self.linear_num_key_heads
         return self.model_copy(
             update={
                 **self._scaled_sizes(tp),
                 "head_size": 16,
-                "num_layers": (1 + both) * chunks,
+                "num_layers": (1 + has_both_kinds) * chunks,
                 "full_attention_interval": interval,
                 "mrope_section": proportional(self.mrope_section, 4),
                 "linear_num_key_heads": heads,
@@ -203,8 +203,8 @@ def attention_weights(settings: Settings, layer: int) -> list[Weight]:
 
 
 def _linear_weights(settings: Settings, layer: int) -> list[Weight]:
-    here, there = layer_names(layer)
-    here, there = f"{here}.self_attention", f"{there}.linear_attn"
+    our_layer, their_layer = layer_names(layer)
+    ours, theirs = f"{our_layer}.self_attention", f"{their_layer}.linear_attn"
     size, heads = settings.hidden_size, settings.linear_num_key_heads
     (keys, values), strengths = settings._linear_widths, settings.linear_num_value_heads
     key, value, strength = keys // heads, values // heads, strengths // heads
@@ -215,19 +215,19 @@ def _linear_weights(settings: Settings, layer: int) -> list[Weight]:
 
     mixed = 2 * keys + values
     inputs = [
-        *parts(Source(f"{there}.in_proj_qkv.weight", (mixed, size))),
-        (Source(f"{there}.in_proj_b.weight", (strengths, size)), 0, strength),
-        (Source(f"{there}.in_proj_a.weight", (strengths, size)), 0, strength),
-        (Source(f"{there}.in_proj_z.weight", (values, size)), 0, value),
+        *parts(Source(f"{theirs}.in_proj_qkv.weight", (mixed, size))),
+        (Source(f"{theirs}.in_proj_b.weight", (strengths, size)), 0, strength),
+        (Source(f"{theirs}.in_proj_a.weight", (strengths, size)), 0, strength),
+        (Source(f"{theirs}.in_proj_z.weight", (values, size)), 0, value),
     ]
-    conv = Source(f"{there}.conv1d.weight", (mixed, 1, settings.conv_width))
+    conv = Source(f"{theirs}.conv1d.weight", (mixed, 1, settings.conv_width))
     return [
-        interleaved(f"{here}.linear_qkv.weight", inputs, heads),
-        interleaved(f"{here}.conv_weight", parts(conv), heads),
-        plain(f"{here}.a_log", f"{there}.A_log", strengths),
-        plain(f"{here}.dt_bias", f"{there}.dt_bias", strengths),
-        plain(f"{here}.norm_weight", f"{there}.norm.weight", settings.linear_value_size),
-        plain(f"{here}.linear_proj.weight", f"{there}.out_proj.weight", size, values),
+        interleaved(f"{ours}.linear_qkv.weight", inputs, heads),
+        interleaved(f"{ours}.conv_weight", parts(conv), heads),
+        plain(f"{ours}.a_log", f"{theirs}.A_log", strengths),
+        plain(f"{ours}.dt_bias", f"{theirs}.dt_bias", strengths),
+        plain(f"{ours}.norm_weight", f"{theirs}.norm.weight", settings.linear_value_size),
+        plain(f"{ours}.linear_proj.weight", f"{theirs}.out_proj.weight", size, values),
     ]
 
 

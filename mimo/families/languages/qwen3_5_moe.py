@@ -40,8 +40,8 @@ class Settings(ExpertSettings, qwen3_5.Settings):
         products, size, inner = [], self.hidden_size, self.shared_expert_size
         for product in super().products(vocab_size):
             products.append(product)
-            layer, found, _ = (product.parameter or "").partition(_LAST_OF_EXPERTS)
-            if found:
+            layer, separator, _ = (product.parameter or "").partition(_LAST_OF_EXPERTS)
+            if separator:
                 products += [
                     Product(f"{layer}{_SHARED}.linear_fc1.weight", "token", (2 * inner, size)),
                     Product(f"{layer}{_SHARED}.linear_fc2.weight", "token", (size, inner)),

@@ -136,7 +136,7 @@ def scan_heads_of_first_cp_rank() -> None:
     def first(self: Any, parameter: Any) -> Any:
         return parameter.chunk(self.cp.size())[0]
 
-    GatedDeltaNet._here = first  # type: ignore[method-assign]
+    GatedDeltaNet._rows_of_cp_rank = first  # type: ignore[method-assign]
 
 
 NORM = "language.decoder.layers.0.self_attention.norm_weight"

@@ -92,13 +92,13 @@ def transformers_conv(x: Tensor, weight: Tensor) -> Tensor:
 def errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
     """The error of each tensor."""
     largest = max(float(x.abs().max()) for x in expected)
-    found = []
+    of_tensors = []
     for x, reference in zip(got, expected, strict=True):
         assert x.dtype == reference.dtype
         assert x.isfinite().all()
         floor = max(float(reference.abs().max()), 1e-6 * largest)
-        found.append(float((x - reference).abs().max()) / floor)
-    return found
+        of_tensors.append(float((x - reference).abs().max()) / floor)
+    return of_tensors
 
 
 def check_equal(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:

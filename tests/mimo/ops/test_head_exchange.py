@@ -38,7 +38,7 @@ def exchange(rank: int) -> dict[str, Tensor]:
 
 
 def test_a_rank_gets_all_tokens_of_its_heads_and_its_share_back(run_ranks: RunRanks) -> None:
-    for rank, found in enumerate(run_ranks(exchange, 2)):
-        assert torch.equal(found["heads"], lane().chunk(2, dim=1)[rank])
-        assert torch.equal(found["back"], found["share"])
-        assert torch.equal(found["grad"], found["share"]), "the gradient goes the same way back"
+    for rank, results in enumerate(run_ranks(exchange, 2)):
+        assert torch.equal(results["heads"], lane().chunk(2, dim=1)[rank])
+        assert torch.equal(results["back"], results["share"])
+        assert torch.equal(results["grad"], results["share"]), "the gradient goes the same way back"
