@@ -5,10 +5,8 @@ A truth is written as in `test_label_masks`. A query position is a padding token
 
 from __future__ import annotations
 
-import json
 import pickle
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +14,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 
 from data.text.chat import ChatTokenizer, EncodedSample
-from data.text.digits import write_tokenizer
-from data.text.messages import MediaText, MessagesError, UnknownMediaError
+from data.text.messages import MessagesError, UnknownMediaError
 from data.text.outputs import OutputText
-from tests.data.checkpoint_files import GEMMA_IMAGE, write_folder
-from tests.data.text.test_label_masks import CLOSED, QWEN3, QWEN3_VL, tokens_of, user
-
-START, END = "<|image_gen_start|>", "<|image_gen_end|>"
-QUERIES, PROMPT = OutputText(START, END), OutputText(START, END, skipped_tokens=3)
-IMAGE, CLIP = {"type": "image"}, {"type": "clip"}
-FAMILIES = {
-    "qwen2_5_vl": ("qwen2_5_vl", None),
-    "qwen3_vl": ("qwen3_vl", QWEN3_VL),
-    "qwen3": ("qwen3_vl", QWEN3),
-    "closed": ("qwen3_vl", CLOSED),
-    "gemma3": ("gemma3", None),
-    "digits": ("digits", None),
-}
-
-Open = Callable[..., ChatTokenizer]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    written = {}
-    for name, (family, template) in FAMILIES.items():
-        folder = written[name] = tmp_path_factory.mktemp(name)
-        if family == "digits":
-            write_tokenizer(folder)
-            continue
-        write_folder(family, folder)
-        if template is not None:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-            tokenizer.chat_template = template
-            tokenizer.save_pretrained(str(folder))
-    return written
-
-
-@pytest.fixture(scope="module")
-def opened(folders: dict[str, Path]) -> Open:
-    @cache
-    def open_chat(name: str, output: OutputText = QUERIES) -> ChatTokenizer:
-        image = GEMMA_IMAGE if name == "gemma3" else MediaText("<|image_pad|>")
-        return ChatTokenizer(folders[name], {"image": image}, {"output.image": output})
-
-    return open_chat
-
-
-def answer(*contents: Any) -> dict[str, Any]:
-    return {**user(*contents), "role": "assistant"}
-
-
-def with_tokens(chat: ChatTokenizer, folder: Path) -> ChatTokenizer:
-    """The tokenizer of a folder whose files have the tokens."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(chat.directory))
-    new = [AddedToken(token, normalized=False, special=True) for token in (START, END)]
-    tokenizer.add_tokens(new, special_tokens=True)
-    tokenizer.chat_template = chat.template
-    tokenizer.save_pretrained(str(folder))
-    return ChatTokenizer(folder, chat.media_text, chat.outputs)
-
+from tests.data.text.conftest import (
+    END,
+    IMAGE,
+    PROMPT,
+    QUERIES,
+    START,
+    Open,
+    answer,
+    with_tokens,
+)
+from tests.data.text.test_label_masks import tokens_of, user
 
 TRUTHS: list[tuple[str, list[dict[str, Any]], list[int], str]] = [
     (
@@ -228,93 +177,6 @@ def test_chats_with_an_item_get_the_system_message_of_its_generator_unless_they_
     assert "system" not in chat.text(chat.encode([asked, answer("3")], [], "k").input_ids)
     with pytest.raises(MessagesError, match="condition of 7 tokens, but its generator takes 6"):
         chat.encode([user("9 3"), answer(IMAGE)], [0], "k")
-
-
-# ------------------------------------------------------------------ tokens
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "digits"])
-def test_missing_tokens_are_added_after_the_last_and_always_alike(
-    opened: Open, tmp_path: Path, name: str
-) -> None:
-    chat, plain = opened(name), ChatTokenizer(opened(name).directory, {})
-    assert chat.added_tokens == (START, END)
-    assert chat.output_ids == {"output.image": (plain.vocab_size, plain.vocab_size + 1)}
-    assert chat.vocab_size == plain.vocab_size + 2
-    assert plain.added_tokens == ()
-    tokenizer = with_tokens(chat, tmp_path)
-    assert tokenizer.added_tokens == ()
-    assert (tokenizer.vocab_size, tokenizer.output_ids) == (chat.vocab_size, chat.output_ids)
-    assert not chat.differences(ChatTokenizer(chat.directory, chat.media_text, chat.outputs))
-
-
-def test_a_token_of_the_vocabulary_keeps_its_id_and_becomes_special(
-    opened: Open, folders: dict[str, Path]
-) -> None:
-    chat = opened("digits", OutputText("follows", "repeat"))
-    before = ChatTokenizer(folders["digits"])
-    ids = [before._backend.token_to_id(token) for token in ("follows", "repeat")]
-    assert chat.added_tokens == ()
-    assert [*chat.output_ids["output.image"]] == ids
-    sample = chat.encode([user("9"), answer(IMAGE)], [1], "k")
-    assert np.isin(sample.input_ids, ids).sum() == 2
-    with pytest.raises(MessagesError, match="a text looks like a special token"):
-        chat.encode([user("what follows ?"), answer(IMAGE)], [1], "k")
-
-
-def test_several_modalities_get_their_tokens_in_order_and_keep_apart(
-    folders: dict[str, Path],
-) -> None:
-    outputs = {
-        "output.clip": OutputText("<clip>", "</clip>"),
-        "output.image": OutputText("<picture>", "</picture>", 0),
-    }
-    chat = ChatTokenizer(folders["qwen3_vl"], {}, outputs)
-    assert chat.added_tokens == ("<clip>", "</clip>", "<picture>", "</picture>")
-    sample = chat.encode([user("a"), answer(IMAGE, CLIP, "b", IMAGE)], [0, 2, 0], "k")
-    text = chat.text(sample.input_ids)
-    pad = "<|endoftext|>" * 2
-    assert text.endswith(
-        f"assistant\n<picture></picture><clip>{pad}</clip>b<picture></picture><|im_end|>\n"
-    )
-    clip = chat.output_ids["output.clip"]
-    assert sample.item_offsets[1] == np.flatnonzero(sample.input_ids == clip[0]) + 1
-    # The second image is conditioned on what follows the clip.
-    assert sample.item_offsets[2] == np.flatnonzero(sample.input_ids == clip[1]) + 1
-    assert sample.item_rows.tolist()[1:] == [2, 1]
-
-
-def test_a_tokenizer_whose_ids_have_gaps_gets_no_token_over_another(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    (tmp_path / "gaps").mkdir()
-    for file in folders["digits"].iterdir():
-        (tmp_path / "gaps" / file.name).write_bytes(file.read_bytes())
-    file = tmp_path / "gaps" / "tokenizer.json"
-    document = json.loads(file.read_text())
-    words = document["model"]["vocab"]
-    words[max(words, key=words.__getitem__)] += 40
-    file.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"leaves out ids below \d+, so .*name start"):
-        ChatTokenizer(tmp_path / "gaps", {}, {"output.image": QUERIES})
-
-
-def test_the_fingerprint_follows_tokens_and_conditions(opened: Open) -> None:
-    chats = [
-        opened("digits", output)
-        for output in (
-            QUERIES,
-            PROMPT,
-            OutputText(START, END, 4),
-            OutputText(START, "<|end|>"),
-            OutputText("follows", "repeat"),
-            OutputText("repeat", "follows"),
-        )
-    ]
-    prints = [chat.fingerprint() for chat in chats]
-    prints.append(ChatTokenizer(chats[0].directory).fingerprint())
-    assert len(set(prints)) == len(prints)
-    assert opened("digits").fingerprint() == prints[0]
 
 
 # ------------------------------------------------------------------ modalities

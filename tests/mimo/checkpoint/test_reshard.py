@@ -64,7 +64,7 @@ def of_transformers(language: str, vision: list[str], *more: str) -> tuple[str, 
 
 
 def with_experts(language: str, ranks: int, *more: str) -> tuple[str, list[str]]:
-    """Of a recipe whose language model has experts."""
+    """Return a layout of the recipe whose language model has experts."""
     return "sparse", [f"language.grid={{{language}}}", *together(1, ranks), *more]
 
 

@@ -23,9 +23,9 @@ def groups_of(rank: int, axes: dict[str, Any]) -> dict[str, list[int]]:
     topology = build_topology(Layout(grid, {}, grid.size))
     groups: Any = topology.modules[LANGUAGE]
     names = ("ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp", "tp_dp_cp")
-    found = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in names}
+    ranks = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in names}
     topology.close()
-    return found
+    return ranks
 
 
 def test_experts_see_the_ranks_of_a_stage_in_another_order(run_ranks: RunRanks) -> None:

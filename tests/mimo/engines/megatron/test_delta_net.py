@@ -27,17 +27,8 @@ from tests.language_steps import (
     share,
     train,
 )
+from tests.mimo.families.languages.references import HYBRID
 
-HYBRID = {
-    "num_layers": 4,
-    "mrope_section": (2, 1, 1),
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_size": 8,
-    "linear_value_size": 12,
-    "norm_eps": 0.01,
-}
 EXPERTS = {"num_experts": 8, "experts_per_token": 3, "shared_expert_size": 40}
 GRIDS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -77,7 +68,7 @@ def losses_of_samples(
     family = "qwen3_5_moe" if experts else "qwen3_5"
     trainer = Trainer(Job(grid=grid, settings={**HYBRID, **experts}, family=family))
     groups, config = trainer.groups, trainer.raw[0].config
-    found: list[Tensor] = []
+    of_microbatches: list[Tensor] = []
 
     def forward_step(batches: Iterator[Microbatch], chunk: Any) -> tuple[Any, Any]:
         batch, cp = next(batches), groups.cp
@@ -89,7 +80,7 @@ def losses_of_samples(
             packed_seq_params=PackedSegments.from_lengths(LENGTHS, batch.ids.device),
         )
         if trainer.raw[0].post_process:
-            found.append(losses.flatten().clone())
+            of_microbatches.append(losses.flatten().clone())
         return losses, sum_losses
 
     batch = next(microbatches(0, 0, dense=False))
@@ -98,7 +89,7 @@ def losses_of_samples(
     shapes = [hidden_shapes(config, groups, length, 1)] * 2
     run_schedule(forward_step, both, trainer.chunks, groups, shapes, True)
     lengths = [n // groups.cp.size() for n in LENGTHS]
-    return list(zip(*(losses.split(lengths) for losses in found), strict=True))
+    return list(zip(*(losses.split(lengths) for losses in of_microbatches), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +111,14 @@ def test_a_neighbours_tokens_change_no_bit_of_a_packed_samples_losses(
 def test_four_context_parallel_ranks_take_the_steps_of_one(
     run_ranks: RunRanks, dense: bool
 ) -> None:
-    found = [
+    results = [
         outcome(run_ranks(train, size(grid), job))
         for grid in ({}, {"cp": 4})
         for job in [
             Job(grid=grid, settings=HYBRID, family="qwen3_5", dense=dense, dtype=torch.float64)
         ]
     ]
-    assert_same(found[1], found[0], 1e-10)
+    assert_same(results[1], results[0], 1e-10)
 
 
 def initial_weights(rank: int, grid: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def run(run_ranks: RunRanks, function: Any, job: Job, *args: Any) -> Any:
 
 
 def router_sums(rank: int, job: Job, equal: bool) -> torch.Tensor:
-    """This rank's sums of a step. equal: with routers that cannot tell experts apart."""
+    """Return this rank's sums of a step. equal: whether all logits of a router are equal."""
     trainer = language_steps.Trainer(job)
     module = trainer.module()
     if equal:
@@ -54,7 +54,7 @@ def router_sums(rank: int, job: Job, equal: bool) -> torch.Tensor:
 
 
 def gradients_of_idle_experts(rank: int, job: Job) -> bool:
-    """Whether an expert of this rank without tokens has a gradient of zeros."""
+    """Return whether experts of this rank without tokens have gradients of zeros."""
     trainer = language_steps.Trainer(job)
     for chunk in trainer.raw:
         for name, param in chunk.named_parameters():

@@ -38,6 +38,16 @@ LENGTHS = [23, 9, 1, 23, 14]
 # (offset, grid in rows) of the images in each segment.
 IMAGES = [[(2, (1, 2, 3)), (12, (1, 3, 3))], [(0, (1, 1, 4))], [], [(5, (1, 4, 2))], []]
 
+HYBRID = {
+    "num_layers": 4,
+    "mrope_section": (2, 1, 1),  # half of each head turns
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_size": 8,
+    "linear_value_size": 12,
+    "norm_eps": 0.01,
+}
 _SIZES: dict[str, Any] = {
     "ffn_hidden_size": 72,
     "num_attention_heads": 4,
@@ -67,19 +77,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-6,
     },
     "qwen3_5": _SIZES
+    | HYBRID
     | {
-        "num_layers": 4,
         "hidden_size": 48,
         "rotary_base": 10_000.0,
-        # Half of each head turns.
-        "mrope_section": (2, 1, 1),
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_size": 8,
-        "linear_value_size": 12,
         "conv_width": 3,
-        "norm_eps": 1e-2,
     },
     "gemma3": _SIZES
     | {
