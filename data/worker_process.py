@@ -50,7 +50,8 @@ class HandoverFolder:
 def _locked(folder: Path) -> int:
     """Return a descriptor of ``folder`` with a shared lock; create the folder if needed."""
     while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):  # mkdir of pathlib raises it if the folder goes meanwhile
+            os.mkdir(folder, 0o700)
         with suppress(FileNotFoundError):  # another process has just removed it
             descriptor = os.open(folder, os.O_RDONLY)
             fcntl.flock(descriptor, fcntl.LOCK_SH)

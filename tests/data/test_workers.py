@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,17 @@ def test_the_last_to_leave_removes_the_folder_and_dead_jobs_leave_none(tmp_path:
     two.close()
     assert [path.name for path in tmp_path.iterdir()] == [other.path.name]
     other.close()
+
+
+def test_a_rank_may_open_the_folder_while_the_last_one_removes_it(tmp_path: Path) -> None:
+    def open_and_leave() -> None:
+        for _ in range(500):
+            HandoverFolder(tmp_path, "job").close()
+
+    with ThreadPoolExecutor(4) as threads:
+        for outcome in [threads.submit(open_and_leave) for _ in range(4)]:
+            outcome.result()
+    assert not list(tmp_path.iterdir())
 
 
 def test_killed_ranks_leave_neither_processes_nor_files(tmp_path: Path) -> None:
