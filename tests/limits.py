@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("mimo", "bridge", "data", "encoders", "generators")
 # 40,000 source lines, 28,000 lines of code and 42,000 test lines; an allowance for models of
 # transformers of 1,500, 1,500 and 3,000; one for generators of 2,800, 2,200 and 5,000; one for
-# hybrid layers and experts of 2,600, 2,100 and 5,200.
+# hybrid layers and experts of 2,600, 2,100 and 5,200; one for plans before a job of 2,200, 1,800
+# and 2,500.
 LIMITS = {
-    "source lines": 46_900,
-    "source lines of code": 33_800,
-    "source files": 252,
-    "test lines": 55_200,
-    "entries of mimo": 18,
+    "source lines": 49_100,
+    "source lines of code": 35_600,
+    "source files": 264,
+    "test lines": 57_700,
+    "entries of mimo": 19,
     "README lines": 150,
 }
 

@@ -1,0 +1,1 @@
+"""Plan a job before it starts: memory of its ranks, time of its steps, and the best layout."""
