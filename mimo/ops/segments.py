@@ -290,8 +290,14 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        shape = (ctx.num_rows, *gradient.shape[1:])
-        total = gradient.new_zeros(shape, dtype=torch.float32)
-        total.index_add_(0, ctx.rows, gradient.float())
-        return total.to(gradient.dtype), None
+        return sum_rows(gradients[0], ctx.rows, ctx.num_rows), None
+
+
+def sum_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """x (n, ...), rows (n,) int64 on its device -> (num_rows, ...), sums over equal ``rows``.
+
+    The adjoint of `gather_rows`: 16-bit values are summed in fp32; on a GPU in no fixed order.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.new_zeros((num_rows, *x.shape[1:]), dtype=wide)
+    return total.index_add_(0, rows, x.to(wide)).to(x.dtype)

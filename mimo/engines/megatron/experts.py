@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from mimo.device import local_device
 from mimo.engines.megatron.config import LoRA, gather_sequence, scatter_sequence
-from mimo.engines.megatron.dispatch import Route, exchange
+from mimo.engines.megatron.dispatch import Route, exchange, sort_choices
 from mimo.ops.attention_plan import batch_plan
 from mimo.ops.layers import gate
 from mimo.ops.routing import (
@@ -40,7 +40,7 @@ from mimo.ops.routing import (
     count_loads,
     grouped_linear,
 )
-from mimo.ops.segments import PackedSegments, gather_rows
+from mimo.ops.segments import PackedSegments, gather_rows, sum_rows
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class LocalExperts(nn.Module):
         self.linear_fc2 = ExpertLinear(config, groups, count, (size, inner), None, last)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (n, H) by expert -> (n, H); with etp > 1 a term that the sender adds up."""
+        """rows (n, H) by expert -> (n, H); with etp > 1 a part that the sender adds up."""
         return self.linear_fc2(gate(self.linear_fc1(rows, counts), self.activation), counts)
 
 
@@ -285,22 +285,30 @@ class SparseMLP(nn.Module):
     def _run(self, parts: tuple[Tensor, ...], real: Tensor | None) -> Tensor:
         """parts: tokens (n, H), weights and experts (n, k) -> (n, H), zeros for padding."""
         tokens, weights, experts = parts
+        weights = weights.to(tokens.dtype)
         if real is not None:
             weights, experts = weights.index_select(0, real), experts.index_select(0, real)
         group = cast("dist.ProcessGroup", self.groups.tp_ep)
+        if group.size() == 1:
+            return self._run_on_one_rank(tokens, weights, experts, real)
         etp = cast("dist.ProcessGroup", self.groups.expt_tp).size()
         route = Route.of(experts, self.num_experts, group, etp)
         source = route.token if real is None else real.index_select(0, route.token)
-        rows = gather_rows(tokens, source)
-        if route.by_expert is None:
-            rows = self.experts(rows, route.counts)
-        else:
-            rows = exchange(rows, route.sent, route.received, group)
-            rows = self.experts(rows.index_select(0, route.by_expert), route.counts)
-            rows = rows.index_select(0, route.by_expert.argsort())
-            rows = exchange(rows, route.received, route.sent, group)
-        rows = rows.index_select(0, route.places.flatten()).view(*route.places.shape, -1)
-        weights = weights.to(rows.dtype).repeat_interleave(etp, dim=1)
+        rows = exchange(gather_rows(tokens, source), route.rows, group)
+        sent = gather_rows(weights.flatten(), route.choice)
+        received = exchange(sent, route.choices, group).index_select(0, route.by_expert)
+        output = self.experts(gather_rows(rows, route.row), route.counts) * received[:, None]
+        output = exchange(sum_rows(output, route.row, len(rows)), route.rows.back, group)
+        return sum_rows(output, source, len(tokens))
+
+    def _run_on_one_rank(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, real: Tensor | None
+    ) -> Tensor:
+        choices, counts = sort_choices(experts, self.num_experts)
+        source = choices // experts.shape[1]
+        source = source if real is None else real.index_select(0, source)
+        rows = self.experts(gather_rows(tokens, source), counts)
+        rows = rows.index_select(0, choices.argsort()).view(*experts.shape, rows.shape[1])
         output = (rows * weights[:, :, None]).sum(1)
         if real is None:
             return output

@@ -71,25 +71,26 @@ def gradients_of_idle_experts(rank: int, job: Job) -> bool:
 
 
 def sent_rows(rank: int, job: Job) -> tuple[int, int]:
-    """Rows that this rank sends to others in a step, and those whose experts others have."""
+    """Rows that this rank sends to others in a step, and (token, other rank) pairs."""
     from mimo.engines.megatron import dispatch, experts
 
     trainer = language_steps.Trainer(job)
     sent, needed, exchanged = 0, 0, dispatch._exchanged
     of = dispatch.Route.of.__func__  # type: ignore[attr-defined]
 
-    def count_rows(rows: Any, to: list[int], *others: Any) -> Any:
+    def count_rows(rows: Any, counts: dispatch.Counts, *others: Any) -> Any:
         nonlocal sent
-        sent += len(rows) - to[dist.get_rank()]
-        return exchanged(rows, to, *others)
+        if rows.dim() == 2 and rows.is_floating_point():
+            sent += len(rows) - counts.sent[dist.get_rank()]
+        return exchanged(rows, counts, *others)
 
-    def count_choices(cls: Any, chosen: Any, *others: Any) -> Any:
+    def count_pairs(cls: Any, chosen: Any, *others: Any) -> Any:
         nonlocal needed
-        needed += int((chosen // 4 != dist.get_rank()).sum())
+        needed += int((chosen // 4 != dist.get_rank()).any(1).sum())
         return of(cls, chosen, *others)
 
     dispatch._exchanged = count_rows
-    experts.Route.of = classmethod(count_choices)  # type: ignore[method-assign]
+    experts.Route.of = classmethod(count_pairs)  # type: ignore[method-assign]
     trainer.step(0)
     dispatch._exchanged = exchanged
     experts.Route.of = classmethod(of)  # type: ignore[method-assign]
@@ -132,7 +133,7 @@ def test_experts_without_tokens_get_zeros(run_ranks: RunRanks) -> None:
     assert all(run(run_ranks, gradients_of_idle_experts, job))
 
 
-def test_a_row_goes_to_another_rank_once_for_each_expert_chosen_there(run_ranks: RunRanks) -> None:
+def test_a_token_goes_once_to_a_rank_with_several_of_its_experts(run_ranks: RunRanks) -> None:
     job = replace(ONE_RANK, grid={"dp": 2, "ep": 2})
     sent, needed = (sum(counts) for counts in zip(*run(run_ranks, sent_rows, job), strict=True))
     # There and back, and likewise the gradients.
