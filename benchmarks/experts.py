@@ -1,6 +1,7 @@
-"""Measure what the exchange of tokens costs a step of a language model with experts.
+"""Measure what sparse and hybrid layers cost: the exchange of tokens, and the gated delta rule.
 
-Two and four ranks, each with a lane of its own, share out the experts.
+Two and four ranks, each with a lane of its own, share out the experts of a language model. Then
+the delta rule competes with transformers' form; see `benchmarks.hybrid`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks import harness
+from benchmarks import harness, hybrid
 from benchmarks.harness import Bound, Contest, Run
 from mimo.config.schema import Recipe
 from mimo.device import barrier, initialize_distributed, set_threads
@@ -27,6 +28,7 @@ from mimo.parallel.build import build_layout
 from mimo.parallel.groups import build_topology
 
 _TOKENS, _VOCABULARY, _EXPERTS = 512, 1000, 16
+_MOST = 1.05  # choices add their weights, and numbers of rows
 _HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "head_size": 64, "num_layers": 4}
 _MODEL = {**_HEADS, "num_experts": _EXPERTS, "experts_per_token": 4, "mrope_section": [16, 8, 8]}
 
@@ -46,24 +48,35 @@ class Lane:
         checked = Recipe.model_validate(recipe | {"data": data | {"sequence_length": _TOKENS}})
         topology = build_topology(build_layout(checked))
         self.module: Any = build_model(checked, topology, _VOCABULARY).modules["language"]
-        self.row = width * 4 / 2**20  # MiB
         self.exchanged, dispatch._exchanged = dispatch._exchanged, self._timed
+        for router in routers_in(self.module.raw):
+            router.register_forward_hook(self._count)
+        self.width, self.ranks, self.rank = width, ranks, rank
         ids = torch.randint(_VOCABULARY, (_TOKENS,), generator=torch.Generator().manual_seed(rank))
         segments = PackedSegments.from_lengths((_TOKENS // 2,) * 2, ids.device)
         self.inputs = {"input_ids": ids[None], "labels": ids, "loss_at": torch.arange(_TOKENS)}
         positions = torch.arange(_TOKENS).expand(3, 1, -1)
         self.inputs |= {"position_ids": positions, "packed_seq_params": segments}
 
-    def _timed(self, rows: Any, sent: list[int], *others: Any) -> Any:
+    def _timed(self, rows: Any, counts: dispatch.Counts, *others: Any) -> Any:
         started = time.perf_counter()
-        received = self.exchanged(rows, sent, *others)
+        received = self.exchanged(rows, counts, *others)
         self.seconds += time.perf_counter() - started
-        self.sent += (len(rows) - sent[dist.get_rank()]) * self.row
+        leaving = len(rows) - counts.sent[self.rank]
+        size = leaving * rows[:1].nbytes / 2**20
+        self.sizes["rows" if rows.shape[1:] == (self.width,) else "others"] += size
         return received
+
+    def _count(self, router: Any, tokens: Any, choice: Any) -> None:
+        """Add up (token, other rank) pairs: a row there, a sum back, and the gradients of both."""
+        owners = choice.experts // (_EXPERTS // self.ranks)
+        is_chosen = torch.zeros(len(owners), self.ranks).scatter_(1, owners, 1)
+        pairs = is_chosen.sum() - is_chosen[:, self.rank].sum()
+        self.sizes["least"] += 4 * float(pairs) * self.width * 4 / 2**20
 
     def __call__(self) -> Run:
         """Run a step; all ranks call it. The result is the mean over ranks, sizes in MiB."""
-        self.seconds, self.sent = 0.0, 0
+        self.seconds, self.sizes = 0.0, {"rows": 0.0, "others": 0.0, "least": 0.0}
         barrier()
         started = time.perf_counter()
         self.module.begin_step(False)
@@ -71,14 +84,12 @@ class Lane:
         self.module.finish_gradients(_TOKENS)
         self.module.update(1e-4, 1.0)
         barrier()
-        total, ranks, rank = time.perf_counter() - started, dist.get_world_size(), dist.get_rank()
-        sums: list[Any] = [router.sums for router in routers_in(self.module.raw)]
-        loads = torch.stack(sums)[:, :_EXPERTS].sum(0)
-        # Choices of experts on other ranks: a row there, one back, and the gradients of both.
-        least = 4 * self.row * (loads.sum() - loads.chunk(ranks)[rank].sum())
-        dist.all_reduce(means := torch.tensor([total, self.seconds, self.sent, least]).double())
-        total, seconds, sent, least = (means / ranks).tolist()
-        return Run(total, result={"share": seconds / total, "sent": sent, "least": least})
+        total = time.perf_counter() - started
+        means = torch.tensor([total, self.seconds, *self.sizes.values()]).double() / self.ranks
+        dist.all_reduce(means)
+        total, seconds, rows, others, least = means.tolist()
+        sizes = {"rows": rows, "sent": rows + others, "least": least}
+        return Run(total, result={"share": seconds / total, **sizes})
 
 
 def main(
@@ -86,7 +97,7 @@ def main(
     quick: harness.Quick = False,
     json_path: harness.Figures = None,
 ) -> int:
-    """Run steps on 2 and 4 ranks; return 1 if more rows are sent than tokens chose."""
+    """Run everything; return 1 if more is sent than needed, or the delta rule misses a bound."""
     (width, rounds), contests, bounds = (64, 1) if quick else (512, rounds), [], []
     for ranks in (2, 4):
         with tempfile.TemporaryDirectory(prefix="mimo-bench-") as folder:
@@ -94,15 +105,20 @@ def main(
             with harness.workers(*makes) as step:
                 ((name, runs),) = harness.take_turns({f"ep {ranks}": step}, 1 + rounds).items()
         contests.append(Contest(f"{ranks} ranks", {name: runs[1:]}))
-        ratio = contests[-1].median(name, "sent") / contests[-1].median(name, "least")
-        bounds.append(Bound(f"{name}: bytes, times those of the choices", ratio, 1.0, at_most=True))
+        for what, figure, limit in (("rows", "rows", 1.0), ("everything sent", "sent", _MOST)):
+            ratio = contests[-1].median(name, figure) / contests[-1].median(name, "least")
+            title = f"{name}: bytes of {what}, times a row for each token and other rank"
+            bounds.append(Bound(title, ratio, limit, at_most=True))
+    rivalries = hybrid.contests(rounds, quick)
+    bounds += hybrid.judge(rivalries, speed=not quick)
     columns = {
-        "step, s": Contest.median,
+        "time, s": Contest.median,
         "share of exchanges": partial(Contest.median, figure="share"),
         "sent by a rank, MiB": partial(Contest.median, figure="sent"),
+        "peak, MiB": lambda contest, name: contest.median(name, "peak") / 2**20,
     }
-    title = f"Steps of {_TOKENS} tokens a rank, {_EXPERTS} experts, fp32"
-    return harness.conclude(title, contests, columns, bounds, json_path)
+    title = f"Steps of {_TOKENS} tokens a rank, {_EXPERTS} experts; the gated delta rule; fp32"
+    return harness.conclude(title, [*contests, *rivalries], columns, bounds, json_path)
 
 
 if __name__ == "__main__":

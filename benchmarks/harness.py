@@ -163,8 +163,8 @@ def conclude(
 ) -> int:
     """Print and write everything; return 1 when a bound is missed.
 
-    columns: of the contests' table: name -> a contestant's figure. judge_speed: false to judge only
-    bounds that are upper limits.
+    columns: of the contests' table: name -> a contestant's figure, left empty where a contest has
+    none. judge_speed: false to judge only bounds that are upper limits.
     """
     machine = {"cores": len(os.sched_getaffinity(0)), "backend": backend(), **versions()}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
@@ -189,17 +189,22 @@ def _contests(
 ) -> Table:
     """All contests; ratios are to ours: median, least and most."""
     ratios = {"time / ours": "seconds"}
-    if all(run.processor_seconds for contest in contests for run in contest.runs[contest.ours]):
+    rivalries = [contest for contest in contests if len(contest.runs) > 1]
+    if all(run.processor_seconds for contest in rivalries for run in contest.runs[contest.ours]):
         ratios["CPU / ours"] = "processor_seconds"
     rows = []
     for contest in contests:
         for name in contest.runs:
             cells = [contest.name if name == contest.ours else "", name]
-            cells += [f"{cell(contest, name):.4g}" for cell in columns.values()]
-            for figure in ratios.values():
+            for cell in columns.values():
+                try:
+                    cells.append(f"{cell(contest, name):.4g}")
+                except KeyError:
+                    cells.append("")
+            for figure in ratios.values() if name != contest.ours else ():
                 all_ratios = contest.ratios(name, figure)
                 spread = f"({min(all_ratios):.2f} to {max(all_ratios):.2f})"
-                text = f"{contest.ratio(name, figure):.2f} × {spread}"
-                cells.append("" if name == contest.ours else text)
+                cells.append(f"{contest.ratio(name, figure):.2f} × {spread}")
+            cells += [""] * (1 + len(columns) + 1 + len(ratios) - len(cells))
             rows.append(cells)
     return Table(("", "contestant", *columns, *ratios), rows, title=title)

@@ -1,5 +1,6 @@
-"""Measure the gated delta rule of hybrid layers against transformers' form in plain PyTorch.
+"""The contest of hybrid layers' gated delta rule with transformers' form in plain PyTorch.
 
+A part of `python -m benchmarks.experts`.
 Both compute outputs and gradients of a layer on one core, each in a process of its own.
 transformers knows no packed segments: it is called once for each.
 """
@@ -9,11 +10,10 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
 import torch
-import typer
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
@@ -62,17 +62,13 @@ def judge(contests: Sequence[Contest], speed: bool) -> Iterator[Bound]:
         yield Bound(f"{contest.name}: difference of norms, as a share", error, 1e-4, True)
     if speed:
         time, peak = (contests[0].ratio(THEIRS, figure) for figure in ("seconds", "peak"))
-        yield Bound(f"one segment: time of {THEIRS}, times ours", time, 1.5, False)
-        yield Bound(f"one segment: peak memory, times {THEIRS}", 1 / peak, 0.6, True)
+        yield Bound(f"delta rule, one segment: time of {THEIRS}, times ours", time, 1.5, False)
+        yield Bound(f"delta rule, one segment: peak memory, times {THEIRS}", 1 / peak, 0.6, True)
 
 
-def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each contestant.")] = 3,
-    quick: harness.Quick = False,
-    json_path: harness.Figures = None,
-) -> int:
-    """Let both compute every case in turns; return 1 when a bound is missed."""
-    sizes, cases, contests = SIZES, CASES, []
+def contests(rounds: int, quick: bool) -> list[Contest]:
+    """Let both compute every case in turns."""
+    sizes, cases, results = SIZES, CASES, list[Contest]()
     if quick:
         sizes, cases, rounds = (1, 2, 16), ((100,), (50, 30, 1)), 1
     for lengths in cases:
@@ -80,15 +76,6 @@ def main(
         with sides[0] as ours, sides[1] as other:
             runs = harness.take_turns({OURS: ours, THEIRS: other}, 1 + rounds)
         timed = {name: of_name[1:] for name, of_name in runs.items()}
-        contests.append(Contest(f"{len(lengths)} of at most {max(lengths)} tokens", timed))
-    return harness.conclude(
-        f"The gated delta rule, forward and backward, fp32, {sizes[1]} heads",
-        contests,
-        {"time, s": Contest.median, "peak, MiB": lambda c, name: c.median(name, "peak") / 2**20},
-        [*judge(contests, speed=not quick)],
-        json_path,
-    )
-
-
-if __name__ == "__main__":
-    harness.command(main)()
+        name = f"delta rule, {len(lengths)} of at most {max(lengths)} tokens"
+        results.append(Contest(name, timed))
+    return results

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from benchmarks import hybrid as bench
@@ -14,17 +11,14 @@ from benchmarks.harness import Contest, Run
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 
-def test_a_quick_run_computes_the_same_in_both_ways_and_writes_everything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    figures = tmp_path / "bench.json"
-    assert bench.main(3, True, figures) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "bounds_kept=2 bounds_missed=0"
-    for runs in json.loads(figures.read_text())["runs"].values():
-        assert (*runs,) == (bench.OURS, bench.THEIRS)
-        for (run,) in runs.values():
-            assert len(run["result"]["norms"]) == 6
-            assert run["result"]["peak"] > 0
+def test_a_quick_run_computes_the_same_in_both_ways() -> None:
+    contests = bench.contests(3, quick=True)
+    assert [bound.holds for bound in bench.judge(contests, speed=False)] == [True, True]
+    for contest in contests:
+        assert (*contest.runs,) == (bench.OURS, bench.THEIRS)
+        for (run,) in contest.runs.values():
+            assert len(run.result["norms"]) == 6
+            assert run.result["peak"] > 0
 
 
 def judged(speed: bool, seconds: float, peak: int, norm: float) -> list[bool]:
