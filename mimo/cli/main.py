@@ -20,6 +20,7 @@ from mimo.cli.data import (
 )
 from mimo.cli.inspect import compare, evaluate, generate, logs, report, status
 from mimo.cli.options import readable_errors
+from mimo.cli.plan import plan
 from mimo.cli.train import check, train
 from mimo.cli.verify import experiment, parity, replay, verify
 from mimo.runtime.ranks import set_variables
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 app.callback()(lambda: set_variables())  # before any command loads torch
 for panel, commands in {
-    "Prepare": (check, tiny),
+    "Prepare": (check, plan, tiny),
     "Train": (train,),
     "Inspect": (status, logs, report, compare, generate, evaluate),
     "Prove": (verify, parity, replay, experiment),

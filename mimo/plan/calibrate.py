@@ -1,0 +1,197 @@
+"""Fit rates to the metrics of runs, however short.
+
+A rank's seconds in each kind of pass are its FLOPs times the module's seconds per FLOP, plus a call
+for each layer; all runs together give the constants, by least squares of relative errors. On a CPU
+whose cores are shared, measured times are longer than the work: each fit divides them by the factor
+that a simulation with the fit before finds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
+from mimo.errors import InputError
+from mimo.model.dataset import Dataset
+from mimo.model.indexing import indexed_dataset
+from mimo.model.step_plan import StepPlan
+from mimo.parallel.build import build_layout
+from mimo.parallel.grids import Layout
+from mimo.plan.forecast import plans
+from mimo.plan.rates import Rates
+from mimo.plan.schedules import BACKWARD
+from mimo.plan.simulate import run_tasks
+from mimo.plan.work import StepWork
+from mimo.runtime.run_files import METRICS, json_lines, starts_of
+
+_FITS, _STEPS = 6, 3
+_WARMUP = 3  # steps whose times are left out
+_NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
+
+Key = tuple[str, str]
+"""Module and kind of pass."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run: medians of its metrics. cores: of its machine if it had no GPU, else infinity."""
+
+    name: str
+    recipe: Recipe
+    layout: Layout
+    dataset: Dataset
+    metrics: Mapping[str, float]
+    cores: float = math.inf
+
+
+def read_run(folder: Path) -> Measured:
+    """Read a finished or stopped run. Raises InputError."""
+    lines = json_lines(folder / METRICS)
+    timed = [line for line in lines if "idle_fraction" in line]
+    timed = [line for line in timed if line["step"] > _WARMUP] or timed
+    if not timed:
+        raise InputError(
+            f"{folder}: no step in {METRICS} has its times; give the folder of a run with a logged "
+            "step after its first"
+        )
+    recipe = load_recipe(folder / "recipe.yaml")
+    if (dataset := indexed_dataset(recipe)) is None:
+        raise InputError(f"{folder}: its data are not indexed here; run mimo data index first")
+    names = dict.fromkeys(name for line in timed for name in line)
+    values = {name: [line[name] for line in timed if name in line] for name in names}
+    metrics = {
+        name: median(v) for name, v in values.items() if all(isinstance(x, int | float) for x in v)
+    }
+    start = (starts_of(folder) or [{}])[-1]
+    on_cpu = start.get("device", "CPU") == "CPU"
+    cores = float(start.get("cores", 1)) if on_cpu else math.inf
+    layout = build_layout(recipe, start.get("ranks"))
+    return Measured(folder.name, recipe, layout, dataset, metrics, cores)
+
+
+def calibrate(runs: Sequence[Measured], assumed: Rates) -> Rates:
+    """Return rates fitted to runs. assumed: links, and what the runs do not show."""
+    known = [_Features(run) for run in runs]
+    modules = list(dict.fromkeys(name for run in runs for name in run.layout.grids))
+    first = runs[0]
+    rates = replace(assumed, cores=first.cores, ranks_per_node=assumed.ranks_per_node)
+    if math.isfinite(first.cores):  # messages between processes of one machine are copies
+        rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
+    rates = replace(rates, forward={}, backward={}, call=0.0, element=0.0, step=0.0)
+    names = [f"{module} {kind}" for module in modules for kind in ("first", "back")] + ["call"]
+    for _ in range(_FITS):
+        matrix, seconds = [], []
+        for features in known:
+            slowdowns = features.slowdowns(rates)
+            for key, measured in features.measured.items():
+                row = features.per_constant[key]
+                matrix.append([row.get(name, 0.0) * slowdowns.get(key, 1.0) for name in names])
+                seconds.append(measured)
+        fit = dict(zip(names, _positive_least_squares(matrix, seconds), strict=True))
+        rates = replace(
+            rates,
+            forward={module: fit[f"{module} first"] for module in modules},
+            backward={module: fit[f"{module} back"] for module in modules},
+            call=fit["call"],
+        )
+    element = [cost for features in known for cost in features.element_costs(rates)]
+    rates = replace(rates, element=median(element) if element else assumed.element)
+    rest = [max(0.0, features.seconds - features.simulated(rates)) for features in known]
+    source = "fitted to " + ", ".join(run.name for run in runs)
+    return replace(rates, name="fitted", step=median(rest), source=source)
+
+
+class _Features:
+    """What a run's times consist of. per_constant: seconds of each key per unit of a constant."""
+
+    def __init__(self, run: Measured) -> None:
+        self.run, self.seconds = run, run.metrics["step_seconds"]
+        self.plans: list[StepPlan] = [*plans(run.recipe, run.layout, run.dataset, _STEPS)]
+        self.per_constant: dict[Key, dict[str, float]] = {}
+        for name, rates in self._bases().items():
+            for key, seconds in self._work(rates).items():
+                self.per_constant.setdefault(key, {})[name] = seconds
+        values = {key: run.metrics.get(f"seconds_{key[0]}_{key[1]}") for key in self.per_constant}
+        self.measured = {key: value for key, value in values.items() if value}
+
+    def _bases(self) -> dict[str, Rates]:
+        cores = self.run.cores
+        bases = {"call": replace(_NO_RATES, call=1.0, cores=cores)}
+        for module in self.run.layout.grids:
+            bases[f"{module} first"] = replace(_NO_RATES, forward={module: 1.0}, cores=cores)
+            bases[f"{module} back"] = replace(_NO_RATES, backward={module: 1.0}, cores=cores)
+        return bases
+
+    def _work(self, rates: Rates) -> dict[Key, float]:
+        """Return the mean seconds of each key on one worker in a step, on cores of its own."""
+        totals: dict[Key, float] = {}
+        workers: dict[Key, set[int]] = {}
+        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
+        for plan in self.plans:
+            for task in work.tasks(plan).tasks:
+                key = task.module, task.kind
+                totals[key] = totals.get(key, 0.0) + task.seconds
+                workers.setdefault(key, set()).add(task.worker)
+        return {key: t / len(workers[key]) / len(self.plans) for key, t in totals.items()}
+
+    def _simulate(self, rates: Rates) -> tuple[dict[Key, float], float, float]:
+        """Return mean seconds of each key on one worker, of all tasks, and of the tail."""
+        busy: dict[Key, float] = {}
+        seconds = tail = 0.0
+        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
+        for plan in self.plans:
+            tasks, count = work.tasks(plan), len(self.plans)
+            timeline = run_tasks(tasks.workers, tasks.tasks, rates.cores)
+            for key, value in timeline.busy().items():
+                busy[key] = busy.get(key, 0.0) + value / count
+            seconds += timeline.seconds / count
+            last = {m: s / len(plan.microbatches) for (m, k), s in busy.items() if k == BACKWARD}
+            tail += work.tail_seconds(last) / count
+        return busy, seconds, tail
+
+    def slowdowns(self, rates: Rates) -> dict[Key, float]:
+        """Return how much longer passes take because ranks share cores."""
+        if math.isinf(rates.cores) or not rates.forward:
+            return {}
+        alone, shared = self._work(rates), self._simulate(rates)[0]
+        return {key: shared[key] / alone[key] for key in shared if alone[key]}
+
+    def simulated(self, rates: Rates) -> float:
+        """Return the seconds of a step without its constant part."""
+        _, seconds, tail = self._simulate(rates)
+        return seconds + tail
+
+    def element_costs(self, rates: Rates) -> list[float]:
+        """Return by module the seconds of gradients and update per element that a rank updates."""
+        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
+        shared = max(1.0, self.run.layout.world_size / rates.cores)
+        costs = []
+        for name, (_, updated) in work.elements.items():
+            parts = [self.run.metrics.get(f"seconds_{name}_{p}", 0.0) for p in _TAIL]
+            if updated and sum(parts):
+                costs.append(sum(parts) / shared / updated)
+        return costs
+
+
+_TAIL = ("gradients", "update")
+
+
+def _positive_least_squares(
+    matrix: Sequence[Sequence[float]], seconds: Sequence[float]
+) -> list[float]:
+    """Return constants >= 0 with the least squares of relative errors."""
+    rows = np.array(matrix) / np.array(seconds)[:, None]
+    scale = np.abs(rows).max(axis=0)
+    used = scale > 0
+    while True:
+        result = np.zeros(len(scale))
+        columns = rows[:, used] / scale[used]
+        result[used] = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=1e-9)[0] / scale[used]
+        if not (result < 0).any():
+            return result.tolist()
+        used &= result != result.min()

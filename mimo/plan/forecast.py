@@ -1,0 +1,99 @@
+"""Forecast the steps of a recipe: their time over the data, who idles, and who waits for whom."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mimo.config.schema import Recipe
+from mimo.model.dataset import Dataset
+from mimo.model.step_plan import StepFlops, StepPlan, step_planner
+from mimo.parallel.grids import Layout
+from mimo.plan.rates import Rates
+from mimo.plan.schedules import BACKWARD
+from mimo.plan.simulate import Timeline, run_tasks
+from mimo.plan.work import StepWork
+
+
+@dataclass(frozen=True)
+class Step:
+    """One simulated step. tail: seconds from its last backward to its end."""
+
+    timeline: Timeline
+    tail: float
+    tokens: int
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds + self.tail
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Simulated steps of one layout. peak: FLOP/s of all ranks together; 0 if unknown."""
+
+    steps: list[Step]
+    peak: float
+
+    def percentile(self, percent: float) -> float:
+        """Return a percentile of the seconds of a step."""
+        return float(np.percentile([step.seconds for step in self.steps], percent))
+
+    @cached_property
+    def median_step(self) -> Step:
+        return sorted(self.steps, key=lambda step: step.seconds)[len(self.steps) // 2]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(s.tokens for s in self.steps) / sum(s.seconds for s in self.steps)
+
+    @property
+    def mfu(self) -> float | None:
+        """FLOPs as a share of the peak of all ranks."""
+        seconds = sum(step.seconds for step in self.steps)
+        flops = sum(step.flops for step in self.steps)
+        return flops / (seconds * self.peak) if self.peak else None
+
+    @cached_property
+    def idle(self) -> dict[tuple[str, int], float]:
+        """The idle share of each module and stage in the median step."""
+        return self.median_step.timeline.idle(self.median_step.tail)
+
+    def idle_of(self, module: str) -> float:
+        """Return the idle share of a module: the mean over its stages."""
+        return float(np.mean([share for (name, _), share in self.idle.items() if name == module]))
+
+    @cached_property
+    def waits(self) -> Mapping[tuple[tuple[str, int], tuple[str, int]], float]:
+        """Who waits for whom in the median step; see `Timeline.waits`."""
+        return self.median_step.timeline.waits()
+
+
+def forecast(
+    recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates, num_steps: int = 16
+) -> Forecast:
+    """Simulate the first steps of a recipe. Raises `Deadlock`."""
+    work = StepWork(recipe, layout, dataset, rates)
+    count = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset)
+    steps = []
+    for plan in plans(recipe, layout, dataset, min(num_steps, recipe.train.steps)):
+        timeline = run_tasks(*_parts(work, plan), cores=rates.cores)
+        busy = timeline.busy()
+        backward = {m: s / len(plan.microbatches) for (m, k), s in busy.items() if k == BACKWARD}
+        tail = rates.step + work.tail_seconds(backward)
+        steps.append(Step(timeline, tail, plan.num_tokens, sum(count.of(plan).values())))
+    return Forecast(steps, rates.peak * layout.world_size)
+
+
+def plans(recipe: Recipe, layout: Layout, dataset: Dataset, count: int) -> Iterator[StepPlan]:
+    """Plan the first steps, without their bridges."""
+    planner = step_planner(recipe, layout, dataset, links=())
+    for step in range(count):
+        yield planner.finish(planner.microbatches(step))
+
+
+def _parts(work: StepWork, plan: StepPlan):
+    tasks = work.tasks(plan)
+    return tasks.workers, tasks.tasks

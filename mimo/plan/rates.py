@@ -1,0 +1,99 @@
+"""Rates: how fast ranks compute and send. From a GPU's data sheet, or fitted to runs.
+
+A pass of a module over a microbatch takes ``flops / rate`` and, for each of its layers, the time of
+a call. On a CPU calls of small layers take most of it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mimo.plan.gpus import Gpu
+
+_EFFICIENCY = 0.45
+"""Share of the peak that large matrix products of a layer reach, other kernels of it included."""
+_CALL_SECONDS = 40e-6
+_LATENCY_SECONDS = 20e-6
+_STATE_BYTES = 40  # read and written per element by gradients and update: bf16 weights, fp32 states
+_MEMORY_BYTES = 2e12  # per second
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Times of one rank's work.
+
+    forward, backward: seconds per FLOP by module; "" for all others. call: seconds of a forward of
+    one layer besides; a backward takes twice that. element: seconds per trained element of a rank,
+    for the end of its gradients and the update. step: seconds of a step besides. node, network:
+    bytes per second that a rank sends inside a node and to another. latency: seconds of a message.
+    cores: ranks that compute at full speed at the same time. peak: FLOP/s of a rank; 0 if unknown.
+    """
+
+    name: str
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    call: float
+    element: float
+    step: float = 0.0
+    node: float = math.inf
+    network: float = math.inf
+    latency: float = 0.0
+    cores: float = math.inf
+    peak: float = 0.0
+    ranks_per_node: int = 8
+    source: str = field(default="", compare=False)
+
+    def passes(self, module: str) -> tuple[float, float]:
+        """Return the seconds per FLOP of a module's forward and backward."""
+        first, second = (
+            by_module.get(module, by_module.get("", 0.0))
+            for by_module in (self.forward, self.backward)
+        )
+        return first, second
+
+    def of_threads(self, threads: int | None, ranks: int) -> "Rates":
+        """Return the rates of ranks with several threads, by default an equal share of the cores.
+
+        Threads share the FLOPs, not what a call takes besides.
+        """
+        if math.isinf(self.cores):
+            return self
+        count = threads or max(1, int(self.cores) // ranks)
+        forward, backward = (
+            {module: seconds / count for module, seconds in by_module.items()}
+            for by_module in (self.forward, self.backward)
+        )
+        return replace(self, forward=forward, backward=backward)
+
+    def message(self, num_bytes: float, span: int) -> float:
+        """Return the seconds of a message that a rank sends to one ``span`` ranks away."""
+        return self.latency + num_bytes / (
+            self.node if span < self.ranks_per_node else self.network
+        )
+
+    def collective(self, num_bytes: float, ranks: int, span: int) -> float:
+        """Return the seconds in which each of ``ranks`` gathers ``num_bytes`` from all.
+
+        As a ring. span: the ranks from the first of the group to the last.
+        """
+        if ranks == 1:
+            return 0.0
+        return self.latency + self.message(num_bytes * (ranks - 1) / ranks, span - 1)
+
+
+def rates_of_gpu(gpu: Gpu, ranks_per_node: int) -> Rates:
+    """Return assumed rates of a GPU."""
+    per_flop = {"": 1 / (gpu.flops * _EFFICIENCY)}
+    return Rates(
+        name=gpu.name,
+        forward=per_flop,
+        backward=per_flop,
+        call=_CALL_SECONDS,
+        element=_STATE_BYTES / _MEMORY_BYTES,
+        node=gpu.node,
+        network=gpu.network,
+        latency=_LATENCY_SECONDS,
+        peak=gpu.flops,
+        ranks_per_node=ranks_per_node,
+        source=f"{gpu.name}: data sheet, {100 * _EFFICIENCY:.0f} % of its peak (assumed)",
+    )

@@ -1,0 +1,346 @@
+"""Search the layouts of a recipe on a number of GPUs: `mimo plan`.
+
+A closed form ranks all layouts that tile the GPUs. In this order they are checked, as `mimo check`
+does, and pruned by the formula of memory; the first that remain are simulated over the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mimo.config.schema import Recipe
+from mimo.errors import InputError, RecipeError, format_bytes
+from mimo.families.registry import language_settings, module_settings
+from mimo.model.dataset import Dataset
+from mimo.model.memory import memory_by_role
+from mimo.model.recipe_checks import check_recipe
+from mimo.model.step_plan import StepFlops
+from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
+from mimo.plan.forecast import Forecast, forecast, plans
+from mimo.plan.gpus import Gpu
+from mimo.plan.rates import Rates
+from mimo.plan.work import StepWork
+
+Overrides = Mapping[str, Any]
+
+_POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SIMULATED, _QUICK_STEPS = 48, 2
+_BEST, _STEPS = 5, 16
+_MOST_STAGES, _MOST_CHUNKS, _MOST_CONTEXT = 16, 4, 8
+_NEARBY = 16  # GPUs more or fewer that an error looks for
+_WORTHWHILE = 0.005  # of a step's time, for a longer run-ahead, which takes memory
+_RECOMPUTE = "language.recompute"
+_LANGUAGE_KEYS = ("tp", "cp", "pp", "vpp", "ep")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with its forecast. memory: bytes of the rank with most. role: that rank's."""
+
+    overrides: Overrides
+    recipe: Recipe
+    layout: Layout
+    forecast: Forecast
+    memory: float
+    role: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best layouts, best first. counts: how many were ranked, refused, too large, simulated."""
+
+    choices: Sequence[Choice]
+    counts: Mapping[str, int]
+
+
+def searched_keys(recipe: Recipe) -> list[str]:
+    """Return the keys that the search sets, which can be fixed."""
+    keys = ["train.micro_batch_size", _RECOMPUTE]
+    keys += [f"language.grid.{axis}" for axis in _LANGUAGE_KEYS]
+    for name in (*recipe.encoders, *recipe.generators):
+        prefix = _key(recipe, name)
+        keys += [f"{prefix}.placement", f"{prefix}.grid.tp", f"{prefix}.grid.dp"]
+    return keys + [f"encoders.{name}.run_ahead" for name in recipe.encoders]
+
+
+def search(
+    recipe: Recipe,
+    dataset: Dataset,
+    rates: Rates,
+    gpu: Gpu,
+    num_gpus: int,
+    fixed: Overrides,
+) -> Found:
+    """Return the best layouts on exactly ``num_gpus``. Raises InputError if there is none."""
+    space = Space(recipe, num_gpus, rates.ranks_per_node, fixed)
+    ranked = _ranked(space, dataset, rates)
+    counts = {"ranked": len(ranked), "refused": 0, "too large": 0}
+    fitting, smallest, refusal = list[Choice](), None, ""
+    simulated = set[tuple[tuple[str, Any], ...]]()
+    for overrides in ranked:
+        rest = tuple((key, value) for key, value in overrides.items() if key != _RECOMPUTE)
+        if rest in simulated:  # without recomputing, which only costs time
+            continue
+        try:
+            candidate, layout = space.check(overrides)
+        except RecipeError as error:
+            counts["refused"] += 1
+            refusal = refusal or error.problems[0]
+            continue
+        largest = max(memory_by_role(candidate, layout), key=lambda role: role.total)
+        if largest.total > gpu.memory:
+            counts["too large"] += 1
+            if smallest is None or largest.total < smallest[0].total:
+                smallest = largest, overrides
+            continue
+        found = forecast(candidate, layout, dataset, rates, _QUICK_STEPS)
+        fitting.append(Choice(overrides, candidate, layout, found, largest.total, largest.role))
+        simulated.add(rest)
+        if len(simulated) == _SIMULATED:
+            break
+    counts["simulated"] = len(simulated)
+    if not fitting:
+        raise InputError(_nothing_found(space, smallest, refusal, gpu))
+    best = sorted(fitting, key=_seconds)[:_BEST]
+    final = [_with_best_run_ahead(space, choice, dataset, rates, gpu) for choice in best]
+    return Found(sorted(final, key=_seconds), counts)
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.forecast.percentile(50)
+
+
+def _with_best_run_ahead(
+    space: Space, choice: Choice, dataset: Dataset, rates: Rates, gpu: Gpu
+) -> Choice:
+    """Return the choice over more steps, with a longer run-ahead where that helps and fits."""
+    recipe, layout = choice.recipe, choice.layout
+    whole = forecast(recipe, layout, dataset, rates, _STEPS)
+    choice = replace(choice, forecast=whole)
+    for name in recipe.encoders.keys() - layout.colocated:
+        key = f"encoders.{name}.run_ahead"
+        longer = 2 * run_ahead(recipe, layout, name)
+        if key in space.fixed or longer > num_microbatches(recipe, layout):
+            continue
+        overrides = {**choice.overrides, key: longer}
+        candidate, _ = space.check(overrides)
+        largest = max(memory_by_role(candidate, layout), key=lambda role: role.total)
+        found = forecast(candidate, layout, dataset, rates, _STEPS)
+        gains = found.percentile(50) < (1 - _WORTHWHILE) * _seconds(choice)
+        if gains and largest.total <= gpu.memory:
+            choice = Choice(overrides, candidate, layout, found, largest.total, largest.role)
+    return choice
+
+
+class Space:
+    """All layouts of a recipe on ``num_gpus``, as overrides. fixed: keys with their only value."""
+
+    def __init__(
+        self, recipe: Recipe, num_gpus: int, ranks_per_node: int, fixed: Overrides
+    ) -> None:
+        self.recipe, self.num_gpus, self.fixed = recipe, num_gpus, fixed
+        self.ranks_per_node = ranks_per_node
+        self.language = language_settings(recipe)
+        self.guests = [*recipe.encoders, *recipe.generators]
+        self._data = recipe.model_dump(mode="json")
+
+    def check(self, overrides: Overrides) -> tuple[Recipe, Layout]:
+        """Return the recipe with the overrides, and its layout. Raises RecipeError."""
+        data = self._data
+        for key, value in overrides.items():
+            data = _with_value(data, key.split("."), value)
+        try:
+            recipe = Recipe.model_validate(data)
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
+        return recipe, check_recipe(recipe, self.num_gpus)
+
+    def _values(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        return (self.fixed[key],) if key in self.fixed else values
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        placements = [
+            self._values(f"{_key(self.recipe, name)}.placement", ("disjoint", "colocated"))
+            for name in self.guests
+        ]
+        for placement in itertools.product(*placements):
+            placed = dict(zip(self.guests, placement, strict=True))
+            disjoint = [name for name, place in placed.items() if place == "disjoint"]
+            for sizes in itertools.product(*map(self._sizes, disjoint)):
+                left = self.num_gpus - sum(tp * dp for tp, dp in sizes)
+                if left < 1:
+                    continue
+                grids = dict(zip(disjoint, sizes, strict=True))
+                for guests in self._guests(placed, grids):
+                    yield from (guests | own for own in self._language(left))
+
+    def _sizes(self, name: str) -> Iterator[tuple[int, int]]:
+        """Yield tp and dp of a disjoint module: lanes in powers of two, and three times these."""
+        lanes = [n for power in _POWERS for n in (power, 3 * power)]
+        key = f"{_key(self.recipe, name)}.grid"
+        for tp in self._values(f"{key}.tp", (1, 2, 4, 8)):
+            for dp in self._values(f"{key}.dp", sorted(lanes)):
+                if tp * dp < self.num_gpus and tp <= self.ranks_per_node:
+                    yield tp, dp
+
+    def _guests(
+        self, placed: Mapping[str, str], grids: Mapping[str, tuple[int, int]]
+    ) -> Iterator[dict[str, Any]]:
+        options = []
+        for name, placement in placed.items():
+            key = _key(self.recipe, name)
+            common = {f"{key}.placement": placement, f"{key}.grid.rank_offset": None}
+            if placement == "disjoint":
+                tp, dp = grids[name]
+                common |= {f"{key}.grid.tp": tp, f"{key}.grid.dp": dp}
+                options.append([common])
+            else:
+                sizes = self._values(f"{key}.grid.tp", (1,))
+                options.append(
+                    [common | {f"{key}.grid.tp": tp, f"{key}.grid.dp": None} for tp in sizes]
+                )
+        for chosen in itertools.product(*options):
+            yield {key: value for part in chosen for key, value in part.items()}
+
+    def _language(self, ranks: int) -> Iterator[dict[str, Any]]:
+        train, grid = self.recipe.train, "language.grid"
+        layers, is_fsdp = self.language.num_layers, self.recipe.language.engine == "fsdp"
+        batches: Sequence[int] = sorted({1, 2, 4, 8, train.micro_batch_size})
+        if self.recipe.data.tokens_per_microbatch is not None:
+            batches = (train.micro_batch_size,)
+        stages = [
+            n for n in range(1, _MOST_STAGES + 1) if layers % n == 0 and not (is_fsdp and n > 1)
+        ]
+        contexts = (1,) if is_fsdp else [n for n in _POWERS if n <= _MOST_CONTEXT]
+        tensors = [n for n in _POWERS if n <= min(8, self.ranks_per_node)]
+        for tp, cp, pp in itertools.product(
+            self._values(f"{grid}.tp", tensors),
+            self._values(f"{grid}.cp", contexts),
+            self._values(f"{grid}.pp", stages),
+        ):
+            dp, rest = divmod(ranks, tp * cp * pp)
+            if rest or not dp:
+                continue
+            chunks = [n for n in range(1, _MOST_CHUNKS + 1) if layers % (pp * n) == 0 and pp > 1]
+            for vpp, batch, recompute, ep in itertools.product(
+                self._values(f"{grid}.vpp", chunks or (1,)),
+                self._values("train.micro_batch_size", batches),
+                self._values(_RECOMPUTE, ("none", "full")),
+                self._values(f"{grid}.ep", self._expert_ranks(dp * cp * tp)),
+            ):
+                count, rest = divmod(train.global_batch_size, batch * dp)
+                if rest or not count or (vpp > 1 and count % pp):
+                    continue
+                yield {
+                    **{f"{grid}.tp": tp, f"{grid}.sp": tp > 1, f"{grid}.cp": cp, f"{grid}.pp": pp},
+                    **{f"{grid}.vpp": vpp, f"{grid}.ep": ep, f"{grid}.dp": dp},
+                    f"{grid}.rank_offset": None,
+                    "train.micro_batch_size": batch,
+                    _RECOMPUTE: recompute,
+                }
+
+    def _expert_ranks(self, ranks: int) -> Sequence[int]:
+        experts = self.language.routers[1]
+        if not experts:
+            return (1,)
+        return [n for n in _POWERS if ranks % n == 0 and experts % n == 0 and n <= 64]
+
+
+def _key(recipe: Recipe, module: str) -> str:
+    return ".".join(map(str, recipe.key_of(module)))
+
+
+def _with_value(data: Mapping[str, Any], key: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a copy of nested data with a value in it; the rest is shared."""
+    first, *rest = key
+    inner = _with_value(data.get(first) or {}, rest, value) if rest else value
+    return {**data, first: inner}
+
+
+def _ranked(space: Space, dataset: Dataset, rates: Rates) -> list[dict[str, Any]]:
+    """Return all layouts, those with the least estimated time first."""
+    every = [*space]
+    for overrides in every:
+        try:
+            recipe, layout = space.check(overrides)
+        except RecipeError:
+            continue
+        estimate = _Estimate(recipe, layout, dataset, rates)
+        return sorted(every, key=lambda overrides: estimate.seconds(overrides))
+    return every
+
+
+class _Estimate:
+    """A closed form of a step's time, from the FLOPs and tokens of a planned step."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
+        (plan,) = plans(recipe, layout, dataset, 1)
+        flops = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset).of(plan)
+        self.recipe, self.rates, self.tokens = recipe, rates, plan.num_tokens
+        self.seconds_of = {}
+        for name, count in flops.items():
+            first, back = rates.passes(name)
+            self.seconds_of[name] = count * (first + 2 * back) / 3
+        self.language = language_settings(recipe)
+        self.layers = {name: module_settings(recipe, name).num_layers for name in flops}
+        work = StepWork(recipe, layout, dataset, rates)
+        self.size, self.wide = work.size, max(4, work.size)
+        self.weights = sum(part.weights for part in work.parts[LANGUAGE])
+
+    def seconds(self, overrides: Overrides) -> float:
+        """Return about the seconds of a step."""
+        grid = {axis: overrides[f"language.grid.{axis}"] for axis in (*_LANGUAGE_KEYS, "dp")}
+        tp, cp, pp, vpp, dp = (grid[axis] for axis in ("tp", "cp", "pp", "vpp", "dp"))
+        ranks, recompute = tp * cp * pp * dp, overrides[_RECOMPUTE] == "full"
+        count = self.recipe.train.global_batch_size / (overrides["train.micro_batch_size"] * dp)
+        work = self.seconds_of[LANGUAGE] * (4 / 3 if recompute else 1) / ranks
+        tokens = self.tokens / (count * dp) / cp
+        layers = self.layers[LANGUAGE] / pp
+        hidden = tokens * self.language.hidden_size * self.size
+        passes = count * layers * (3 if recompute else 2)
+        work += passes * (4 * self.rates.collective(hidden, tp, tp) + 1.5 * self.rates.call)
+        keys = 2 * tokens * cp * self.language.num_query_groups * self.language.head_size
+        work += passes * self.rates.collective(keys * self.size / tp, cp, tp * cp)
+        times = [0.0]
+        for name in (*self.recipe.encoders, *self.recipe.generators):
+            key = _key(self.recipe, name)
+            if overrides[f"{key}.placement"] == "colocated":
+                work += self.seconds_of[name] / ranks
+            else:
+                lanes = overrides[f"{key}.grid.dp"]
+                calls = count * self.layers[name] * 3 * self.rates.call
+                times.append(self.seconds_of[name] / (lanes * overrides[f"{key}.grid.tp"]) + calls)
+        elements = self.weights / (tp * pp) * self.recipe.trains(LANGUAGE)
+        ranks = dp * cp
+        tail = 2 * self.rates.collective(elements * self.wide, ranks, ranks * tp)
+        tail += elements / ranks * self.rates.element
+        return max(*times, work * (1 + (pp - 1) / (vpp * count))) + tail
+
+
+def _nothing_found(
+    space: Space, smallest: tuple[Any, Overrides] | None, refusal: str, gpu: Gpu
+) -> str:
+    count = space.num_gpus
+    if smallest is not None:
+        role, overrides = smallest
+        layout = " ".join(f"{k}={v}" for k, v in overrides.items() if k.startswith("language.grid"))
+        return (
+            f"--gpus {count}: no layout fits {format_bytes(gpu.memory)} of {gpu.name}; the "
+            f"smallest needs {format_bytes(role.total)} ({role.role}, with {layout}); give about "
+            f"{math.ceil(count * role.total / gpu.memory)} GPUs, or larger ones"
+        )
+    if refusal:
+        return f"--gpus {count}: every layout is refused, the first because: {refusal}"
+    nearby = [n for k in range(1, _NEARBY) for n in (count - k, count + k) if n > 0]
+    fitting = (n for n in nearby if any(Space(space.recipe, n, space.ranks_per_node, space.fixed)))
+    nearest = next(fitting, None)
+    advice = f"give {nearest} GPUs" if nearest else "fix fewer keys"
+    return (
+        f"--gpus {count}: no grids tile {count} GPUs with train.global_batch_size "
+        f"{space.recipe.train.global_batch_size} and {space.language.num_layers} layers; {advice}, "
+        "or change the batch"
+    )

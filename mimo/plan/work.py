@@ -1,0 +1,325 @@
+"""The work of a planned step, by module, microbatch, lane and part of the layers; and its seconds.
+
+Counts FLOPs as `mimo.families.flops` does, but with padding and with what is computed again, and
+the bytes of all collectives and messages. Letters: M microbatches, L lanes, P parts of the layers.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from data.index.reader import plans_of_items
+from mimo.config.schema import Recipe
+from mimo.families.flops import Product, flops_per_unit
+from mimo.families.registry import (
+    encoder_settings,
+    generator_settings,
+    language_settings,
+    module_settings,
+    trainable_names,
+)
+from mimo.families.wire import DTYPES
+from mimo.model.dataset import Dataset
+from mimo.model.memory import parameters_by_role
+from mimo.model.step_plan import PlannedMicrobatch, StepPlan
+from mimo.parallel.grids import LANGUAGE, Layout, encode_group, overlap_of, run_ahead
+from mimo.plan.rates import Rates
+from mimo.plan.schedules import ModuleCosts, Rows, StepCosts, StepTasks
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|transformer_blocks|\w+_refiner)\.(\d+)\.")
+_PAIR, _SPARSE = "pair", ".experts."
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a module's layers. forward, backward: FLOPs by unit. weights: elements."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    layers: int
+    weights: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """FLOPs of a rank's passes, (M, L, P), and what else takes time.
+
+    messages: (M, L, P) seconds of the collectives in a forward. gathers, reductions: (P,) seconds
+    of FSDP2's. layers: (P,). again: forwards that a backward repeats.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    messages: np.ndarray
+    gathers: np.ndarray
+    reductions: np.ndarray
+    layers: np.ndarray
+    again: int
+
+    def seconds(self, module: str, rates: Rates) -> tuple[np.ndarray, np.ndarray]:
+        """Return (M, L, P) the seconds of forward and backward."""
+        per_flop, per_flop_back = rates.passes(module)
+        call = rates.call * self.layers
+        first = self.forward * per_flop
+        forward = first + call + self.messages + self._exposed(self.gathers, first, rates)
+        if not self.backward.any():
+            return forward, np.zeros_like(forward)
+        back = self.backward * per_flop_back + self.again * first
+        others = (2 + self.again) * call + (1 + self.again) * self.messages
+        exposed = self._exposed(self.gathers + self.reductions, back, rates)
+        return forward, back + others + exposed
+
+    @staticmethod
+    def _exposed(messages: np.ndarray, work: np.ndarray, rates: Rates) -> np.ndarray:
+        """FSDP2 sends while a device computes; on a CPU both need the cores."""
+        return np.maximum(messages - work, 0) if math.isinf(rates.cores) else messages + 0 * work
+
+
+class StepWork:
+    """The work of a recipe's steps in one layout. dataset: whose samples they have."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
+        self.recipe, self.layout, self.dataset = recipe, layout, dataset
+        self.rates = rates.of_threads(recipe.train.threads_per_rank, layout.world_size)
+        self.settings = {name: module_settings(recipe, name) for name in layout.grids}
+        self.language = language_settings(recipe)
+        self.size = DTYPES[recipe.train.precision].itemsize
+        self.parts = {name: self._parts(name) for name in layout.grids}
+
+    # ------------------------------------------------------------------ what does not change
+
+    def _products(self, name: str) -> list[Product]:
+        if name == LANGUAGE:
+            vocabulary = self.dataset.readers[0].chat.vocab_size
+            return self.language.products(self.language.padded_vocab_size(vocabulary))
+        if name in self.recipe.generators:
+            return generator_settings(self.recipe, name).products()
+        return encoder_settings(self.recipe, name).products(self.language.hidden_size)
+
+    def _parts(self, name: str) -> list[Part]:
+        """Split a module's products over the chunks of its stages."""
+        grid, module = self.layout.grids[name], self.recipe.module(name)
+        num_parts = grid.pp * grid.vpp
+        per_part = max(1, self.settings[name].num_layers // num_parts)
+        split: list[list[Product]] = [[] for _ in range(num_parts)]
+        layers: list[set[str]] = [set() for _ in range(num_parts)]
+        place = 0
+        for product in self._products(name):
+            found = _LAYER.search(product.parameter or "")
+            if found is not None:
+                place = min(int(found[1]) // per_part, num_parts - 1)
+                layers[place].add(found[0])
+            elif product.parameter is not None and any(layers):
+                place = num_parts - 1
+            split[place].append(product)
+        passes = {LANGUAGE: self.recipe.trains_before_language}
+        passes |= dict.fromkeys(self.recipe.generators, self.recipe.trains_before_generators)
+        passes_gradient, parts = passes.get(name, False), []
+        is_trained = trainable_names(self.recipe, name)
+        for products, own in zip(split, layers, strict=True):
+            forward = flops_per_unit(products, lambda _: False)
+            total = flops_per_unit(products, is_trained, passes_gradient, module.lora)
+            backward = {unit: total[unit] - flops for unit, flops in forward.items()}
+            weights = sum(p.forward / 2 for p in products if p.parameter is not None)
+            parts.append(Part(forward, backward, max(1, len(own)), weights))
+            names = [p.parameter for p in products if p.parameter is not None]
+            passes_gradient = passes_gradient or any(map(is_trained, names)) or bool(module.lora)
+        return parts
+
+    @cached_property
+    def elements(self) -> dict[str, tuple[float, float]]:
+        """Return by module the trained elements of a rank, and those that it updates; at most."""
+        elements = dict[str, tuple[float, float]]()
+        wide = max(4, self.size)
+        for role in parameters_by_role(self.recipe, self.layout):
+            grid, trained = self.layout.grids[role.module], role.gradients / wide
+            shares = grid.dp * grid.cp if self.recipe.train.distributed_optimizer else 1
+            if grid.engine == "fsdp":
+                shares = grid.dp // grid.dp_replicate
+            known = elements.get(role.module, (0.0, 0.0))
+            elements[role.module] = max(known, (trained, trained / shares))
+        return elements
+
+    # ------------------------------------------------------------------ one step
+
+    def tasks(self, plan: StepPlan) -> StepTasks:
+        """Return the tasks of a planned step."""
+        disjoint = [name for name in self.layout.encoders if name not in self.layout.colocated]
+        ahead = {name: run_ahead(self.recipe, self.layout, name) for name in disjoint}
+        group = encode_group(self.recipe) or len(plan.microbatches)
+        return StepTasks(self.layout, self.costs(plan), ahead, group)
+
+    def costs(self, plan: StepPlan) -> StepCosts:
+        """Return the seconds of a planned step's passes and messages."""
+        modules = dict[str, ModuleCosts]()
+        for name in self.layout.grids:
+            tokens = self.tokens(plan, name)
+            passes = self.passes(plan, name, tokens)
+            forward, backward = passes.seconds(name, self.rates)
+            messages = self._stage_messages(name, tokens)
+            has_backward = bool(passes.backward.any())
+            modules[name] = ModuleCosts(forward, backward, messages, has_backward)
+        rows = {
+            name: [self._rows(name, microbatch) for microbatch in plan.microbatches]
+            for name in self.layout.item_grids
+        }
+        return StepCosts(modules, rows)
+
+    def tail_seconds(self, backward: dict[str, float]) -> float:
+        """Return the seconds from the last backward to the end of a step's update.
+
+        backward: of one microbatch by module, behind which sums of gradients may hide.
+        """
+        hides, _ = overlap_of(self.recipe.train, on_gpu=self.rates.peak > 0)
+        tails = [0.0]
+        for name, (trained, updated) in self.elements.items():
+            grid = self.layout.grids[name]
+            ranks = grid.dp * grid.cp
+            bytes_of_sum = 0.0 if grid.engine == "fsdp" else trained * max(4, self.size)
+            total = 2 * self.rates.collective(bytes_of_sum, ranks, ranks * grid.tp)
+            exposed = max(0.0, total - backward.get(name, 0.0)) if hides else total
+            tails.append(exposed + updated * self.rates.element)
+        return max(tails) * max(1.0, self.layout.world_size / self.rates.cores)
+
+    def tokens(self, plan: StepPlan, name: str) -> np.ndarray:
+        """Return (M, L) the tokens of a lane, padding included; for a tower, its inputs."""
+        if name == LANGUAGE:
+            return np.array([m.samples.lane_tokens for m in plan.microbatches], float)
+        lanes = self.layout.item_grids[name].dp
+        tokens = np.zeros((len(plan.microbatches), lanes))
+        for m, microbatch in enumerate(plan.microbatches):
+            items, grids = microbatch.items[name], self._grids(name, microbatch)
+            if name in self.layout.encoders:
+                settings = encoder_settings(self.recipe, name)
+                inputs = [settings.num_inputs(tuple(grid)) for grid in grids.tolist()]
+            else:
+                inputs = grids.prod(axis=1)
+            np.add.at(tokens[m], items.lane, inputs)
+        return tokens
+
+    def passes(self, plan: StepPlan, name: str, tokens: np.ndarray) -> Passes:
+        """Return the work of a module's passes. tokens: (M, L), see `tokens`."""
+        grid, parts = self.layout.grids[name], self.parts[name]
+        shape = (*tokens.shape, len(parts))
+        forward, backward = np.zeros(shape), np.zeros(shape)
+        selective, recompute = np.zeros(shape), self.recipe.module(name).recompute
+        for m, microbatch in enumerate(plan.microbatches):
+            for lane, counts in enumerate(self._counts(name, microbatch)):
+                for p, part in enumerate(parts):
+                    for unit, flops in part.forward.items():
+                        count = counts.get(unit, 0.0)
+                        forward[m, lane, p] += flops * count
+                        backward[m, lane, p] += part.backward[unit] * count
+                        if recompute == "selective" and unit.endswith(_PAIR):
+                            selective[m, lane, p] += flops * count
+        again = int(recompute == "full")
+        backward += selective * (backward > 0)
+        messages = self._layer_messages(name, tokens)[:, :, None] * [p.layers for p in parts]
+        gathers, reductions = self._fsdp_messages(name)
+        split = grid.tp * grid.cp
+        return Passes(
+            forward / split,
+            backward / split,
+            messages,
+            gathers,
+            reductions,
+            np.array([part.layers for part in parts]),
+            again,
+        )
+
+    def _grids(self, name: str, microbatch: PlannedMicrobatch) -> np.ndarray:
+        """Return (k, 3) the grids of a module's items in a microbatch."""
+        samples, item = microbatch.samples, microbatch.items[name].item
+        source = samples.source[samples.item_sample[item]]
+        plans = plans_of_items(self.dataset.readers, source, samples.item[item])
+        return np.array([plan.grid for plan in plans], np.int64).reshape(-1, 3)
+
+    def _counts(self, name: str, microbatch: PlannedMicrobatch) -> list[dict[str, float]]:
+        """Count the units of each lane."""
+        samples = microbatch.samples
+        if name == LANGUAGE:
+            of_item = samples.lane[samples.item_sample]
+            return [
+                self.language.counts(
+                    samples.segment_length[samples.lane == lane],
+                    samples.item_rows[of_item == lane],
+                    int(samples.loss_tokens[samples.lane == lane].sum()),
+                )
+                for lane in range(self.layout.language.dp)
+            ]
+        items, grids = microbatch.items[name], self._grids(name, microbatch)
+        counts = []
+        for lane in range(self.layout.item_grids[name].dp):
+            own = items.lane == lane
+            if not own.any():
+                counts.append({})
+            elif name in self.recipe.generators:
+                rows = samples.item_rows[items.item[own]]
+                counts.append(generator_settings(self.recipe, name).counts(grids[own], rows))
+            else:
+                counts.append(encoder_settings(self.recipe, name).counts(grids[own]))
+        return counts
+
+    # ------------------------------------------------------------------ messages
+
+    def _layer_messages(self, name: str, tokens: np.ndarray) -> np.ndarray:
+        """Return (M, L) the seconds of the collectives in one layer's forward."""
+        grid, rates, settings = self.layout.grids[name], self.rates, self.settings[name]
+        seconds = np.zeros(tokens.shape)
+        for place in np.ndindex(tokens.shape) if grid.tp * grid.cp * grid.ep > 1 else ():
+            share = float(tokens[place]) / grid.cp * self.size
+            hidden = share * getattr(settings, "hidden_size", 0)
+            # A gather and a reduction around attention, and around the MLP.
+            seconds[place] += 4 * rates.collective(hidden, grid.tp, grid.tp)
+            if grid.cp > 1:
+                keys = 2 * self.language.num_query_groups * self.language.head_size / grid.tp
+                span = grid.tp * grid.cp
+                seconds[place] += rates.collective(share * grid.cp * keys, grid.cp, span)
+            if grid.ep > 1:
+                chosen = self.language.routers[2]
+                others = (grid.ep - 1) * (1 - (1 - 1 / grid.ep) ** chosen)
+                sent = hidden / (grid.tp if grid.sp else 1) * others
+                seconds[place] += 2 * rates.message(sent, grid.ep * grid.etp - 1)
+        return seconds
+
+    def _fsdp_messages(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (P,) the seconds in which FSDP2 gathers weights, and reduces gradients."""
+        grid, part = self.layout.grids[name], self.recipe.module(name)
+        shards = grid.dp // grid.dp_replicate if grid.engine == "fsdp" else 1
+        weights = [p.weights / grid.tp * self.size for p in self.parts[name]]
+        gathers = [self.rates.collective(w, shards, shards * grid.tp) for w in weights]
+        reduces = grid.engine == "fsdp" and self.recipe.trains(name)
+        each = reduces and getattr(part, "reduce_gradients", "step") == "microbatch"
+        return np.array(gathers), np.array(gathers) * each
+
+    def _stage_messages(self, name: str, tokens: np.ndarray) -> np.ndarray:
+        """Return (M, L) the seconds of a message from a stage to the next."""
+        grid, settings = self.layout.grids[name], self.settings[name]
+        if grid.pp == 1:
+            return np.zeros(tokens.shape)
+        parts = grid.cp * (grid.tp if grid.sp else 1)
+        width = getattr(settings, "hidden_size", 0) * self.size
+        one = np.vectorize(lambda n: self.rates.message(n / parts * width, grid.size // grid.pp))
+        return one(tokens)
+
+    def _rows(self, name: str, microbatch: PlannedMicrobatch) -> Rows:
+        """Return who exchanges rows in a microbatch, and for how long."""
+        samples, items = microbatch.samples, microbatch.items[name]
+        to = samples.lane[samples.item_sample[items.item]]
+        lanes, language = self.layout.item_grids[name], self.layout.language
+        keys, place = np.unique(items.lane * language.dp + to, return_inverse=True)
+        pairs = np.stack((keys // language.dp, keys % language.dp), axis=1)
+        levels = 1 + getattr(self.settings[name], "num_levels", 0)
+        wire = self.recipe.bridge.wire_dtype
+        number = self.size if wire == "auto" else DTYPES[wire].itemsize
+        row = self.language.hidden_size * levels * number
+        sizes = np.bincount(place, samples.item_rows[items.item], len(keys)) * row
+        sent = np.bincount(pairs[:, 0], sizes, lanes.dp) / lanes.tp
+        received = np.bincount(pairs[:, 1], sizes, language.dp) / (language.tp * language.cp)
+        most: Sequence[float] = np.maximum(sent[pairs[:, 0]], received[pairs[:, 1]]).tolist()
+        span = self.layout.world_size
+        return Rows(pairs, np.array([self.rates.message(size, span) for size in most]))
