@@ -242,15 +242,14 @@ class StepWork:
         """Count the units of each lane."""
         samples = microbatch.samples
         if name == LANGUAGE:
-            of_item = samples.lane[samples.item_sample]
-            return [
-                self.language.counts(
-                    samples.segment_length[samples.lane == lane],
-                    samples.item_rows[of_item == lane],
-                    int(samples.loss_tokens[samples.lane == lane].sum()),
-                )
-                for lane in range(self.layout.language.dp)
-            ]
+            of_item, counts = samples.lane[samples.item_sample], []
+            for lane, tokens in enumerate(samples.lane_tokens.tolist()):
+                own = samples.lane == lane
+                lengths = samples.segment_length[own]
+                lengths = np.append(lengths, tokens - lengths.sum())  # padding, as a segment
+                rows, num_losses = samples.item_rows[of_item == lane], samples.loss_tokens[own]
+                counts.append(self.language.counts(lengths, rows, int(num_losses.sum())))
+            return counts
         items, grids = microbatch.items[name], self._grids(name, microbatch)
         counts = []
         for lane in range(self.layout.item_grids[name].dp):
