@@ -135,7 +135,12 @@ dp3 → pp2 vpp2 dp2 ep2 · router losses · recompute | colocated tp2 → tp2 s
 colocated → tp2 cp2 ep4 · router losses | dp2 → dp2 ep2 · distributed optimizer |
 colocated → tp2 sp dp2 ep2 · distributed optimizer · gathered late |
 dp2 → tp2 sp ep2 · language adapters · recompute | dp2 → tp2 cp2 ep2 · pooled losses |
-dp3 → tp2 sp ep2 dp2 · pooled losses · recompute
+dp3 → tp2 sp ep2 dp2 · pooled losses · recompute | 1 rank → dp2 ep2 |
+colocated → dp4 ep4 · recompute | colocated → cp2 dp2 ep4 · recompute |
+dp2 → cp2 pp2 vpp2 ep2 | colocated → tp2 sp pp2 vpp2 ep2 · router losses |
+colocated → tp2 cp2 sp ep2 etp2 | colocated → tp4 sp ep2 etp2 · router losses |
+dp2 → tp2 sp etp2 · recompute | colocated → pp2 dp2 etp2 | dp2 → dp2 ep2 · frozen language |
+dp2 → tp2 sp ep2 · unpacked · recompute | dp2 + colocated → dp2 ep2 · router losses
 # A distributed optimizer.
 dp3 → dp2 · distributed optimizer | dp2 → cp2 pp2 · distributed optimizer · gathered late |
 dp2 → tp2 sp pp2 · distributed optimizer · clipped |

@@ -26,9 +26,7 @@ CELLS |= {
     for cell in (
         SweepCell("tp2 cp2 sp", "dp2"),
         SweepCell("tp2 sp pp2", "dp3", ("recompute",)),
-        SweepCell("dp2 ep2", "dp2", ("frozen language",)),
         SweepCell("tp2", "", ("unpacked",)),
-        SweepCell("cp2 pp2 vpp2 ep2", "dp2"),
     )
 }
 QUICK = (
