@@ -30,6 +30,7 @@ from mimo.plan.work import StepWork
 from mimo.runtime.run_files import METRICS, json_lines, starts_of
 
 _FITS, _STEPS = 6, 3
+_LEAST_WORK = 0.1  # of a pass's time, if the assumed links leave less
 _WARMUP = 3  # steps whose times are left out
 _NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
 
@@ -84,14 +85,17 @@ def calibrate(runs: Sequence[Measured], assumed: Rates) -> Rates:
         rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
     rates = replace(rates, forward={}, backward={}, call=0.0, element=0.0, step=0.0)
     names = [f"{module} {kind}" for module in modules for kind in ("first", "back")] + ["call"]
+    fit = dict.fromkeys(names, 0.0)
     for _ in range(_FITS):
         matrix, seconds = [], []
         for features in known:
-            slowdowns = features.slowdowns(rates)
+            alone = features.work(rates)
+            slowdowns = features.slowdowns(rates, alone)
             for key, measured in features.measured.items():
-                row = features.per_constant[key]
-                matrix.append([row.get(name, 0.0) * slowdowns.get(key, 1.0) for name in names])
-                seconds.append(measured)
+                row, own = features.per_constant[key], measured / slowdowns.get(key, 1.0)
+                messages = alone[key] - sum(fit[name] * value for name, value in row.items())
+                matrix.append([row.get(name, 0.0) for name in names])
+                seconds.append(max(own - messages, _LEAST_WORK * own))
         fit = dict(zip(names, _positive_least_squares(matrix, seconds), strict=True))
         rates = replace(
             rates,
@@ -114,7 +118,7 @@ class _Features:
         self.plans: list[StepPlan] = [*plans(run.recipe, run.layout, run.dataset, _STEPS)]
         self.per_constant: dict[Key, dict[str, float]] = {}
         for name, rates in self._bases().items():
-            for key, seconds in self._work(rates).items():
+            for key, seconds in self.work(rates).items():
                 self.per_constant.setdefault(key, {})[name] = seconds
         values = {key: run.metrics.get(f"seconds_{key[0]}_{key[1]}") for key in self.per_constant}
         self.measured = {key: value for key, value in values.items() if value}
@@ -127,7 +131,7 @@ class _Features:
             bases[f"{module} back"] = replace(_NO_RATES, backward={module: 1.0}, cores=cores)
         return bases
 
-    def _work(self, rates: Rates) -> dict[Key, float]:
+    def work(self, rates: Rates) -> dict[Key, float]:
         """Return the mean seconds of each key on one worker in a step, on cores of its own."""
         totals: dict[Key, float] = {}
         workers: dict[Key, set[int]] = {}
@@ -147,18 +151,19 @@ class _Features:
         for plan in self.plans:
             tasks, count = work.tasks(plan), len(self.plans)
             timeline = run_tasks(tasks.workers, tasks.tasks, rates.cores)
-            for key, value in timeline.busy().items():
+            of_step = timeline.busy()
+            for key, value in of_step.items():
                 busy[key] = busy.get(key, 0.0) + value / count
             seconds += timeline.seconds / count
-            last = {m: s / len(plan.microbatches) for (m, k), s in busy.items() if k == BACKWARD}
+            last = {m: s / len(plan.microbatches) for (m, k), s in of_step.items() if k == BACKWARD}
             tail += work.tail_seconds(last) / count
         return busy, seconds, tail
 
-    def slowdowns(self, rates: Rates) -> dict[Key, float]:
-        """Return how much longer passes take because ranks share cores."""
+    def slowdowns(self, rates: Rates, alone: Mapping[Key, float]) -> dict[Key, float]:
+        """Return how much longer passes take because ranks share cores. alone: see `work`."""
         if math.isinf(rates.cores) or not rates.forward:
             return {}
-        alone, shared = self._work(rates), self._simulate(rates)[0]
+        shared = self._simulate(rates)[0]
         return {key: shared[key] / alone[key] for key in shared if alone[key]}
 
     def simulated(self, rates: Rates) -> float:

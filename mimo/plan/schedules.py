@@ -13,7 +13,7 @@ from mimo.plan.simulate import Task, Worker
 
 Op = tuple[str, int, int]
 """Kind, microbatch, chunk."""
-FORWARD, BACKWARD, ENCODE, DRAW = "forward", "backward", "encode", "draw"
+FORWARD, BACKWARD, ENCODE = "forward", "backward", "encode"
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,7 @@ class StepTasks:
         for name in layout.encoders:
             self._connect_encoder(name)
         for name in layout.generators:
-            if name not in layout.colocated:
-                self._connect_generator(name)
+            self._connect_generator(name)
 
     # ------------------------------------------------------------------ tasks in order
 
@@ -127,9 +126,6 @@ class StepTasks:
 
     def _add_language(self) -> None:
         grid, costs = self.layout.language, self.costs.modules[LANGUAGE]
-        drawn = [
-            self.costs.modules[n] for n in self.layout.generators if n in self.layout.colocated
-        ]
         for stage in range(grid.pp):
             for lane in range(grid.dp):
                 worker = self._first_worker[LANGUAGE] + stage * grid.dp + lane
@@ -144,12 +140,10 @@ class StepTasks:
                     for op, m, chunk in ops:
                         part = chunk * grid.pp + stage
                         seconds = getattr(costs, op)[m, lane, part]
-                        if op == FORWARD:
-                            seconds += sum(
-                                (c.forward[m] + c.backward[m])[self._lanes_within(c, lane)].max()
-                                for c in drawn
-                            )
                         self._add(LANGUAGE, op, (m, lane, part), worker, seconds)
+                        for name in self.layout.generators if op == FORWARD else ():
+                            if name in self.layout.colocated:
+                                self._add_draw(name, m, lane, worker)
                     self._add_colocated(BACKWARD, numbers, stage, lane, worker)
 
     def _add_colocated(self, op: str, numbers: range, stage: int, lane: int, worker: int) -> None:
@@ -165,11 +159,19 @@ class StepTasks:
             ranks = np.arange(grid.tp * grid.cp) + grid.tp * grid.cp * (lane + grid.dp * stage)
             self._add(name, op, key, worker, totals[np.unique(ranks // tp) % lanes].max())
 
-    def _lanes_within(self, costs: ModuleCosts, lane: int) -> slice:
-        """The lanes of a colocated generator on the ranks of a lane of the language model."""
-        lanes, of_language = costs.forward.shape[1], self.layout.language.dp
-        first = lane * lanes // of_language
-        return slice(first, max(first + 1, (lane + 1) * lanes // of_language))
+    def _add_draw(self, name: str, m: int, lane: int, worker: int) -> None:
+        """Add a generator's passes of a microbatch. lane: of the worker, see `_lane_of_draw`."""
+        costs, lanes = self.costs.modules[name], self.layout.generators[name].dp
+        own = [n for n in range(lanes) if self._lane_of_draw(name, n) == lane]
+        for op in (FORWARD, BACKWARD)[: 1 + costs.has_backward]:
+            seconds = getattr(costs, op)[m, own].max(initial=0.0)
+            self._add(name, op, (m, lane, 0), worker, seconds)
+
+    def _lane_of_draw(self, name: str, lane: int) -> int:
+        """Return the lane of the worker that does a generator lane's passes."""
+        if name not in self.layout.colocated:
+            return lane
+        return lane * self.layout.language.dp // self.layout.generators[name].dp
 
     def _add_encoder(self, name: str, run_ahead: int) -> None:
         grid, costs = self.layout.encoders[name], self.costs.modules[name]
@@ -184,12 +186,9 @@ class StepTasks:
                     self._add(name, kind, (m, lane, stage), worker, seconds)
 
     def _add_generator(self, name: str) -> None:
-        grid, costs = self.layout.generators[name], self.costs.modules[name]
-        for lane in range(grid.dp):
+        for lane in range(self.layout.generators[name].dp):
             for m in range(self.num_microbatches):
-                seconds = costs.forward[m, lane, 0] + costs.backward[m, lane, 0]
-                worker = self._first_worker[name] + lane
-                self._add(name, DRAW, (m, lane, 0), worker, seconds)
+                self._add_draw(name, m, lane, self._first_worker[name] + lane)
 
     # ------------------------------------------------------------------ who waits for whom
 
@@ -258,9 +257,11 @@ class StepTasks:
     def _connect_generator(self, name: str) -> None:
         number, language = self._number, self.layout.language
         last, costs = language.pp * language.vpp - 1, self.costs.modules[LANGUAGE]
+        last_pass = BACKWARD if self.costs.modules[name].has_backward else FORWARD
         for m, rows in enumerate(self.costs.rows[name]):
             for (lane, to), seconds in zip(rows.pairs.tolist(), rows.seconds, strict=True):
-                drawn = number[name, DRAW, m, lane, 0]
-                self._wait(drawn, number[LANGUAGE, FORWARD, m, to, last], seconds)
+                key = m, self._lane_of_draw(name, lane), 0
+                begun, drawn = number[name, FORWARD, *key], number[name, last_pass, *key]
+                self._wait(begun, number[LANGUAGE, FORWARD, m, to, last], seconds)
                 if costs.has_backward:
                     self._wait(number[LANGUAGE, BACKWARD, m, to, last], drawn, seconds)

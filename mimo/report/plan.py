@@ -28,7 +28,6 @@ _COLORS = {
     "forward": "tab:blue",
     "encode": "tab:cyan",
     "backward": "tab:orange",
-    "draw": "tab:green",
 }
 _MICROSECONDS = 1e6
 _MOST_WAITS = 5

@@ -14,7 +14,6 @@ import pytest
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, links_of, minimum_run_ahead
 from mimo.plan.schedules import (
     BACKWARD,
-    DRAW,
     ENCODE,
     FORWARD,
     ModuleCosts,
@@ -179,11 +178,11 @@ def test_a_generator_of_its_own_ranks_draws_between_forward_and_backward(lanes: 
         step = step_of(m, pp, vpp, dp=2, generators=grids, message=0.5)
         timeline, last = run(step), step_number(step)
         for n, lane, to in product(range(m), range(lanes), range(2)):
-            drawn = last["image", DRAW, n, lane, 0]
             part = pp * vpp - 1
-            assert timeline.start[drawn] >= timeline.end[last[LANGUAGE, FORWARD, n, to, part]] + 0.5
-            back = timeline.start[last[LANGUAGE, BACKWARD, n, to, part]]
-            assert back >= timeline.end[drawn] + 0.5
+            begun = timeline.start[last["image", FORWARD, n, lane, 0]]
+            assert begun >= timeline.end[last[LANGUAGE, FORWARD, n, to, part]] + 0.5
+            drawn = timeline.end[last["image", BACKWARD, n, lane, 0]]
+            assert timeline.start[last[LANGUAGE, BACKWARD, n, to, part]] >= drawn + 0.5
 
 
 def step_number(step: StepTasks) -> dict[tuple[str, str, int, int, int], int]:

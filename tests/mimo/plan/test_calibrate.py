@@ -1,0 +1,168 @@
+"""Rates fitted to runs: those that made the runs, and forecasts of layouts that did not run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.errors import InputError
+from mimo.model.recipe_checks import check_recipe
+from mimo.plan import calibrate as calibration
+from mimo.plan.calibrate import Measured, calibrate, read_run
+from mimo.plan.forecast import Forecast, forecast
+from mimo.plan.gpus import GPUS
+from mimo.plan.rates import Rates, rates_of_gpu
+from mimo.plan.work import StepWork
+from tests.mimo import drawings, tiny
+
+TRUE = Rates(
+    "true",
+    forward={"vision": 3e-9, "language": 2e-9, "image": 4e-9},
+    backward={"vision": 4e-9, "language": 5e-9, "image": 3e-9},
+    call=2e-3,
+    element=1e-6,
+    step=0.05,
+)
+LINKS = {"node": 2e6, "network": 1e6, "latency": 1e-4, "peak": 1e9, "ranks_per_node": 2}
+DIRECT = ["encoders.vision.grid.dp=1", "train.micro_batch_size=4"]
+LANES = ["language.grid.dp=2", "train.micro_batch_size=2"]
+STAGES = ["language.grid={pp: 2, dp: 2}", "encoders.vision.grid={dp: 2}", *LANES[1:]]
+SPLIT = ["language.grid={tp: 2, sp: true, dp: 3}", "train.micro_batch_size=1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    tiny.write_samples(folder)
+    tiny.write_recipe(folder)
+    (folder / "drawn").mkdir()
+    drawings.write_recipe(folder / "drawn")
+    return folder
+
+
+def run_of(
+    folder: Path, overrides: Sequence[str], rates: Rates, cores: float = math.inf
+) -> tuple[Measured, Forecast]:
+    """Return the metrics of a run with these rates, under the names that a run logs."""
+    recipe = load_recipe(folder / "tiny.yaml", overrides)
+    layout, dataset = check_recipe(recipe, None), tiny.open_sources(recipe)
+    rates = replace(rates, cores=cores)
+    made = forecast(recipe, layout, dataset, rates, 3)
+    metrics = {"step_seconds": float(np.mean([step.seconds for step in made.steps]))}
+    for step in made.steps:
+        for (module, kind), seconds in step.timeline.busy().items():
+            key = f"seconds_{module}_{kind}"
+            metrics[key] = metrics.get(key, 0.0) + seconds / len(made.steps)
+    shared = max(1.0, layout.world_size / cores)
+    for name, (_, updated) in StepWork(recipe, layout, dataset, rates).elements.items():
+        metrics[f"seconds_{name}_gradients"] = 0.25 * updated * rates.element * shared
+        metrics[f"seconds_{name}_update"] = 0.75 * updated * rates.element * shared
+    return Measured("run", recipe, layout, dataset, metrics, cores), made
+
+
+def check_rates(found: Rates, modules: Sequence[str]) -> None:
+    for name in modules:
+        assert found.forward[name] == pytest.approx(TRUE.forward[name], rel=0.02), name
+        assert found.backward[name] == pytest.approx(TRUE.backward[name], rel=0.02), name
+    assert found.call == pytest.approx(TRUE.call, rel=0.02)
+
+
+@pytest.mark.parametrize("cores", [math.inf, 2.0])
+@pytest.mark.parametrize("third", [STAGES, SPLIT], ids=["stages", "split"])
+def test_two_layouts_give_the_rates_back_and_the_time_of_a_third(
+    folder: Path, cores: float, third: list[str]
+) -> None:
+    runs = [run_of(folder, overrides, TRUE, cores)[0] for overrides in (DIRECT, LANES)]
+    found = calibrate(runs, rates_of_gpu(GPUS["h100"], 8))
+    if math.isinf(cores):  # links as assumed
+        found = replace(found, node=math.inf, network=math.inf, latency=0.0)
+    check_rates(found, ["vision", "language"])
+    assert found.element == pytest.approx(TRUE.element, rel=0.02)
+    assert found.step == pytest.approx(TRUE.step, rel=0.05)
+    expected, _ = run_of(folder, third, TRUE, cores)
+    _, made = run_of(folder, third, found, cores)
+    seconds = np.mean([step.seconds for step in made.steps])
+    assert seconds == pytest.approx(expected.metrics["step_seconds"], rel=0.02)
+
+
+def test_time_of_assumed_messages_is_not_taken_for_work(folder: Path) -> None:
+    linked = replace(TRUE, **LINKS)
+    tp = ["language.grid={tp: 2, dp: 1}", "train.micro_batch_size=3"]
+    runs = [run_of(folder, overrides, linked)[0] for overrides in (tp, SPLIT)]
+    messages = run_of(folder, tp, TRUE)[0].metrics["seconds_language_forward"]
+    assert runs[0].metrics["seconds_language_forward"] > 1.1 * messages
+    check_rates(calibrate(runs, linked), ["vision", "language"])
+
+
+@pytest.mark.parametrize("placement", ["disjoint", "colocated"])
+@pytest.mark.parametrize("cores", [math.inf, 2.0])
+def test_a_generator_gets_rates_of_its_own(folder: Path, placement: str, cores: float) -> None:
+    place = [drawings.GENERATOR, f"generators.image.placement={placement}"]
+    place += ["generators.image.grid={}"] * (placement == "colocated")
+    runs = [
+        run_of(folder / "drawn", [*place, *overrides], TRUE, cores)[0]
+        for overrides in (DIRECT, LANES)
+    ]
+    assert {"seconds_image_forward", "seconds_image_backward"} <= runs[0].metrics.keys()
+    found = calibrate(runs, replace(TRUE, forward={}, backward={}))
+    check_rates(found, [*TRUE.forward])
+
+
+def test_what_runs_do_not_show_is_as_assumed(folder: Path) -> None:
+    run, _ = run_of(folder, DIRECT, TRUE)
+    metrics = {n: v for n, v in run.metrics.items() if not n.endswith(("gradients", "update"))}
+    assumed = rates_of_gpu(GPUS["a100-80"], 4)
+    found = calibrate([replace(run, metrics=metrics)], assumed)
+    assert found.element == assumed.element
+    assert (found.node, found.latency, found.ranks_per_node) == (300e9, assumed.latency, 4)
+    assert found.source == "fitted to run"
+
+
+# --------------------------------------------------------------------------- run folders
+
+
+def write_run(folder: Path, recipe: Path, lines: Sequence[dict[str, float]]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(recipe.read_text())
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    start = {"device": "CPU", "cores": 2, "ranks": 2}
+    (folder / "environment.json").write_text(json.dumps([start]))
+    return folder
+
+
+TIMED = [
+    {"step": step, "step_seconds": 1.0 + step, "idle_fraction": 0.5, "seconds_language_forward": 1}
+    for step in range(8)
+]
+
+
+def test_a_run_without_timed_steps_is_refused_with_what_to_give(recipe: Path) -> None:
+    for name, lines in {"none": [], "untimed": [{"step": 1, "loss": 3.0}]}.items():
+        folder = write_run(recipe.parent / name, recipe, lines)
+        with pytest.raises(InputError, match=f"{name}: no step in metrics.jsonl .*logged step"):
+            read_run(folder)
+    with pytest.raises(InputError, match=r"absent: no step in metrics\.jsonl has its times; give"):
+        read_run(recipe.parent / "absent")
+
+
+def test_a_run_needs_indexed_data_and_gives_medians_of_its_later_steps(recipe: Path) -> None:
+    folder = write_run(recipe.parent / "run", recipe, TIMED)
+    with pytest.raises(InputError, match=r"run: its data are not indexed here; run mimo data in"):
+        read_run(folder)
+    tiny.open_sources(load_recipe(recipe))
+    run = read_run(folder)
+    assert run.metrics["step_seconds"] == 1.0 + np.median(range(calibration._WARMUP + 1, 8))
+    assert run.cores == 2
+    assert run.layout.world_size == 2
+    (folder / "environment.json").write_text(json.dumps([{"device": "H100", "ranks": 2}]))
+    assert math.isinf(read_run(folder).cores)
+    short = write_run(recipe.parent / "short", recipe, TIMED[:2])
+    assert read_run(short).metrics["step_seconds"] == 1.5
