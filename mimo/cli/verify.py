@@ -73,8 +73,11 @@ def experiment(
         bool, Option("--submit", help="Submit the runs to SLURM as an array.")
     ] = False,
     cluster: ClusterOption = None,
+    simulate: Annotated[
+        bool, Option("--simulate", help="Forecast each layout, with rates of the first two.")
+    ] = False,
 ) -> int | None:
     """Train a recipe in several layouts, compare their losses, and write an HTML page."""
     from mimo.report.experiment import main
 
-    return main(file, overrides or [], submitting=submit, cluster=cluster)
+    return main(file, overrides or [], submitting=submit, cluster=cluster, simulates=simulate)

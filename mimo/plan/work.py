@@ -87,6 +87,8 @@ class StepWork:
         self.rates = rates.of_threads(recipe.train.threads_per_rank, layout.world_size)
         self.settings = {name: module_settings(recipe, name) for name in layout.grids}
         self.language = language_settings(recipe)
+        self.encoders = {name: encoder_settings(recipe, name) for name in layout.encoders}
+        self.generators = {name: generator_settings(recipe, name) for name in layout.generators}
         self.size = DTYPES[recipe.train.precision].itemsize
         self.parts = {name: self._parts(name) for name in layout.grids}
 
@@ -97,8 +99,8 @@ class StepWork:
             vocabulary = self.dataset.readers[0].chat.vocab_size
             return self.language.products(self.language.padded_vocab_size(vocabulary))
         if name in self.recipe.generators:
-            return generator_settings(self.recipe, name).products()
-        return encoder_settings(self.recipe, name).products(self.language.hidden_size)
+            return self.generators[name].products()
+        return self.encoders[name].products(self.language.hidden_size)
 
     def _parts(self, name: str) -> list[Part]:
         """Split a module's products over the chunks of its stages."""
@@ -194,7 +196,7 @@ class StepWork:
         for m, microbatch in enumerate(plan.microbatches):
             items, grids = microbatch.items[name], self._grids(name, microbatch)
             if name in self.layout.encoders:
-                settings = encoder_settings(self.recipe, name)
+                settings = self.encoders[name]
                 inputs = [settings.num_inputs(tuple(grid)) for grid in grids.tolist()]
             else:
                 inputs = grids.prod(axis=1)
@@ -258,9 +260,9 @@ class StepWork:
                 counts.append({})
             elif name in self.recipe.generators:
                 rows = samples.item_rows[items.item[own]]
-                counts.append(generator_settings(self.recipe, name).counts(grids[own], rows))
+                counts.append(self.generators[name].counts(grids[own], rows))
             else:
-                counts.append(encoder_settings(self.recipe, name).counts(grids[own]))
+                counts.append(self.encoders[name].counts(grids[own]))
         return counts
 
     # ------------------------------------------------------------------ messages

@@ -11,6 +11,12 @@ from mimo.config.schema import Recipe
 from mimo.errors import EXIT_CONTINUE
 from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.report.experiment_file import Experiment, read_experiment
+from mimo.report.experiment_forecast import (
+    Comparison,
+    compare_forecasts,
+    forecasts_table,
+    forecasts_verdict,
+)
 from mimo.report.experiment_results import (
     STRICT_STEPS,
     TOKENS,
@@ -32,12 +38,18 @@ _PHASES = ("encode", "forward", "backward", "bridge_wait", "pipeline_wait", "syn
 
 
 def main(
-    path: Path, overrides: Sequence[str], *, submitting: bool = False, cluster: Path | None = None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    submitting: bool = False,
+    cluster: Path | None = None,
+    simulates: bool = False,
 ) -> int:
     """Return 0 if all layouts ran and follow the reference, or were submitted; else 1.
 
     Return EXIT_CONTINUE if the call must be repeated: it was asked to stop, or jobs are not done.
-    submitting: submit jobs instead. cluster: a file of `cluster:` keys. Raises InputError.
+    submitting: submit jobs instead. cluster: a file of `cluster:` keys. simulates: show forecasts
+    beside the measurements. Raises InputError.
     """
     experiment = read_experiment(path, overrides)
     recipe = load_recipe(experiment.recipe, experiment.shared)
@@ -60,7 +72,7 @@ def main(
         except Interrupted as interrupted:
             print(interrupted, file=sys.stderr)
             return EXIT_CONTINUE
-        return _report(experiment, recipe, outcomes, folder)
+        return _report(experiment, recipe, outcomes, folder, simulates)
 
 
 def _check_run(run: Run) -> None:
@@ -71,14 +83,24 @@ def _check_run(run: Run) -> None:
     phased.each(check_data)
 
 
-def _report(experiment: Experiment, recipe: Recipe, outcomes: list[Outcome], folder: Path) -> int:
+def _report(
+    experiment: Experiment,
+    recipe: Recipe,
+    outcomes: list[Outcome],
+    folder: Path,
+    simulates: bool,
+) -> int:
     precision = recipe.train.precision
     results = results_of(experiment, outcomes, precision)
+    compared = compare_forecasts(results) if simulates else []
     show(results_table(results, experiment.reference), problems_table(results))
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "results.csv", results)
-    write_page(experiment, results, folder, precision, recipe.train.steps)
+    write_page(experiment, results, folder, precision, recipe.train.steps, compared)
     print(verdict(results, experiment.reference))
+    if compared:
+        show(forecasts_table(compared))
+        print(forecasts_verdict(compared))
     states = {result.state for result in results}
     if states & {"failed", "differs"}:
         return 1
@@ -132,7 +154,12 @@ def verdict(results: Sequence[Result], reference: str) -> str:
 
 
 def write_page(
-    experiment: Experiment, results: Sequence[Result], folder: Path, precision: str, steps: int
+    experiment: Experiment,
+    results: Sequence[Result],
+    folder: Path,
+    precision: str,
+    steps: int,
+    compared: Sequence[Comparison] = (),
 ) -> None:
     """Write `index.html` and the pictures as PNG into the experiment's folder."""
     speeds = [
@@ -154,6 +181,7 @@ def write_page(
         _losses(results, experiment.reference, precision),
         _times(results),
         _bridges(results),
+        _forecasts(compared),
     ]
     sections = [section for section in sections if section.has_content]
     for section in sections:
@@ -217,6 +245,12 @@ def _times(results: Sequence[Result]) -> Section:
         spreads("Peak of the memory of a module's ranks", "GiB", memory),
     ]
     return Section("Where the time goes", pictures if rows else [], [Table(columns, rows)])
+
+
+def _forecasts(compared: Sequence[Comparison]) -> Section:
+    if not compared:
+        return Section("Forecasts")
+    return Section("Forecasts", (), [forecasts_table(compared)], forecasts_verdict(compared))
 
 
 def _bridges(results: Sequence[Result]) -> Section:

@@ -1,0 +1,92 @@
+"""Forecasts beside the results of an experiment, from rates fitted to its first two layouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from mimo.errors import InputError
+from mimo.plan.calibrate import calibrate, read_run
+from mimo.plan.forecast import forecast
+from mimo.plan.gpus import GPUS
+from mimo.plan.rates import rates_of_gpu
+from mimo.report.experiment_results import Result
+from mimo.report.tables import Table, number, percent
+
+_NUM_FITTED = 2
+_APART = 0.10  # relative difference of two layouts whose order should be right
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A layout, measured and simulated. seconds: of a step. is_fitted: rates are fitted to it."""
+
+    layout: str
+    is_fitted: bool
+    measured_seconds: float
+    seconds: float
+    measured_idle: float
+    idle: float
+
+    @property
+    def error(self) -> float:
+        return self.seconds / self.measured_seconds - 1
+
+
+def compare_forecasts(results: Sequence[Result]) -> list[Comparison]:
+    """Simulate every layout that has run. Raises InputError if fewer than two have."""
+    done = {r.name: (r, [o.run for o in r.outcomes if o.is_done]) for r in results}
+    runs = {name: read_run(of[0].run_dir) for name, (_, of) in done.items() if of}
+    if len(runs) < _NUM_FITTED:
+        raise InputError(f"--simulate: {len(runs)} layouts have run, but rates are fitted to two")
+    fitted = [*runs][:_NUM_FITTED]
+    assumed = rates_of_gpu(GPUS["h100"], ranks_per_node=8)
+    rates = calibrate([runs[name] for name in fitted], assumed)
+    compared = []
+    for name, run in runs.items():
+        found, figures = forecast(run.recipe, run.layout, run.dataset, rates), done[name][0].figures
+        ranks = {module: grid.size for module, grid in run.layout.grids.items()}
+        shares = [(found.idle_of(m), ranks[m]) for m in dict.fromkeys(m for m, _ in found.idle)]
+        idle = sum(share * count for share, count in shares) / sum(count for _, count in shares)
+        measured = figures["step_seconds"], figures["idle_fraction"]
+        compared.append(
+            Comparison(name, name in fitted, measured[0], found.percentile(50), measured[1], idle)
+        )
+    return compared
+
+
+def forecasts_table(compared: Sequence[Comparison]) -> Table:
+    """Return measured and simulated times."""
+    rows = [
+        (
+            f"{c.layout} (fitted)" if c.is_fitted else c.layout,
+            number(c.measured_seconds),
+            number(c.seconds),
+            f"{100 * c.error:+.1f} %",
+            percent(c.measured_idle),
+            percent(c.idle),
+        )
+        for c in compared
+    ]
+    columns = ("layout", "step, s", "forecast, s", "error", "idle", "forecast")
+    return Table(columns, rows, title="forecasts")
+
+
+def forecasts_verdict(compared: Sequence[Comparison]) -> str:
+    """Return a sentence about errors and order."""
+    errors = [abs(c.error) for c in compared if not c.is_fitted] or [0.0]
+    apart = [
+        (one, two)
+        for one, two in combinations(compared, 2)
+        if abs(one.measured_seconds - two.measured_seconds)
+        > _APART * min(one.measured_seconds, two.measured_seconds)
+    ]
+    in_order = sum(
+        (one.measured_seconds < two.measured_seconds) == (one.seconds < two.seconds)
+        for one, two in apart
+    )
+    return (
+        f"forecasts of {len(errors)} layouts: median error {percent(median(errors))}, largest "
+        f"{percent(max(errors))}; {in_order} of {len(apart)} pairs that differ by more than "
+        f"{percent(_APART)} are in the right order"
+    )
