@@ -1,6 +1,9 @@
 """`mimo plan`: forecast a recipe's steps, or search its layouts; tables, pictures and overrides."""
 
+import functools
 import json
+import operator
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,11 @@ from matplotlib.figure import Figure
 
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.schema import Recipe
-from mimo.config.source import YamlSource
 from mimo.errors import InputError, RecipeError, suggestion
 from mimo.model.dataset import Dataset
 from mimo.model.indexing import indexed_dataset
 from mimo.model.recipe_checks import check_recipe
-from mimo.plan.calibrate import calibrate, read_run
+from mimo.plan.calibrate import calibrate, measure_here, read_run
 from mimo.plan.forecast import Forecast, forecast
 from mimo.plan.gpus import parse_gpu
 from mimo.plan.rates import rates_of_gpu
@@ -40,14 +42,15 @@ def main(
     gpu: str,
     nodes_of: int,
     fixes: Sequence[str] = (),
-    calibrate_on: Sequence[Path] = (),
+    calibrate_on: Sequence[str] = (),
     experiment: Path | None = None,
     timeline: Path | None = None,
     to_write: Path | None = None,
 ) -> int:
     """Print a forecast or, with ``gpus``, the best layouts. Raises InputError.
 
-    calibrate_on: run folders that rates are fitted to. experiment: a folder with such runs.
+    calibrate_on: run folders that rates are fitted to, or "here" for a run on this machine.
+    experiment: a folder with such runs.
     """
     device = parse_gpu(gpu)
     phases = load_phases(path, overrides).phases
@@ -56,9 +59,14 @@ def main(
         print(f"planning the first phase, {phases[0].title}")
     dataset = dataset_of_index(recipe, path)
     rates = rates_of_gpu(device, nodes_of)
-    folders = [*calibrate_on, *(runs_of(experiment) if experiment is not None else ())]
-    if folders:
-        rates = calibrate([read_run(folder) for folder in folders], rates)
+    runs = [] if experiment is None else [read_run(folder) for folder in runs_of(experiment)]
+    for text in calibrate_on:
+        with tempfile.TemporaryDirectory(prefix="mimo-plan-") as folder:
+            runs.append(
+                measure_here(recipe, Path(folder)) if text == "here" else read_run(Path(text))
+            )
+    if runs:
+        rates = calibrate(runs, rates)
     print(f"rates: {rates.source}")
     if gpus is None:
         if fixes or to_write is not None:
@@ -73,7 +81,7 @@ def main(
         show(forecast_table(found), idle_table(found), waits_table(found))
         chosen = found
     else:
-        fixed = parse_fixes(recipe, fixes)
+        fixed = parse_fixes(path, overrides, fixes)
         results = search(recipe, dataset, rates, device, gpus, fixed)
         counts = ", ".join(f"{count:,} {name}" for name, count in results.counts.items())
         print(f"layouts on {gpus} GPUs: {counts}")
@@ -109,10 +117,9 @@ def runs_of(experiment: Path) -> list[Path]:
     return folders
 
 
-def parse_fixes(recipe: Recipe, fixes: Sequence[str]) -> dict[str, Any]:
-    """Return `--fix` by key. Raises RecipeError for a key that is not searched."""
-    source, known = YamlSource(Path("--fix"), {}), searched_keys(recipe)
-    fixed = dict[str, Any]()
+def parse_fixes(path: Path, overrides: Sequence[str], fixes: Sequence[str]) -> dict[str, Any]:
+    """Return `--fix` by key. Raises RecipeError for a key that is not searched, or a bad value."""
+    known = searched_keys(load_phases(path, overrides).phases[0].recipe)
     for text in fixes:
         key, _, _ = text.partition("=")
         if key not in known:
@@ -120,12 +127,11 @@ def parse_fixes(recipe: Recipe, fixes: Sequence[str]) -> dict[str, Any]:
                 f"--fix {text}: this key is not searched, so give it as an override without --fix; "
                 f"{suggestion(key, known)}"
             )
-        source.override(text)
-        value: Any = source.data
-        for name in key.split("."):
-            value = value[name]
-        fixed[key] = value
-    return fixed
+    fixed = load_phases(path, [*overrides, *fixes]).phases[0].recipe.model_dump(mode="json")
+    return {
+        key: functools.reduce(operator.getitem, key.split("."), fixed)
+        for key in (text.partition("=")[0] for text in fixes)
+    }
 
 
 # ------------------------------------------------------------------------------ tables
