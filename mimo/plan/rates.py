@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from mimo.plan.gpus import Gpu
 
 _EFFICIENCY = 0.45
@@ -65,19 +67,19 @@ class Rates:
         )
         return replace(self, forward=forward, backward=backward)
 
-    def message(self, num_bytes: float, span: int) -> float:
+    def message[T: (float, np.ndarray)](self, num_bytes: T, span: int) -> T:
         """Return the seconds of a message that a rank sends to one ``span`` ranks away."""
         return self.latency + num_bytes / (
             self.node if span < self.ranks_per_node else self.network
         )
 
-    def collective(self, num_bytes: float, ranks: int, span: int) -> float:
+    def collective[T: (float, np.ndarray)](self, num_bytes: T, ranks: int, span: int) -> T:
         """Return the seconds in which each of ``ranks`` gathers ``num_bytes`` from all.
 
         As a ring. span: the ranks from the first of the group to the last.
         """
         if ranks == 1:
-            return 0.0
+            return num_bytes * 0.0
         return self.latency + self.message(num_bytes * (ranks - 1) / ranks, span - 1)
 
 

@@ -270,21 +270,17 @@ class StepWork:
     def _layer_messages(self, name: str, tokens: np.ndarray) -> np.ndarray:
         """Return (M, L) the seconds of the collectives in one layer's forward."""
         grid, rates, settings = self.layout.grids[name], self.rates, self.settings[name]
-        seconds = np.zeros(tokens.shape)
-        for place in np.ndindex(tokens.shape) if grid.tp * grid.cp * grid.ep > 1 else ():
-            share = float(tokens[place]) / grid.cp * self.size
-            hidden = share * getattr(settings, "hidden_size", 0)
-            # A gather and a reduction around attention, and around the MLP.
-            seconds[place] += 4 * rates.collective(hidden, grid.tp, grid.tp)
-            if grid.cp > 1:
-                keys = 2 * self.language.num_query_groups * self.language.head_size / grid.tp
-                span = grid.tp * grid.cp
-                seconds[place] += rates.collective(share * grid.cp * keys, grid.cp, span)
-            if grid.ep > 1:
-                chosen = self.language.routers[2]
-                others = (grid.ep - 1) * (1 - (1 - 1 / grid.ep) ** chosen)
-                sent = hidden / (grid.tp if grid.sp else 1) * others
-                seconds[place] += 2 * rates.message(sent, grid.ep * grid.etp - 1)
+        share = tokens / grid.cp * self.size
+        hidden = share * getattr(settings, "hidden_size", 0)
+        # A gather and a reduction around attention, and around the MLP; then keys and values.
+        seconds = 4 * rates.collective(hidden, grid.tp, grid.tp)
+        keys = 2 * self.language.num_query_groups * self.language.head_size / grid.tp
+        seconds += rates.collective(share * grid.cp * keys, grid.cp, grid.tp * grid.cp)
+        if grid.ep * grid.etp > 1:
+            # A token's row goes once to every rank with a part of an expert that it chose.
+            is_chosen = 1 - (1 - 1 / grid.ep) ** self.language.routers[2]
+            sent = hidden / grid.tp * (grid.ep * grid.etp - 1) * is_chosen
+            seconds += 2 * rates.message(sent, grid.ep * grid.etp - 1)
         return seconds
 
     def _fsdp_messages(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -304,8 +300,7 @@ class StepWork:
             return np.zeros(tokens.shape)
         parts = grid.cp * (grid.tp if grid.sp else 1)
         width = getattr(settings, "hidden_size", 0) * self.size
-        one = np.vectorize(lambda n: self.rates.message(n / parts * width, grid.size // grid.pp))
-        return one(tokens)
+        return self.rates.message(tokens / parts * width, grid.size // grid.pp)
 
     def _rows(self, name: str, microbatch: PlannedMicrobatch) -> Rows:
         """Return who exchanges rows in a microbatch, and for how long."""
