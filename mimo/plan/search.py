@@ -160,7 +160,8 @@ class Space:
         return recipe, check_recipe(recipe, self.num_gpus)
 
     def _values(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
-        return (self.fixed[key],) if key in self.fixed else values
+        fixed = self.fixed.get(key)
+        return values if fixed is None else (fixed,)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         placements = [
@@ -194,15 +195,22 @@ class Space:
         for name, placement in placed.items():
             key = _key(self.recipe, name)
             common = {f"{key}.placement": placement, f"{key}.grid.rank_offset": None}
+            run_ahead_key = f"{key}.run_ahead"
+            common |= {k: v for k, v in self.fixed.items() if k == run_ahead_key}
             if placement == "disjoint":
-                tp, dp = grids[name]
-                common |= {f"{key}.grid.tp": tp, f"{key}.grid.dp": dp}
-                options.append([common])
+                sizes = [grids[name]]
             else:
-                sizes = self._values(f"{key}.grid.tp", (1,))
-                options.append(
-                    [common | {f"{key}.grid.tp": tp, f"{key}.grid.dp": None} for tp in sizes]
-                )
+                tensors = self._values(f"{key}.grid.tp", (1,))
+                sizes = itertools.product(tensors, self._values(f"{key}.grid.dp", (None,)))
+            sp = self.recipe.module(name).grid.sp
+            options.append(
+                [
+                    common
+                    | {f"{key}.grid.tp": tp, f"{key}.grid.sp": sp and tp > 1}
+                    | {f"{key}.grid.pp": 1, f"{key}.grid.dp": dp}
+                    for tp, dp in sizes
+                ]
+            )
         for chosen in itertools.product(*options):
             yield {key: value for part in chosen for key, value in part.items()}
 
