@@ -151,7 +151,7 @@ def test_help_lists_every_command_in_a_group_of_its_purpose() -> None:
             group.add(name[1])
     del groups["Options"]
     assert groups == {
-        "Prepare": {"check", "tiny", "data", "convert"},
+        "Prepare": {"check", "plan", "tiny", "data", "convert"},
         "Train": {"train"},
         "Inspect": {"status", "logs", "report", "compare", "generate", "evaluate", "checkpoint"},
         "Prove": {"verify", "parity", "replay", "experiment"},

@@ -1,7 +1,5 @@
 """Rates fitted to runs: those that made the runs, and forecasts of layouts that did not run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -22,29 +20,14 @@ from mimo.plan.rates import Rates, rates_of_gpu
 from mimo.plan.work import StepWork
 from tests.mimo import drawings, tiny
 
-TRUE = Rates(
-    "true",
-    forward={"vision": 3e-9, "language": 2e-9, "image": 4e-9},
-    backward={"vision": 4e-9, "language": 5e-9, "image": 3e-9},
-    call=2e-3,
-    element=1e-6,
-    step=0.05,
-)
+FORWARD = {"vision": 3e-9, "language": 2e-9, "image": 4e-9}
+BACKWARD = {"vision": 4e-9, "language": 5e-9, "image": 3e-9}
+TRUE = Rates("true", FORWARD, BACKWARD, call=2e-3, element=1e-6, step=0.05)
 LINKS = {"node": 2e6, "network": 1e6, "latency": 1e-4, "peak": 1e9, "ranks_per_node": 2}
 DIRECT = ["encoders.vision.grid.dp=1", "train.micro_batch_size=4"]
 LANES = ["language.grid.dp=2", "train.micro_batch_size=2"]
 STAGES = ["language.grid={pp: 2, dp: 2}", "encoders.vision.grid={dp: 2}", *LANES[1:]]
 SPLIT = ["language.grid={tp: 2, sp: true, dp: 3}", "train.micro_batch_size=1"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    tiny.write_samples(folder)
-    tiny.write_recipe(folder)
-    (folder / "drawn").mkdir()
-    drawings.write_recipe(folder / "drawn")
-    return folder
 
 
 def run_of(
@@ -69,8 +52,8 @@ def run_of(
 
 def check_rates(found: Rates, modules: Sequence[str]) -> None:
     for name in modules:
-        assert found.forward[name] == pytest.approx(TRUE.forward[name], rel=0.02), name
-        assert found.backward[name] == pytest.approx(TRUE.backward[name], rel=0.02), name
+        assert found.forward[name] == pytest.approx(FORWARD[name], rel=0.02), name
+        assert found.backward[name] == pytest.approx(BACKWARD[name], rel=0.02), name
     assert found.call == pytest.approx(TRUE.call, rel=0.02)
 
 
@@ -106,23 +89,11 @@ def test_time_of_assumed_messages_is_not_taken_for_work(folder: Path) -> None:
 def test_a_generator_gets_rates_of_its_own(folder: Path, placement: str, cores: float) -> None:
     place = [drawings.GENERATOR, f"generators.image.placement={placement}"]
     place += ["generators.image.grid={}"] * (placement == "colocated")
-    runs = [
-        run_of(folder / "drawn", [*place, *overrides], TRUE, cores)[0]
-        for overrides in (DIRECT, LANES)
-    ]
+    layouts = [*place, *DIRECT], [*place, *LANES]
+    runs = [run_of(folder / "drawn", overrides, TRUE, cores)[0] for overrides in layouts]
     assert {"seconds_image_forward", "seconds_image_backward"} <= runs[0].metrics.keys()
     found = calibrate(runs, replace(TRUE, forward={}, backward={}))
-    check_rates(found, [*TRUE.forward])
-
-
-def test_what_runs_do_not_show_is_as_assumed(folder: Path) -> None:
-    run, _ = run_of(folder, DIRECT, TRUE)
-    metrics = {n: v for n, v in run.metrics.items() if not n.endswith(("gradients", "update"))}
-    assumed = rates_of_gpu(GPUS["a100-80"], 4)
-    found = calibrate([replace(run, metrics=metrics)], assumed)
-    assert found.element == assumed.element
-    assert (found.node, found.latency, found.ranks_per_node) == (300e9, assumed.latency, 4)
-    assert found.source == "fitted to run"
+    check_rates(found, [*FORWARD])
 
 
 # --------------------------------------------------------------------------- run folders
@@ -131,38 +102,20 @@ def test_what_runs_do_not_show_is_as_assumed(folder: Path) -> None:
 def write_run(folder: Path, recipe: Path, lines: Sequence[dict[str, float]]) -> Path:
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(recipe.read_text())
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text)
-    start = {"device": "CPU", "cores": 2, "ranks": 2}
-    (folder / "environment.json").write_text(json.dumps([start]))
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "environment.json").write_text('[{"device": "CPU", "cores": 2, "ranks": 2}]')
     return folder
 
 
-TIMED = [
-    {"step": step, "step_seconds": 1.0 + step, "idle_fraction": 0.5, "seconds_language_forward": 1}
-    for step in range(8)
-]
-
-
-def test_a_run_without_timed_steps_is_refused_with_what_to_give(recipe: Path) -> None:
-    for name, lines in {"none": [], "untimed": [{"step": 1, "loss": 3.0}]}.items():
-        folder = write_run(recipe.parent / name, recipe, lines)
-        with pytest.raises(InputError, match=f"{name}: no step in metrics.jsonl .*logged step"):
-            read_run(folder)
-    with pytest.raises(InputError, match=r"absent: no step in metrics\.jsonl has its times; give"):
-        read_run(recipe.parent / "absent")
-
-
-def test_a_run_needs_indexed_data_and_gives_medians_of_its_later_steps(recipe: Path) -> None:
-    folder = write_run(recipe.parent / "run", recipe, TIMED)
+def test_a_run_needs_times_and_indexed_data_and_gives_medians_of_later_steps(recipe: Path) -> None:
+    untimed = write_run(recipe.parent / "untimed", recipe, [{"step": 1, "loss": 3.0}])
+    with pytest.raises(InputError, match=r"untimed: no step in metrics.jsonl .*logged step"):
+        read_run(untimed)
+    timed = [{"step": n, "step_seconds": 1.0 + n, "idle_fraction": 0.5} for n in range(8)]
+    folder = write_run(recipe.parent / "run", recipe, timed)
     with pytest.raises(InputError, match=r"run: its data are not indexed here; run mimo data in"):
         read_run(folder)
     tiny.open_sources(load_recipe(recipe))
     run = read_run(folder)
     assert run.metrics["step_seconds"] == 1.0 + np.median(range(calibration._WARMUP + 1, 8))
-    assert run.cores == 2
-    assert run.layout.world_size == 2
-    (folder / "environment.json").write_text(json.dumps([{"device": "H100", "ranks": 2}]))
-    assert math.isinf(read_run(folder).cores)
-    short = write_run(recipe.parent / "short", recipe, TIMED[:2])
-    assert read_run(short).metrics["step_seconds"] == 1.5
+    assert (run.cores, run.layout.world_size) == (2, 2)

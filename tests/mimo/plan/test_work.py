@@ -1,7 +1,5 @@
 """The work of a layout's passes: FLOPs add up to those of the model, messages to bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,23 +21,8 @@ INTERLEAVED = [*LAYERS, "train.global_batch_size=8", "language.grid={pp: 2, vpp:
 COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={}"]
 FROZEN = "encoders.vision.freeze=true"
 LORA = ["language.lora={rank: 4}", FROZEN]
-SPARSE = [
-    "language.family=qwen3_moe",
-    "language.model={num_layers: 2, hidden_size: 32, ffn_hidden_size: 24, num_experts: 6, "
-    "experts_per_token: 2, num_attention_heads: 4, num_query_groups: 2, head_size: 8, "
-    "rotary_base: 10000.0, mrope_section: [2, 1, 1], init_std: 0.2}",
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny recipe, and one in it whose samples also draw."""
-    folder = tmp_path_factory.mktemp("work")
-    tiny.write_samples(folder)
-    tiny.write_recipe(folder)
-    (folder / "drawn").mkdir()
-    drawings.write_recipe(folder / "drawn")
-    return folder
+EXPERTS = "language.model.num_experts=6", "language.model.experts_per_token=2"
+SPARSE = ["language.family=qwen3_moe", *EXPERTS]
 
 
 def work_of(path: Path, *overrides: str, rates: Rates = PER_FLOP) -> tuple[StepWork, StepPlan]:
@@ -72,7 +55,6 @@ CASES = {
     "colocated": [*COLOCATED, "language.grid.dp=3"],
     "frozen tower": [FROZEN, "language.grid.pp=2"],
     "frozen language": ["language.freeze=true", "language.grid.pp=2"],
-    "lora": [*LORA, "language.grid.pp=2"],
     "lora vpp2": [*LORA, *INTERLEAVED],
     "experts": [*SPARSE, "language.grid={pp: 2, dp: 3, ep: 3}"],
 }
@@ -89,37 +71,14 @@ def test_flops_of_all_parts_and_lanes_are_those_of_the_model_with_padding(
     vocabulary = work.dataset.readers[0].chat.vocab_size
     padded = replace(plan, microbatches=tuple(map(with_padding, plan.microbatches)))
     expected = StepFlops(work.recipe, vocabulary, work.dataset).of(padded)
-    lengths = (m.samples.length.sum() for m in padded.microbatches)
-    assert sum(lengths) >= plan.num_tokens
     for name, passes in passes_of(work, plan).items():
         grid = work.layout.grids[name]
-        assert passes.forward.shape[2] == grid.pp * grid.vpp
-        assert passes.forward.shape[1] == grid.dp
+        assert passes.forward.shape[1:] == (grid.dp, grid.pp * grid.vpp)
         total = (passes.forward.sum() + passes.backward.sum()) * grid.tp * grid.cp
         assert total == pytest.approx(expected[name], rel=1e-9), name
-        assert (passes.forward.sum(axis=(0, 1)) > 0).all()
-
-
-def test_stages_of_equal_layers_have_equal_forwards_but_for_the_head(folder: Path) -> None:
-    work, plan = work_of(folder, *INTERLEAVED)
-    forward = passes_of(work, plan)[LANGUAGE].forward.sum(axis=(0, 1))
-    np.testing.assert_allclose(forward[:3], forward[0])
-    settings = work.language
-    head = 2 * settings.padded_vocab_size(work.dataset.readers[0].chat.vocab_size) * 32
-    assert forward[3] - forward[0] == pytest.approx(head * plan.num_loss_tokens)
-
-
-def test_only_what_trains_or_passes_gradients_on_has_a_backward(folder: Path) -> None:
-    work, plan = work_of(folder, "language.freeze=true")
-    passes = passes_of(work, plan)
-    # Gradients pass through the frozen model to the tower, but its weights have none.
-    ratio = passes[LANGUAGE].backward.sum() / passes[LANGUAGE].forward.sum()
-    assert 1.0 <= ratio < 1.2, "scores have two products of gradients each, matrices one"
-    assert passes["vision"].backward.any()
-    work, plan = work_of(folder, FROZEN, "encoders.vision.recompute=full")
-    assert not work.costs(plan).modules["vision"].has_backward
-    assert not work.costs(plan).modules["vision"].backward.any()
-    assert work.costs(plan).modules[LANGUAGE].has_backward
+        of_parts = passes.forward.sum(axis=(0, 1))
+        assert of_parts.min() > 0
+        np.testing.assert_allclose(of_parts[:-1], of_parts[0] if len(of_parts) > 1 else [])
 
 
 @pytest.mark.parametrize("module", [LANGUAGE, "vision"])
@@ -137,12 +96,11 @@ def test_recomputing_repeats_one_forward_in_the_backward(folder: Path, module: s
     np.testing.assert_allclose(found["full"][0], forward)
     np.testing.assert_allclose(found["full"][1], backward + forward)
     again = (found["selective"][1] - backward) / 1.5
-    pairs = 2 * 2 * 2 * (32 if module == LANGUAGE else 16)  # layers, products, FLOPs, all heads
-    work, plan = work_of(folder)
     if module == LANGUAGE:
-        lengths = [m.samples.length for m in plan.microbatches]
-        count = sum((n * (n + 1) // 2).sum() for n in lengths)
-        assert again.sum() == pytest.approx(pairs * count)
+        lengths = (m.samples.length for m in plan.microbatches)
+        pairs = sum((n * (n + 1) // 2).sum() for n in lengths)
+        layers, products, heads = 2, 2, 32
+        assert again.sum() == pytest.approx(2 * layers * products * heads * pairs)
     np.testing.assert_array_equal(again > 0, passes.forward > 0)
     assert (again < forward).all()
 
@@ -170,12 +128,6 @@ AXES = {
 }
 
 
-def test_a_rank_alone_sends_nothing_but_rows(folder: Path) -> None:
-    work, plan = work_of(folder, rates=SLOW)
-    assert not any(message_seconds(work, plan).values())
-    assert all(rows.seconds.min(initial=2.0) > 1.0 for rows in work.costs(plan).rows["vision"])
-
-
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_sends_messages_whose_time_follows_from_the_links(folder: Path, axis: str) -> None:
     work, plan = work_of(folder, *AXES[axis], rates=SLOW)
@@ -184,6 +136,8 @@ def test_an_axis_sends_messages_whose_time_follows_from_the_links(folder: Path, 
     seconds = message_seconds(work, plan)
     assert seconds.pop(key) > 0
     assert not any(seconds.values())
+    work, plan = work_of(folder, rates=SLOW)
+    assert not any(message_seconds(work, plan).values()), "a rank alone"
     work, plan = work_of(folder, *AXES[axis])
     assert not any(message_seconds(work, plan).values())
     assert all((rows.seconds == 0).all() for rows in work.costs(plan).rows["vision"])
@@ -191,30 +145,7 @@ def test_an_axis_sends_messages_whose_time_follows_from_the_links(folder: Path, 
 
 def test_tensor_parallel_ranks_gather_and_reduce_around_attention_and_mlp(folder: Path) -> None:
     work, plan = work_of(folder, *AXES["tp"], rates=SLOW)
-    tokens = work.tokens(plan, LANGUAGE)
     messages = passes_of(work, plan)[LANGUAGE].messages
     # Two layers, of four exchanges of half of the fp32 hidden states; two latencies each.
-    expected = 2 * 4 * (2 * 1.0 + tokens * 32 * 4 / 2 / 1e3)
+    expected = 2 * 4 * (2 * 1.0 + work.tokens(plan, LANGUAGE) * 32 * 4 / 2 / 1e3)
     np.testing.assert_allclose(messages[:, :, 0], expected)
-    across = replace(SLOW, ranks_per_node=1)
-    work, plan = work_of(folder, *AXES["tp"], rates=across)
-    expected = 2 * 4 * (2 * 1.0 + tokens * 32 * 4 / 2 / 1e2)
-    np.testing.assert_allclose(passes_of(work, plan)[LANGUAGE].messages[:, :, 0], expected)
-
-
-def test_rows_are_sent_by_who_encoded_them_to_who_needs_them(folder: Path) -> None:
-    lanes = ["language.grid.dp=3", "encoders.vision.grid={dp: 2}", "train.micro_batch_size=2"]
-    work, plan = work_of(folder, *lanes, rates=replace(SLOW, latency=0.0))
-    for rows, planned in zip(work.costs(plan).rows["vision"], plan.microbatches, strict=True):
-        samples, items = planned.samples, planned.items["vision"]
-        sent, received = np.zeros(2), np.zeros(3)
-        pairs = set()
-        for item, lane in zip(items.item.tolist(), items.lane.tolist(), strict=True):
-            to = int(samples.lane[samples.item_sample[item]])
-            size = float(samples.item_rows[item]) * 32 * 4
-            sent[lane] += size
-            received[to] += size
-            pairs.add((lane, to))
-        assert {(int(a), int(b)) for a, b in rows.pairs} == pairs
-        expected = [max(sent[a], received[b]) / 1e3 for a, b in rows.pairs]
-        np.testing.assert_allclose(rows.seconds, expected)
