@@ -309,7 +309,7 @@ def test_a_recipe_of_a_published_model_documents_disjoint_and_colocated_layouts(
 
 
 MEMORY = (
-    "# Memory of a GPU in GiB     weights gradients optimizer activations logits buffers  in all"
+    "# Memory of a GPU in GiB  weights gradients optimizer inputs activations logits buffers in all"
 )
 
 
@@ -323,10 +323,11 @@ def memory_table(path: Path, folder: Path) -> str:
         if phase.title:
             lines.append(f"#   {phase.title}")
         for role in memory_by_role(phase.recipe, layout):
-            parts = (role.weights, role.gradients, role.optimizer, role.activations, role.logits)
-            numbers = [f"{part / 2**30:.1f}" for part in (*parts, role.buffers, role.total)]
-            columns = zip((8, 10, 10, 12, 7, 8, 8), numbers, strict=True)
-            lines.append(f"#   {role.role:<24}" + "".join(f"{n:>{width}}" for width, n in columns))
+            state = (role.weights, role.gradients, role.optimizer, role.inputs)
+            parts = (*state, role.activations, role.logits, role.buffers, role.total)
+            numbers = [f"{part / 2**30:.1f}" for part in parts]
+            columns = zip((10, 10, 10, 7, 12, 7, 8, 7), numbers, strict=True)
+            lines.append(f"#   {role.role:<21}" + "".join(f"{n:>{width}}" for width, n in columns))
     return "\n".join(lines) + "\n"
 
 

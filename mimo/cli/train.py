@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +17,23 @@ from mimo.report.tables import Table, percent, scientific, show
 if TYPE_CHECKING:
     from mimo.config.schema import Recipe
     from mimo.parallel.grids import Layout
+    from mimo.plan.dry_run_verdict import Variant
+    from mimo.plan.gpus import Gpu
 
 
 def check(
-    recipe: RecipeArgument, overrides: OverridesArgument = None, num_ranks: NumRanksOption = None
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    num_ranks: NumRanksOption = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Run a microbatch of each role on fake tensors.")
+    ] = False,
+    role: Annotated[
+        str | None, Option(help="With --dry-run, one rank, such as language:pp=1,tp=3.")
+    ] = None,
+    gpu: Annotated[
+        str, Option(help="With --dry-run: h100, h200, b200, a100-40, a100-80, or GiB of memory.")
+    ] = "h100",
 ) -> None:
     """Validate a recipe and its data, and print ranks, grids and memory. Indexes nothing."""
     gc.disable()  # the collector would scan torch's million objects again and again
@@ -28,18 +43,34 @@ def check(
         phased = load_phases(recipe, overrides or [])
         # Imported after the recipe is read: a mistyped key is reported before torch loads.
         from mimo.model.recipe_checks import check_indexed_data, check_recipe
+        from mimo.plan.gpus import parse_gpu
 
         layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
         notes = phased.each(check_indexed_data)
-        for phase, layout in zip(phased.phases, layouts, strict=True):
+        memory = parse_gpu(gpu)
+        for number, (phase, layout) in enumerate(zip(phased.phases, layouts, strict=True)):
             _print_layout(phase.recipe, layout, phase.title)
             _print_memory(phase.recipe, layout)
             _print_flops(phase.recipe, layout)
+            if dry_run:
+                variant = partial(_variant, recipe, overrides or [], num_ranks, number)
+                _print_dry_run(phase.recipe, layout, role, memory, variant)
         for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
             print(note)
     finally:
         gc.enable()
         gc.freeze()  # so that it does not scan them at exit either
+
+
+def _variant(
+    path: Path, overrides: list[str], num_ranks: int | None, phase: int, more: Sequence[str]
+) -> tuple[Recipe, Layout]:
+    """Load and check a phase of the recipe with ``more`` overrides. Raises RecipeError."""
+    from mimo.checkpoint.hf.recipes import load_phases
+    from mimo.model.recipe_checks import check_recipe
+
+    recipe = load_phases(path, [*overrides, *more]).phases[phase].recipe
+    return recipe, check_recipe(recipe, num_ranks)
 
 
 def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
@@ -70,12 +101,35 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
     from mimo.errors import format_bytes
     from mimo.model.memory import memory_by_role
 
-    columns, rows = ("weights", "gradients", "optimizer", "activations", "logits", "buffers"), []
+    columns, rows = ("weights", "gradients", "optimizer", "inputs", "activations"), []
+    columns += ("logits", "buffers")
     for usage in memory_by_role(recipe, layout):
         parts = (*(getattr(usage, column) for column in columns), usage.total)
         rows.append((usage.role, *(format_bytes(part) if part else "-" for part in parts)))
     show(Table(("role", *columns, "in all"), rows, title="memory of a rank"))
-    print("activations, buffers: upper bound, for full microbatches of item embeddings alone")
+    print("inputs, activations, buffers: for full microbatches of item embeddings alone")
+
+
+def _print_dry_run(
+    recipe: Recipe, layout: Layout, role: str | None, gpu: Gpu, variant: Variant
+) -> None:
+    from mimo.errors import format_bytes
+    from mimo.plan.dry_run_verdict import describe_refusal, run_roles, verdict
+
+    runs, refused = run_roles(recipe, layout, role)
+    columns, rows = ("role", "rank", "state", "inputs", "waiting", "one microbatch", "in all"), []
+    for run in runs:
+        total, formula = run.total, run.formula.total
+        sizes = (run.state, run.inputs, run.waiting, run.step, total, formula)
+        error = percent(formula / total - 1)
+        rows.append((run.formula.role, str(run.rank), *map(format_bytes, sizes), error))
+    show(Table((*columns, "formula", "its error"), rows, title="dry run of a rank"))
+    print("dry run: a full microbatch; all of its tokens stand for items and have a loss")
+    for line in (
+        *map(describe_refusal, refused.items()),
+        *verdict(recipe, layout, runs, gpu, variant),
+    ):
+        print(line)
 
 
 def _print_flops(recipe: Recipe, layout: Layout) -> None:

@@ -342,8 +342,8 @@ class MimoModel:
                     labels=batch.labels,
                     loss_at=batch.loss_at,
                     packed_seq_params=batch.segments,
-                    place=partial(self._place, batch, received) if chunk.is_first else None,
-                    levels=self._levels(batch, received),
+                    place=partial(self.place, batch, received) if chunk.is_first else None,
+                    levels=self.levels(batch, received),
                     emit=self.outputs.emitter(inputs.draws, number, chunk, forward_only),
                 )
             return self._note_backward(output, part, number)
@@ -378,7 +378,7 @@ class MimoModel:
         assert self.partition is not None, "language ranks have a partition adapter"
         return self.partition.shard_embeddings(hidden, batch.segments)
 
-    def _place(
+    def place(
         self,
         batch: LanguageBatch,
         received: Sequence[ReceivedRows],
@@ -389,7 +389,7 @@ class MimoModel:
         hidden = place_embeddings(text, queries, received, batch.queries)
         return self._cut(batch, hidden) if self.whole_rows else hidden
 
-    def _levels(
+    def levels(
         self, batch: LanguageBatch, received: Sequence[ReceivedRows]
     ) -> tuple[Tensor, Tensor] | None:
         """Return the levels of all encoders for a chunk's layers: rows (k, n, H) and places."""

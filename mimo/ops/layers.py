@@ -139,7 +139,7 @@ def contiguous_axes(section: Sequence[int]) -> Tensor:
     Source: transformers `Qwen2_5_VLRotaryEmbedding.recomposition_frequencies`. Megatron's class
     cuts the frequencies of packed sequences wrongly under context parallelism.
     """
-    return torch.arange(3).repeat_interleave(torch.tensor(section))
+    return torch.arange(3).repeat_interleave(torch.tensor(section), output_size=sum(section))
 
 
 def rotate(frequencies: Tensor, *states: Tensor) -> tuple[Tensor, ...]:

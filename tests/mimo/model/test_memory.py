@@ -218,7 +218,8 @@ def test_roles_of_transformers_models_count_every_parameter_once(tmp_path: Path)
 
 
 def one_role(path: Path, role: str, *overrides: str) -> RoleMemory:
-    recipe = load_recipe(path, ["train.precision=bf16", *MODELS["gemma3"], *overrides])
+    model = MODELS["qwen2_5 and qwen_vl"]
+    recipe = load_recipe(path, ["train.precision=bf16", *model, *overrides])
     roles = memory_by_role(recipe, build_layout(recipe))
     return next(one for one in roles if one.role == role)
 
@@ -226,27 +227,36 @@ def one_role(path: Path, role: str, *overrides: str) -> RoleMemory:
 def test_activations_and_logits_follow_the_tokens_of_a_rank(tmp_path: Path) -> None:
     path = tiny.write_recipe(tmp_path)
     tokens, layers, hidden = 128 * 4, 3, 32
-    # qkv 8·(4 + 2·2), inputs of the projection 8·4, gate and up 2·48, inputs of the last 48.
-    inside = 64 + 32 + 96 + 48
+    # Queries, keys and values 8·(4 + 2·2), rotated queries and keys 8·(4 + 2), the projection's
+    # input 8·4, gate and up 2·48, their product 48; and cosines and sines of 8 channels.
+    inside, angles = 64 + 48 + 32 + 96 + 48, 2 * 8
+    layer = 4 * hidden + inside + angles
+    # The last norm's input, the head's, and the rows of the encoder.
+    ends = 3 * hidden
+    weight = 128 * hidden
     whole = one_role(path, "language")
-    assert whole.activations == 2 * tokens * layers * (4 * hidden + inside)
-    assert whole.logits == tokens * 128 * (2 + 4)
+    assert whole.activations == 2 * tokens * (layers * layer + ends)
+    assert whole.logits == tokens * (128 + hidden) * (2 + 4) + 2 * weight
     cut = one_role(path, "language", "language.grid={tp: 2, sp: true}")
-    assert cut.activations == whole.activations / 2
-    assert cut.logits == whole.logits / 2
+    cut_layer = 2 * hidden + inside / 2 + angles
+    assert cut.activations == 2 * tokens * (layers * cut_layer + 2 * hidden)
+    assert cut.logits == tokens * (128 / 2 + hidden) * (2 + 4) + weight
     without_sp = one_role(path, "language", "language.grid={tp: 2}")
-    assert without_sp.activations == 2 * tokens * layers * (4 * hidden + inside / 2)
+    cut_layer = 4 * hidden + inside / 2 + angles
+    assert without_sp.activations == 2 * tokens * (layers * cut_layer + ends)
     recomputed = one_role(path, "language", "language.recompute=full")
-    assert recomputed.activations == 2 * tokens * (layers * hidden + 4 * hidden + inside)
+    assert recomputed.activations == 2 * tokens * (layers * hidden + ends)
     # The first of three stages has three microbatches under way, each with a third of the layers.
     first = one_role(path, "language, first stage", "language.grid={pp: 3}")
-    assert first.activations == whole.activations
+    assert first.activations == 2 * tokens * 3 * (layer + hidden)
     assert first.logits == 0
+    middle = one_role(path, "language, middle stage", "language.grid={pp: 3}")
+    assert middle.activations == 2 * tokens * 2 * layer
     last = one_role(path, "language, last stage", "language.grid={pp: 3}")
-    assert last.activations == whole.activations / 3
+    assert last.activations == 2 * tokens * (layer + 2 * hidden)
     assert last.logits == whole.logits
-    shared = one_role(path, "language", "language.grid={cp: 2}")
-    assert (shared.activations, shared.logits) == (whole.activations / 2, whole.logits / 2)
+    frozen = one_role(path, "language", "language.freeze=true")
+    assert frozen.activations == 2 * tokens * (layers * (layer - 2 * hidden - 48) + ends)
 
 
 def test_ranks_are_refused_once_their_modules_need_more_than_they_share(tmp_path: Path) -> None:

@@ -1,0 +1,198 @@
+"""Count the memory of tensors, and keep what the kernels of a GPU keep.
+
+On a CPU some operations are composed of several, each of which keeps tensors for its backward. In
+a dry run they are replaced by stand-ins that keep, and allocate, what these kernels do: the norms
+and SwiGLU of Transformer Engine and Megatron, a variable-length attention, and fla's delta rule.
+Their results have the right shapes and no meaning.
+
+Letters: T tokens, N heads, G key/value heads, D head size, K key and V value heads, E value size.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mimo.engines.megatron import delta_net, parallel, stack
+from mimo.engines.megatron.dispatch import Counts, Route
+from mimo.ops import attention_kernels, layers
+from mimo.ops.attention_kernels import Kernel, VarlenBlocks, varlen_blocks
+
+
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations return, each storage once.
+
+    Like torch's MemTracker, but without its account of modules, which is slow and follows only one
+    pass of each. now, peak: bytes that exist, and the most that existed since `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that exists."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+
+        def forget(_: object) -> None:
+            self.now -= size
+            del self._storages[key]
+
+        self._storages[key] = weakref.ref(storage, forget)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak = self.now
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps its input and one number of fp32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _Norm.apply(x, weight)  # type: ignore[no-any-return]
+
+
+class _Gate(torch.autograd.Function):
+    """Keeps both halves of its input, but not the activated one."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps queries, keys, values, its output, and one number of fp32 for each row of a head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
+    return _Attention.apply(*blocks.arguments(q, k, v)[:3])  # type: ignore[no-any-return]
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Keeps its inputs and the triangular matrices of chunks of 64 tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        value = inputs[2]
+        ctx.save_for_backward(*inputs, value.new_empty(*value.shape[:2], 64))
+        return value.new_empty(value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors[:-1])
+
+
+def _delta_rule(*inputs: Any) -> Tensor:
+    """query, key (T, K, D), value (T, V, E), log_decay, beta (T, V), lengths -> (T, V, E)."""
+    return _DeltaRule.apply(*inputs[:-1])  # type: ignore[no-any-return]
+
+
+def _gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    return _Gate.apply(both)  # type: ignore[no-any-return]
+
+
+def _route(is_worst: bool, experts: Tensor, num_experts: int, group: Any, etp: int) -> Route:
+    """Stand in for `Route.of`, with equal loads; see `gpu_kernels` for the worst."""
+    (n, k), ranks = experts.shape, group.size()
+    ep, each = ranks // etp, num_experts * etp // ranks
+    # The share of tokens of which none of k different experts is on a given rank.
+    missed = math.comb(num_experts - each, k) / math.comb(num_experts, k)
+    rows, choices = ([math.ceil(x)] * ranks for x in (n * (1 - missed), n * k / ep))
+    arriving = [n] * ranks, [n * min(k, each)] * ranks
+    arriving_rows, arriving_choices = arriving if is_worst else (rows, choices)
+    received = sum(arriving_choices)
+    sizes = (sum(rows), sum(choices), received, received, each)
+    token, choice, by_expert, row, counts = (experts.new_empty(size) for size in sizes)
+    return Route(
+        token=token,
+        rows=Counts(rows, arriving_rows),
+        choice=choice,
+        choices=Counts(choices, arriving_choices),
+        by_expert=by_expert,
+        row=row,
+        counts=counts,
+    )
+
+
+def shared_buffers() -> list[Tensor]:
+    """Return the buffers that all layers and microbatches use in turn for gathered inputs."""
+    return [*parallel.parallel_state.get_global_memory_buffer().buffer.values()]
+
+
+@contextmanager
+def gpu_kernels(worst_experts: bool = False) -> Iterator[None]:
+    """Replace operations by stand-ins, in this process, also for models that exist already.
+
+    worst_experts: whether the tokens of all ranks choose experts of this rank, as many as they can.
+    """
+    replacements: list[tuple[Any, str, Any]] = [
+        (layers, "_rounded_norm", _norm),
+        (layers.ZeroCenteredRMSNorm, "forward", lambda norm, x: _norm(x, norm.weight, norm.eps)),
+        (stack, "gate", _gate),
+        (delta_net, "gated_delta_rule", _delta_rule),
+        (Route, "of", partial(_route, worst_experts)),
+        # Fake tensors have neither a device to move to nor random states.
+        (nn.Module, "to", lambda module, *args, **options: module),
+        (torch, "get_rng_state", lambda: torch.empty(0, dtype=torch.uint8)),
+        (torch, "set_rng_state", lambda state: None),
+        (parallel.parallel_state, "_GLOBAL_MEMORY_BUFFER", None),
+        (type(parallel.get_cuda_rng_tracker()), "fork", lambda *args, **options: nullcontext()),
+    ]
+    replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    kernel = attention_kernels.KERNELS["sdpa"]
+    attention_kernels.KERNELS["sdpa"] = Kernel(varlen_blocks, _attend)
+    try:
+        for owner, name, stand_in in replacements:
+            setattr(owner, name, stand_in)
+        yield
+    finally:
+        attention_kernels.KERNELS["sdpa"] = kernel
+        for owner, name, original in replaced:
+            setattr(owner, name, original)

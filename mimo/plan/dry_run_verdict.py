@@ -1,0 +1,180 @@
+"""Dry runs of a layout's roles, whether these fit into a GPU, and what would help most.
+
+Light to import: torch's fake tensors and Megatron load with the first simulated rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mimo.config.schema import Recipe
+from mimo.errors import InputError, RecipeError, format_bytes, suggestion
+from mimo.model.memory import RoleMemory, memory_by_role
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
+from mimo.plan.gpus import Gpu
+
+if TYPE_CHECKING:
+    from mimo.plan.dry_run import DryRun
+
+Variant = Callable[[Sequence[str]], tuple[Recipe, Layout]]
+"""Loads and checks the recipe with further overrides. Raises RecipeError."""
+
+
+def run_roles(
+    recipe: Recipe, layout: Layout, role: str | None
+) -> tuple[list[DryRun], dict[str, str]]:
+    """Simulate one rank of each role, or the rank of ``role``, such as ``language:pp=1,tp=3``.
+
+    Returns the dry runs, and by role the reason why there is none. Raises InputError for a role
+    that does not exist, and if no role can be simulated.
+    """
+    roles = memory_by_role(recipe, layout)
+    chosen = [(one, one.ranks[0]) for one in roles]
+    if role is not None:
+        chosen = [_rank_of(role, roles, layout)]
+    refused = {one.role: reason for one, _ in chosen if (reason := _refusal(recipe, layout, one))}
+    if len(refused) == len(chosen):
+        raise InputError("\n".join(map(describe_refusal, refused.items())))
+    from mimo.plan.dry_run import dry_run  # late: it imports Megatron
+
+    return [dry_run(recipe, layout, *one) for one in chosen if one[0].role not in refused], refused
+
+
+def describe_refusal(refused: tuple[str, str]) -> str:
+    """Format a role and the reason why it cannot be simulated."""
+    return "--dry-run does not cover {}: {}".format(*refused)
+
+
+def _refusal(recipe: Recipe, layout: Layout, role: RoleMemory) -> str | None:
+    """Return why a role cannot be simulated; None if it can."""
+    if role.module in recipe.generators:
+        return "generators run diffusers' modules; the formula stands"
+    if layout.grids[role.module].engine == "fsdp":
+        return "engine: fsdp; the formula stands"
+    return None
+
+
+# --------------------------------------------------------------------------- one role
+
+
+_AXES = ("tp", "cp", "dp", "pp")
+
+
+def _rank_of(text: str, roles: Sequence[RoleMemory], layout: Layout) -> tuple[RoleMemory, int]:
+    """Return the role and rank of a text such as ``language:pp=1,tp=3``; missing axes are 0."""
+    name, _, places = text.partition(":")
+    if name not in layout.grids:
+        raise InputError(f"--role: no module {name!r}; {suggestion(name, layout.grids)}")
+    grid, coords = layout.grids[name], dict[str, int]()
+    for place in filter(None, places.split(",")):
+        axis, _, number = place.partition("=")
+        if axis not in _AXES:
+            raise InputError(f"--role: no axis {axis!r} in {text!r}; {suggestion(axis, _AXES)}")
+        size = getattr(grid, axis)
+        if not number.isdecimal() or int(number) >= size:
+            raise InputError(
+                f"--role: got {place} in {text!r}, but {name}.grid.{axis} is {size}; "
+                f"give {axis}=0 to {axis}={size - 1}"
+            )
+        coords[axis] = int(number)
+    rank = grid.rank(**coords)
+    return next(role for role in roles if role.module == name and rank in role.ranks), rank
+
+
+# ------------------------------------------------------------------------- the verdict
+
+
+@dataclass(frozen=True)
+class _Need:
+    """The modules that share a rank of a role, and the bytes that they need together."""
+
+    role: RoleMemory
+    total: float
+
+
+def _needs(runs: Sequence[DryRun], layout: Layout) -> list[_Need]:
+    """Return what ranks need: colocated encoders keep activations while the language model runs,
+    and run their backward when its activations are gone.
+    """
+    guests = [run for run in runs if run.formula.module in layout.colocated]
+    needs = []
+    for run in runs:
+        if run in guests and any(other not in guests for other in runs):
+            continue
+        here = [
+            *(guests if run.formula.module == LANGUAGE else ()),
+            *([] if run in guests else [run]),
+        ]
+        here = here or [run]
+        held = sum(one.state + one.inputs for one in here)
+        kept = {id(one): one.kept for one in here if one in guests}
+        peaks = (
+            one.waiting + one.step + sum(kept.values()) - kept.get(id(one), 0.0) for one in here
+        )
+        needs.append(_Need(run.formula, held + max(peaks)))
+    return needs
+
+
+def verdict(
+    recipe: Recipe, layout: Layout, runs: Sequence[DryRun], gpu: Gpu, variant: Variant
+) -> Iterator[str]:
+    """Yield lines: whether all ranks fit into a GPU's memory, else what would help most."""
+    needs = _needs(runs, layout)
+    largest = max(needs, key=lambda need: need.total)
+    limit, name = format_bytes(gpu.memory), largest.role.role
+    if largest.total <= gpu.memory:
+        yield f"fits {limit}: yes, {format_bytes(largest.total)} ({name})"
+        return
+    for need in needs:
+        if need.total > gpu.memory:
+            yield f"fits {limit}: no, {need.role.role} needs {format_bytes(need.total)}"
+    best = min(_remedies(recipe, layout, largest.role, variant), default=None)
+    if best is None:
+        yield f"no key of the recipe saves memory of {name}; use a smaller model"
+        return
+    saved, overrides = -best[0], " ".join(best[1])
+    enough = largest.total - saved <= gpu.memory
+    yield (
+        f"{overrides} would save most of {name}: {format_bytes(saved)} by the formula, which is "
+        f"{'enough' if enough else 'not enough alone'}"
+    )
+
+
+def _remedies(
+    recipe: Recipe, layout: Layout, role: RoleMemory, variant: Variant
+) -> Iterator[tuple[float, tuple[str, ...]]]:
+    """Yield overrides that save memory of a role, after minus the bytes by the formula."""
+    before = _most(recipe, layout, role.module)
+    for overrides in _candidates(recipe, layout.grids[role.module]):
+        try:
+            changed = _most(*variant(overrides), role.module)
+        except RecipeError:
+            continue
+        if changed < before:
+            yield changed - before, overrides
+
+
+def _most(recipe: Recipe, layout: Layout, module: str) -> float:
+    return max(r.total for r in memory_by_role(recipe, layout) if r.module == module)
+
+
+def _candidates(recipe: Recipe, grid: GridSpec) -> Iterator[tuple[str, ...]]:
+    """Yield overrides that may save memory of a module on the same ranks."""
+    train, data = recipe.train, recipe.data
+    key = ".".join(map(str, recipe.key_of(grid.module)))
+    if recipe.module(grid.module).recompute != "full":
+        yield (f"{key}.recompute=full",)
+    if not train.distributed_optimizer and grid.engine == "megatron":
+        yield ("train.distributed_optimizer=true",)
+    if train.precision != "bf16":
+        yield ("train.precision=bf16",)
+    for axis in ("tp", "pp") if grid.dp % 2 == 0 else ():
+        sequence = (f"{key}.grid.sp=true",) if axis == "tp" and not grid.sp else ()
+        size = 2 * getattr(grid, axis)
+        yield f"{key}.grid.{axis}={size}", *sequence, f"{key}.grid.dp={grid.dp // 2}"
+    if data.tokens_per_microbatch and data.tokens_per_microbatch >= 2 * data.sequence_length:
+        yield (f"data.tokens_per_microbatch={data.tokens_per_microbatch // 2}",)
+    if train.micro_batch_size % 2 == 0:
+        yield (f"train.micro_batch_size={train.micro_batch_size // 2}",)
