@@ -81,7 +81,8 @@ def test_time_of_assumed_messages_is_not_taken_for_work(folder: Path) -> None:
     runs = [run_of(folder, overrides, linked)[0] for overrides in (tp, SPLIT)]
     messages = run_of(folder, tp, TRUE)[0].metrics["seconds_language_forward"]
     assert runs[0].metrics["seconds_language_forward"] > 1.1 * messages
-    check_rates(calibrate(runs, linked), ["vision", "language"])
+    check_rates(found := calibrate(runs, linked), ["vision", "language"])
+    assert found.step == pytest.approx(TRUE.step, rel=0.05)
 
 
 @pytest.mark.parametrize("placement", ["disjoint", "colocated"])

@@ -75,7 +75,6 @@ def test_interleaved_1f1b_with_equal_costs_takes_its_closed_form(
     assert run(step_of(m, pp, vpp)).seconds == pytest.approx((m + (pp - 1) / vpp) * 3.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "vpp", "m"), [(2, 2, 2), (2, 2, 4), (4, 2, 8), (4, 1, 6)])
 def test_stages_run_in_the_order_of_megatron(pp: int, vpp: int, m: int) -> None:
     from megatron.core.pipeline_parallel import schedules as megatron
