@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,14 +92,15 @@ def search(
             counts["refused"] += 1
             refusal = refusal or error.problems[0]
             continue
-        largest = max(memory_by_role(candidate, layout), key=lambda role: role.total)
-        if largest.total > gpu.memory:
+        memory = largest_rank(candidate, layout)
+        if memory[0] > gpu.memory:
             counts["too large"] += 1
-            if smallest is None or largest.total < smallest[0].total:
-                smallest = largest, overrides
+            smallest = min(
+                smallest or (*memory, overrides), (*memory, overrides), key=operator.itemgetter(0)
+            )
             continue
         found = forecast(candidate, layout, dataset, rates, _QUICK_STEPS)
-        fitting.append(Choice(overrides, candidate, layout, found, largest.total, largest.role))
+        fitting.append(Choice(overrides, candidate, layout, found, *memory))
         simulated.add(rest)
         if len(simulated) == _SIMULATED:
             break
@@ -108,6 +110,14 @@ def search(
     best = sorted(fitting, key=_seconds)[:_BEST]
     final = [_with_best_run_ahead(space, choice, dataset, rates, gpu) for choice in best]
     return Found(sorted(final, key=_seconds), counts)
+
+
+def largest_rank(recipe: Recipe, layout: Layout) -> tuple[float, str]:
+    """Return the bytes of the rank that needs most, with all its modules, and its role."""
+    roles = memory_by_role(recipe, layout)
+    guests = sum(role.total for role in roles if role.module in layout.colocated)
+    hosts = [role for role in roles if role.module not in layout.colocated]
+    return max((r.total + guests * (r.module == LANGUAGE), r.role) for r in hosts)
 
 
 def _seconds(choice: Choice) -> float:
@@ -128,11 +138,11 @@ def _with_best_run_ahead(
             continue
         overrides = {**choice.overrides, key: longer}
         candidate, _ = space.check(overrides)
-        largest = max(memory_by_role(candidate, layout), key=lambda role: role.total)
+        memory = largest_rank(candidate, layout)
         found = forecast(candidate, layout, dataset, rates, _STEPS)
         gains = found.percentile(50) < (1 - _WORTHWHILE) * _seconds(choice)
-        if gains and largest.total <= gpu.memory:
-            choice = Choice(overrides, candidate, layout, found, largest.total, largest.role)
+        if gains and memory[0] <= gpu.memory:
+            choice = Choice(overrides, candidate, layout, found, *memory)
     return choice
 
 
@@ -330,16 +340,16 @@ class _Estimate:
 
 
 def _nothing_found(
-    space: Space, smallest: tuple[Any, Overrides] | None, refusal: str, gpu: Gpu
+    space: Space, smallest: tuple[float, str, Overrides] | None, refusal: str, gpu: Gpu
 ) -> str:
     count = space.num_gpus
     if smallest is not None:
-        role, overrides = smallest
+        size, role, overrides = smallest
         layout = " ".join(f"{k}={v}" for k, v in overrides.items() if k.startswith("language.grid"))
         return (
             f"--gpus {count}: no layout fits {format_bytes(gpu.memory)} of {gpu.name}; the "
-            f"smallest needs {format_bytes(role.total)} ({role.role}, with {layout}); give about "
-            f"{math.ceil(count * role.total / gpu.memory)} GPUs, or larger ones"
+            f"smallest needs {format_bytes(size)} ({role}, with {layout}); give about "
+            f"{math.ceil(count * size / gpu.memory)} GPUs, or larger ones"
         )
     if refusal:
         return f"--gpus {count}: every layout is refused, the first because: {refusal}"

@@ -59,7 +59,10 @@ def searched(
 
 
 def memory_of(recipe: Recipe, layout: Layout) -> float:
-    return max(role.total for role in memory_by_role(recipe, layout))
+    """What the rank with most needs, for all its modules."""
+    roles = memory_by_role(recipe, layout)
+    ranks = range(layout.world_size)
+    return max(sum(role.total for role in roles if rank in role.ranks) for rank in ranks)
 
 
 def brute_force(folder: Path, num_gpus: int) -> Iterator[tuple[Recipe, Layout]]:
