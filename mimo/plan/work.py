@@ -6,6 +6,7 @@ the bytes of all collectives and messages. Letters: M microbatches, L lanes, P p
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -177,15 +178,16 @@ class StepWork:
         backward: of one microbatch by module, behind which sums of gradients may hide.
         """
         hides, _ = overlap_of(self.recipe.train, on_gpu=self.rates.peak > 0)
-        tails = [0.0]
+        tails = defaultdict[str, float](float)  # by the module whose ranks do the work
         for name, (trained, updated) in self.elements.items():
             grid = self.layout.grids[name]
             ranks = grid.dp * grid.cp
             bytes_of_sum = 0.0 if grid.engine == "fsdp" else trained * max(4, self.size)
             total = 2 * self.rates.collective(bytes_of_sum, ranks, ranks * grid.tp)
             exposed = max(0.0, total - backward.get(name, 0.0)) if hides else total
-            tails.append(exposed + updated * self.rates.element)
-        return max(tails) * max(1.0, self.layout.world_size / self.rates.cores)
+            place = LANGUAGE if name in self.layout.colocated else name
+            tails[place] += exposed + updated * self.rates.element
+        return max(tails.values()) * max(1.0, self.layout.world_size / self.rates.cores)
 
     def tokens(self, plan: StepPlan, name: str) -> np.ndarray:
         """Return (M, L) the tokens of a lane, padding included; for a tower, its inputs."""

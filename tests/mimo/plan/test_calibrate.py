@@ -15,14 +15,14 @@ from mimo.model.recipe_checks import check_recipe
 from mimo.plan import calibrate as calibration
 from mimo.plan.calibrate import Measured, calibrate, read_run
 from mimo.plan.forecast import Forecast, forecast
-from mimo.plan.gpus import GPUS
-from mimo.plan.rates import Rates, rates_of_gpu
+from mimo.plan.rates import Rates
 from mimo.plan.work import StepWork
 from tests.mimo import drawings, tiny
 
 FORWARD = {"vision": 3e-9, "language": 2e-9, "image": 4e-9}
 BACKWARD = {"vision": 4e-9, "language": 5e-9, "image": 3e-9}
 TRUE = Rates("true", FORWARD, BACKWARD, call=2e-3, element=1e-6, step=0.05)
+UNKNOWN = Rates("assumed", {}, {}, call=0.0, element=0.0)
 LINKS = {"node": 2e6, "network": 1e6, "latency": 1e-4, "peak": 1e9, "ranks_per_node": 2}
 DIRECT = ["encoders.vision.grid.dp=1", "train.micro_batch_size=4"]
 LANES = ["language.grid.dp=2", "train.micro_batch_size=2"]
@@ -63,9 +63,7 @@ def test_two_layouts_give_the_rates_back_and_the_time_of_a_third(
     folder: Path, cores: float, third: list[str]
 ) -> None:
     runs = [run_of(folder, overrides, TRUE, cores)[0] for overrides in (DIRECT, LANES)]
-    found = calibrate(runs, rates_of_gpu(GPUS["h100"], 8))
-    if math.isinf(cores):  # links as assumed
-        found = replace(found, node=math.inf, network=math.inf, latency=0.0)
+    found = calibrate(runs, UNKNOWN)
     check_rates(found, ["vision", "language"])
     assert found.element == pytest.approx(TRUE.element, rel=0.02)
     assert found.step == pytest.approx(TRUE.step, rel=0.05)
@@ -79,8 +77,6 @@ def test_time_of_assumed_messages_is_not_taken_for_work(folder: Path) -> None:
     linked = replace(TRUE, **LINKS)
     tp = ["language.grid={tp: 2, dp: 1}", "train.micro_batch_size=3"]
     runs = [run_of(folder, overrides, linked)[0] for overrides in (tp, SPLIT)]
-    messages = run_of(folder, tp, TRUE)[0].metrics["seconds_language_forward"]
-    assert runs[0].metrics["seconds_language_forward"] > 1.1 * messages
     check_rates(found := calibrate(runs, linked), ["vision", "language"])
     assert found.step == pytest.approx(TRUE.step, rel=0.05)
 
@@ -93,7 +89,7 @@ def test_a_generator_gets_rates_of_its_own(folder: Path, placement: str, cores: 
     layouts = [*place, *DIRECT], [*place, *LANES]
     runs = [run_of(folder / "drawn", overrides, TRUE, cores)[0] for overrides in layouts]
     assert {"seconds_image_forward", "seconds_image_backward"} <= runs[0].metrics.keys()
-    found = calibrate(runs, replace(TRUE, forward={}, backward={}))
+    found = calibrate(runs, UNKNOWN)
     check_rates(found, [*FORWARD])
 
 

@@ -98,7 +98,6 @@ def test_a_timeline_is_written_as_a_trace_and_a_picture(folder: Path, tmp_path: 
     np.testing.assert_allclose([b["ts"] for b in boxes], 1e6 * made.start)
     np.testing.assert_allclose([b["ts"] + b["dur"] for b in boxes], 1e6 * made.end)
     with Image.open(tmp_path / "lines" / "timeline.png") as picture:
-        assert min(picture.size) > 100
         pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3)
     assert len(np.unique(pixels, axis=0)) > 10
 

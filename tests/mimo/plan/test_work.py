@@ -105,6 +105,13 @@ def test_recomputing_repeats_one_forward_in_the_backward(folder: Path, module: s
     assert (again < forward).all()
 
 
+def test_updates_add_up_on_ranks_with_several_modules_and_overlap_on_others(folder: Path) -> None:
+    per_element = replace(PER_FLOP, element=1.0)
+    for overrides, combine in ((COLOCATED, sum), ([], max)):
+        work, _ = work_of(folder, *overrides, rates=per_element)
+        assert work.tail_seconds({}) == combine(updated for _, updated in work.elements.values())
+
+
 # ---------------------------------------------------------------------------- messages
 
 SLOW = replace(PER_FLOP, node=1e3, network=1e2, latency=1.0)
