@@ -9,6 +9,7 @@ that a simulation with the fit before finds.
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +26,8 @@ from mimo.model.indexing import indexed_dataset
 from mimo.model.step_plan import StepPlan
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Layout
-from mimo.plan.forecast import plans
+from mimo.plan.forecast import Step, plans, simulate
 from mimo.plan.rates import Rates
-from mimo.plan.schedules import BACKWARD
-from mimo.plan.simulate import run_tasks
 from mimo.plan.work import StepWork
 from mimo.runtime.run_files import METRICS, json_lines, starts_of
 
@@ -181,33 +180,22 @@ class _Features:
                 workers.setdefault(key, set()).add(task.worker)
         return {key: t / len(workers[key]) / len(self.plans) for key, t in totals.items()}
 
-    def _simulate(self, rates: Rates) -> tuple[dict[Key, float], float, float]:
-        """Return mean seconds of each key on one worker, of all tasks, and of the tail."""
-        busy: dict[Key, float] = {}
-        seconds = tail = 0.0
+    def _simulate(self, rates: Rates) -> list[Step]:
         work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
-        for plan in self.plans:
-            tasks, count = work.tasks(plan), len(self.plans)
-            timeline = run_tasks(tasks.workers, tasks.tasks, rates.cores)
-            of_step = timeline.busy()
-            for key, value in of_step.items():
-                busy[key] = busy.get(key, 0.0) + value / count
-            seconds += timeline.seconds / count
-            last = {m: s / len(plan.microbatches) for (m, k), s in of_step.items() if k == BACKWARD}
-            tail += work.tail_seconds(last) / count
-        return busy, seconds, tail
+        return [simulate(work, plan) for plan in self.plans]
 
     def slowdowns(self, rates: Rates, alone: Mapping[Key, float]) -> dict[Key, float]:
         """Return how much longer passes take because ranks share cores. alone: see `work`."""
         if math.isinf(rates.cores) or not rates.forward:
             return {}
-        shared = self._simulate(rates)[0]
-        return {key: shared[key] / alone[key] for key in shared if alone[key]}
+        shared = Counter[Key]()
+        for step in self._simulate(rates):
+            shared.update(step.timeline.busy())
+        return {key: shared[key] / len(self.plans) / alone[key] for key in shared if alone[key]}
 
     def simulated(self, rates: Rates) -> float:
         """Return the seconds of a step without its constant part."""
-        _, seconds, tail = self._simulate(rates)
-        return seconds + tail
+        return float(np.mean([step.seconds for step in self._simulate(rates)]))
 
     def element_costs(self, rates: Rates) -> list[float]:
         """Return by module the seconds of gradients and update per element that a rank updates."""

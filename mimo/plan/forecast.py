@@ -8,7 +8,7 @@ import numpy as np
 
 from mimo.config.schema import Recipe
 from mimo.model.dataset import Dataset
-from mimo.model.step_plan import StepFlops, StepPlan, step_planner
+from mimo.model.step_plan import StepPlan, step_planner
 from mimo.parallel.grids import Layout
 from mimo.plan.rates import Rates
 from mimo.plan.schedules import BACKWARD
@@ -76,15 +76,19 @@ def forecast(
 ) -> Forecast:
     """Simulate the first steps of a recipe. Raises `Deadlock`."""
     work = StepWork(recipe, layout, dataset, rates)
-    count = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset)
-    steps = []
-    for plan in plans(recipe, layout, dataset, min(num_steps, recipe.train.steps)):
-        timeline = run_tasks(*_parts(work, plan), cores=rates.cores)
-        busy = timeline.busy()
-        backward = {m: s / len(plan.microbatches) for (m, k), s in busy.items() if k == BACKWARD}
-        tail = rates.step + work.tail_seconds(backward)
-        steps.append(Step(timeline, tail, plan.num_tokens, sum(count.of(plan).values())))
+    count = min(num_steps, recipe.train.steps)
+    steps = [simulate(work, plan) for plan in plans(recipe, layout, dataset, count)]
     return Forecast(steps, rates.peak * layout.world_size)
+
+
+def simulate(work: StepWork, plan: StepPlan) -> Step:
+    """Simulate a planned step. Raises `Deadlock`."""
+    tasks = work.tasks(plan)
+    timeline = run_tasks(tasks.workers, tasks.tasks, work.rates.cores)
+    busy, count = timeline.busy(), len(plan.microbatches)
+    backward = {module: s / count for (module, kind), s in busy.items() if kind == BACKWARD}
+    tail = work.rates.step + work.tail_seconds(backward)
+    return Step(timeline, tail, plan.num_tokens, sum(work.flops.of(plan).values()))
 
 
 def plans(recipe: Recipe, layout: Layout, dataset: Dataset, count: int) -> Iterator[StepPlan]:
@@ -92,8 +96,3 @@ def plans(recipe: Recipe, layout: Layout, dataset: Dataset, count: int) -> Itera
     planner = step_planner(recipe, layout, dataset, links=())
     for step in range(count):
         yield planner.finish(planner.microbatches(step))
-
-
-def _parts(work: StepWork, plan: StepPlan):
-    tasks = work.tasks(plan)
-    return tasks.workers, tasks.tasks

@@ -10,29 +10,23 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from data.index.reader import plans_of_items
 from mimo.config.schema import Recipe
 from mimo.families.flops import Product, flops_per_unit
-from mimo.families.registry import (
-    encoder_settings,
-    generator_settings,
-    language_settings,
-    module_settings,
-    trainable_names,
-)
+from mimo.families.registry import language_settings, module_settings, trainable_names
 from mimo.families.wire import DTYPES
 from mimo.model.dataset import Dataset
 from mimo.model.memory import parameters_by_role
-from mimo.model.step_plan import PlannedMicrobatch, StepPlan
+from mimo.model.step_plan import PlannedMicrobatch, StepFlops, StepPlan
 from mimo.parallel.grids import LANGUAGE, Layout, encode_group, overlap_of, run_ahead
 from mimo.plan.rates import Rates
 from mimo.plan.schedules import ModuleCosts, Rows, StepCosts, StepTasks
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|transformer_blocks|\w+_refiner)\.(\d+)\.")
-_PAIR, _SPARSE = "pair", ".experts."
 
 
 @dataclass(frozen=True)
@@ -86,11 +80,10 @@ class StepWork:
     def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
         self.recipe, self.layout, self.dataset = recipe, layout, dataset
         self.rates = rates.of_threads(recipe.train.threads_per_rank, layout.world_size)
-        self.settings = {name: module_settings(recipe, name) for name in layout.grids}
+        self.settings: dict[str, Any] = {n: module_settings(recipe, n) for n in layout.grids}
         self.language = language_settings(recipe)
-        self.encoders = {name: encoder_settings(recipe, name) for name in layout.encoders}
-        self.generators = {name: generator_settings(recipe, name) for name in layout.generators}
         self.size = DTYPES[recipe.train.precision].itemsize
+        self.flops = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset)
         self.parts = {name: self._parts(name) for name in layout.grids}
 
     # ------------------------------------------------------------------ what does not change
@@ -99,9 +92,8 @@ class StepWork:
         if name == LANGUAGE:
             vocabulary = self.dataset.readers[0].chat.vocab_size
             return self.language.products(self.language.padded_vocab_size(vocabulary))
-        if name in self.recipe.generators:
-            return self.generators[name].products()
-        return self.encoders[name].products(self.language.hidden_size)
+        output_size = (self.language.hidden_size,) if name in self.recipe.encoders else ()
+        return self.settings[name].products(*output_size)
 
     def _parts(self, name: str) -> list[Part]:
         """Split a module's products over the chunks of its stages."""
@@ -197,40 +189,35 @@ class StepWork:
         tokens = np.zeros((len(plan.microbatches), lanes))
         for m, microbatch in enumerate(plan.microbatches):
             items, grids = microbatch.items[name], self._grids(name, microbatch)
+            inputs = grids.prod(axis=1)
             if name in self.layout.encoders:
-                settings = self.encoders[name]
-                inputs = [settings.num_inputs(tuple(grid)) for grid in grids.tolist()]
-            else:
-                inputs = grids.prod(axis=1)
+                inputs = [self.settings[name].num_inputs(grid) for grid in grids]
             np.add.at(tokens[m], items.lane, inputs)
         return tokens
 
     def passes(self, plan: StepPlan, name: str, tokens: np.ndarray) -> Passes:
         """Return the work of a module's passes. tokens: (M, L), see `tokens`."""
         grid, parts = self.layout.grids[name], self.parts[name]
-        shape = (*tokens.shape, len(parts))
-        forward, backward = np.zeros(shape), np.zeros(shape)
-        selective, recompute = np.zeros(shape), self.recipe.module(name).recompute
-        for m, microbatch in enumerate(plan.microbatches):
-            for lane, counts in enumerate(self._counts(name, microbatch)):
-                for p, part in enumerate(parts):
-                    for unit, flops in part.forward.items():
-                        count = counts.get(unit, 0.0)
-                        forward[m, lane, p] += flops * count
-                        backward[m, lane, p] += part.backward[unit] * count
-                        if recompute == "selective" and unit.endswith(_PAIR):
-                            selective[m, lane, p] += flops * count
-        again = int(recompute == "full")
-        backward += selective * (backward > 0)
+        recompute, again = self.recipe.module(name).recompute, 0
+        units = list(dict.fromkeys(unit for part in parts for unit in part.forward))
+        counts = np.array(
+            [
+                [[of_lane.get(unit, 0.0) for unit in units] for of_lane in self._counts(name, m)]
+                for m in plan.microbatches
+            ]
+        )
+        forward = np.array([[part.forward.get(unit, 0.0) for unit in units] for part in parts])
+        backward = np.array([[part.backward.get(unit, 0.0) for unit in units] for part in parts])
+        if recompute == "full":
+            again = 1
+        elif recompute == "selective" and backward.any():
+            backward += forward * [unit.endswith("pair") for unit in units]
         messages = self._layer_messages(name, tokens)[:, :, None] * [p.layers for p in parts]
-        gathers, reductions = self._fsdp_messages(name)
-        split = grid.tp * grid.cp
         return Passes(
-            forward / split,
-            backward / split,
+            counts @ forward.T / (grid.tp * grid.cp),
+            counts @ backward.T / (grid.tp * grid.cp),
             messages,
-            gathers,
-            reductions,
+            *self._fsdp_messages(name),
             np.array([part.layers for part in parts]),
             again,
         )
@@ -258,13 +245,9 @@ class StepWork:
         counts = []
         for lane in range(self.layout.item_grids[name].dp):
             own = items.lane == lane
-            if not own.any():
-                counts.append({})
-            elif name in self.recipe.generators:
-                rows = samples.item_rows[items.item[own]]
-                counts.append(self.generators[name].counts(grids[own], rows))
-            else:
-                counts.append(self.encoders[name].counts(grids[own]))
+            is_generator = name in self.recipe.generators
+            rows = (samples.item_rows[items.item[own]],) if is_generator else ()
+            counts.append(self.settings[name].counts(grids[own], *rows) if own.any() else {})
         return counts
 
     # ------------------------------------------------------------------ messages
@@ -273,7 +256,7 @@ class StepWork:
         """Return (M, L) the seconds of the collectives in one layer's forward."""
         grid, rates, settings = self.layout.grids[name], self.rates, self.settings[name]
         share = tokens / grid.cp * self.size
-        hidden = share * getattr(settings, "hidden_size", 0)
+        hidden = share * settings.hidden_size
         # A gather and a reduction around attention, and around the MLP; then keys and values.
         seconds = 4 * rates.collective(hidden, grid.tp, grid.tp)
         keys = 2 * self.language.num_query_groups * self.language.head_size / grid.tp
@@ -292,7 +275,7 @@ class StepWork:
         weights = [p.weights / grid.tp * self.size for p in self.parts[name]]
         gathers = [self.rates.collective(w, shards, shards * grid.tp) for w in weights]
         reduces = grid.engine == "fsdp" and self.recipe.trains(name)
-        each = reduces and getattr(part, "reduce_gradients", "step") == "microbatch"
+        each = reduces and part.reduce_gradients == "microbatch"
         return np.array(gathers), np.array(gathers) * each
 
     def _stage_messages(self, name: str, tokens: np.ndarray) -> np.ndarray:
@@ -301,7 +284,7 @@ class StepWork:
         if grid.pp == 1:
             return np.zeros(tokens.shape)
         parts = grid.cp * (grid.tp if grid.sp else 1)
-        width = getattr(settings, "hidden_size", 0) * self.size
+        width = settings.hidden_size * self.size
         return self.rates.message(tokens / parts * width, grid.size // grid.pp)
 
     def _rows(self, name: str, microbatch: PlannedMicrobatch) -> Rows:
