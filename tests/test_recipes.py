@@ -19,6 +19,7 @@ from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.model.memory import memory_by_role
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout, num_microbatches
+from tests.conftest import RunRanks
 from tests.mimo.checkpoint.hf import folders
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -337,6 +338,31 @@ def test_a_recipe_states_the_memory_of_each_role_that_the_formula_gives(
 ) -> None:
     expected = memory_table(path, models / init_from_of(path).name)
     assert expected in path.read_text(), f"the header should say\n{expected}"
+
+
+def formula_beside_dry_run(_: int, path: Path, folder: Path) -> list[tuple[str, float, float]]:
+    """Each role of a recipe's first layout under Megatron, its formula and its dry run."""
+    import torch.distributed as dist
+
+    from mimo.plan.dry_run_verdict import run_roles
+
+    dist.destroy_process_group()
+    phased = load_phases(path, [f"init_from={folder}"])
+    layouts = phased.each(lambda recipe: check_recipe(recipe, None))
+    phases = zip(phased.phases, layouts, strict=True)
+    runs = [run for phase, layout in phases for run in run_roles(phase.recipe, layout, None)[0]]
+    return [(run.formula.role, run.formula.total, run.total) for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in LARGE if "fsdp" not in path.stem], ids=lambda path: path.stem
+)
+def test_the_formula_agrees_with_a_dry_run(path: Path, models: Path, run_ranks: RunRanks) -> None:
+    folder = models / init_from_of(path).name
+    (roles,) = run_ranks(formula_beside_dry_run, 1, path, folder)
+    for role, formula, dry_run in roles:
+        assert formula == pytest.approx(dry_run, rel=0.05), role
 
 
 def test_there_is_a_recipe_for_each_published_model_and_each_family() -> None:

@@ -93,20 +93,22 @@ class Activations:
         waiting = microbatches_in_flight(self.recipe, self.layout, self.name, stage)
         is_last = stage == self.grid.pp - 1
         unit, layers = self.tokens * self.size, self.module.layers
-        in_layer, ends = unit * self._kept_in_layer(), unit * self._kept_at_ends(stage)
+        in_layer = unit * self._kept_in_layer()
+        before = unit * self._kept_before_layers() if stage == 0 else 0.0
+        after = unit * self._kept_after_layers() if is_last else 0.0
         passes = 0.0  # nothing is kept for a backward
         temporary = in_layer
         if self._has_backward:
             passes = unit * layers * self._width if self.recomputes else layers * in_layer
             temporary = self._backward_of_layer() + (in_layer if self.recomputes else 0)
         head = self._logits() if is_last and self.name == LANGUAGE else 0.0
-        # A layer's backward comes when those of the ends have freed what they kept.
-        buffers = max(temporary - head - (ends if is_last else 0), 0)
+        # A layer's backward comes when that of what follows the layers is over.
+        buffers = max(temporary - head - after, 0)
         if is_last and self.name != LANGUAGE:
             buffers = max(buffers, self._backward_of_projector())
         if self.name in self.layout.colocated:  # rows and their gradients stay
             buffers += 2 * self._rows / self.parts * self._output_width * self.size
-        return Estimate(self.inputs(), waiting * (passes + ends), head, buffers)
+        return Estimate(self.inputs(), waiting * (before + passes + after), head, buffers)
 
     @cached_property
     def tokens(self) -> float:
@@ -265,24 +267,23 @@ class Activations:
         kept = (kept + 3 * shared) / tp + width * (shared > 0) + width * wide
         return kept + 3 * wide * module.routers[1] / self.parts
 
-    def _kept_at_ends(self, stage: int) -> float:
-        """What is kept before the first and after the last layer of a stage."""
-        kept = 0.0
-        is_first, is_last = stage == 0, stage == self.grid.pp - 1
+    def _kept_before_layers(self) -> float:
+        """On the first stage."""
+        if self.name != LANGUAGE:
+            return 0 if self.is_frozen else self._embedding_width / self.parts
+        if not self.recipe.trains_before_language:
+            return 0
+        links = [link for name in self.layout.encoders for link in self.layout.links_of(name)]
+        levels = sum(len(link.levels) for link in links if link.stage == 0)
+        return self._width * (2 * levels - 1)  # rows, and levels side by side
+
+    def _kept_after_layers(self) -> float:
+        """On the last stage."""
         if self.name == LANGUAGE:
-            if is_last and self._has_backward:
-                kept += self._width + self.settings.hidden_size
-            if is_first and self.recipe.trains_before_language:
-                links = [link for n in self.layout.encoders for link in self.layout.links_of(n)]
-                levels = sum(len(link.levels) for link in links if link.stage == stage)
-                kept += self._width * (2 * levels - 1)  # rows, and levels side by side
-            return kept
-        if is_first and not self.is_frozen:
-            kept += self._embedding_width / self.parts
-        if is_last and self.module.part.trains:
-            levels = getattr(self.settings, "num_levels", 0) * self.is_frozen
-            kept += self._width * (1 + levels) + self._kept_by_projector()
-        return kept
+            return (self._width + self.settings.hidden_size) * self._has_backward
+        levels = getattr(self.settings, "num_levels", 0) * self.is_frozen
+        kept = self._width * (1 + levels) + self._kept_by_projector()
+        return kept * self.module.part.trains
 
     @property
     def _embedding_width(self) -> float:

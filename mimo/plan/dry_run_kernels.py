@@ -71,12 +71,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return x.new_empty(x.shape)
+        return x.new_zeros(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.zeros_like(x), torch.zeros_like(weight)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,11 +89,11 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
-        return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+        return both.new_zeros(*both.shape[:-1], both.shape[-1] // 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
+        return torch.zeros_like(ctx.saved_tensors[0])
 
 
 class _Attention(torch.autograd.Function):
@@ -101,14 +101,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = q.new_empty(*q.shape[:-1], v.shape[-1])
+        output = q.new_zeros(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         q, k, v, *_ = ctx.saved_tensors
-        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
@@ -122,11 +122,11 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         value = inputs[2]
         ctx.save_for_backward(*inputs, value.new_empty(*value.shape[:2], 64))
-        return value.new_empty(value.shape)
+        return value.new_zeros(value.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors[:-1])
+        return tuple(x.new_zeros(x.shape) for x in ctx.saved_tensors[:-1])
 
 
 def _delta_rule(*inputs: Any) -> Tensor:

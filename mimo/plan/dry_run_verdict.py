@@ -87,33 +87,32 @@ def _rank_of(text: str, roles: Sequence[RoleMemory], layout: Layout) -> tuple[Ro
 
 
 @dataclass(frozen=True)
-class _Need:
-    """The modules that share a rank of a role, and the bytes that they need together."""
+class Need:
+    """Bytes of a rank of a role, for all modules on it. inputs: those of them for inputs."""
 
     role: RoleMemory
     total: float
+    inputs: float
 
 
-def _needs(runs: Sequence[DryRun], layout: Layout) -> list[_Need]:
-    """Return what ranks need: colocated encoders keep activations while the language model runs,
-    and run their backward when its activations are gone.
+def combine_modules(runs: Sequence[DryRun], layout: Layout) -> list[Need]:
+    """Return what the ranks of each role need.
+
+    Colocated encoders keep activations while the language model runs; when its own are gone, they
+    run their backward.
     """
     guests = [run for run in runs if run.formula.module in layout.colocated]
+    hosts = [run for run in runs if run not in guests]
     needs = []
-    for run in runs:
-        if run in guests and any(other not in guests for other in runs):
-            continue
-        here = [
-            *(guests if run.formula.module == LANGUAGE else ()),
-            *([] if run in guests else [run]),
-        ]
-        here = here or [run]
-        held = sum(one.state + one.inputs for one in here)
-        kept = {id(one): one.kept for one in here if one in guests}
-        peaks = (
-            one.waiting + one.step + sum(kept.values()) - kept.get(id(one), 0.0) for one in here
+    for host in hosts or guests:
+        here = [host, *(guests if host.formula.module == LANGUAGE else ())]
+        kept = sum(run.kept for run in here[1:])
+        peaks = [host.waiting + host.step + kept]
+        peaks += [run.step + kept - run.kept for run in here[1:]]
+        inputs = sum(run.inputs for run in here)
+        needs.append(
+            Need(host.formula, sum(run.state for run in here) + inputs + max(peaks), inputs)
         )
-        needs.append(_Need(run.formula, held + max(peaks)))
     return needs
 
 
@@ -121,7 +120,7 @@ def verdict(
     recipe: Recipe, layout: Layout, runs: Sequence[DryRun], gpu: Gpu, variant: Variant
 ) -> Iterator[str]:
     """Yield lines: whether all ranks fit into a GPU's memory, else what would help most."""
-    needs = _needs(runs, layout)
+    needs = combine_modules(runs, layout)
     largest = max(needs, key=lambda need: need.total)
     limit, name = format_bytes(gpu.memory), largest.role.role
     if largest.total <= gpu.memory:

@@ -1,0 +1,151 @@
+"""Formula, dry run and the tensors of real ranks agree."""
+
+from __future__ import annotations
+
+import gc
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, override
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from PIL import Image
+
+from data.text.digits import write_tokenizer
+from mimo.check.steps import open_trainer
+from mimo.check.workload import Item, Sample, write_shard
+from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.config.schema import Recipe
+from mimo.model import modules
+from mimo.model.recipe_checks import check_recipe
+from mimo.parallel.grids import Layout
+from mimo.train.step import StepObserver
+from tests.conftest import RunRanks
+from tests.mimo import tiny
+
+ROWS, TOKENS = (30, 40), 1216
+"""Of the only image of each sample, and of the sample: all but a few tokens stand for items."""
+
+DECODER = (
+    "num_layers: 4, hidden_size: 256, ffn_hidden_size: 768, num_attention_heads: 8, "
+    "num_query_groups: 4, head_size: 32, mrope_section: [8, 4, 4]"
+)
+TOWER = (
+    "num_layers: 4, hidden_size: 256, ffn_hidden_size: 768, num_attention_heads: 4, "
+    "min_pixels: 784, max_pixels: 4000000"
+)
+MODEL = (
+    f"language={{family: qwen3, model: {{{DECODER}}}}}",
+    f"encoders.vision={{family: qwen_vl, model: {{{TOWER}}}}}",
+    f"data.sequence_length={TOKENS}",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=6",
+    "train.precision=bf16",
+    "train.optimizer=adam",
+)
+LAYOUTS = {
+    "disjoint": ("language.grid={tp: 2, sp: true, pp: 2}",),
+    "colocated": (
+        "language.grid={tp: 2, sp: true}",
+        "encoders.vision.placement=colocated",
+        "encoders.vision.grid={tp: 2}",
+        "encoders.vision.encode_group=2",
+    ),
+    "recomputed": (
+        "language.grid={cp: 2}",
+        "language.recompute=full",
+        "encoders.vision.recompute=full",
+    ),
+}
+
+
+def write_samples(folder: Path) -> None:
+    write_tokenizer(folder / "tokenizer")
+    noise = np.random.default_rng(0).integers(0, 256, (28 * ROWS[0], 28 * ROWS[1]), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    item = Item("image", "png", buffer.getvalue())
+    write_shard(folder / "train-00000.tar", [Sample((item,), "what is this ?", "1")] * 6)
+
+
+class PeakOfStep(StepObserver):
+    """Notes the most bytes of tensors in the second step, until its gradients are complete.
+
+    The optimizer's moments exist from the first update on.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.peak = memory, 0
+
+    @override
+    def planned(self, step: int, plan: Any) -> None:
+        gc.collect()
+        self.memory.restart()
+
+    @override
+    def gradients_complete(self, step: int, modules: Any) -> None:
+        self.peak = self.memory.peak
+
+
+def real_peak(rank: int, recipe: Recipe, layout: Layout) -> int:
+    """Most bytes of this rank's tensors in a step, without the inputs of the next."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from mimo.plan.dry_run_kernels import TensorMemory, gpu_kernels
+
+    stage_lane, stage = modules.stage_lane, modules.MimoModel.stage
+
+    def stage_with_losses(lane: Any, *args: Any) -> Any:
+        return stage_lane(replace(lane, loss_mask=np.ones_like(lane.loss_mask)), *args)
+
+    def stage_uncounted(*args: Any) -> Any:
+        with _disable_current_modes():
+            return stage(*args)
+
+    try:
+        modules.stage_lane, modules.MimoModel.stage = stage_with_losses, stage_uncounted
+        with gpu_kernels():
+            trainer, dataset = open_trainer(recipe, layout)
+            memory = TensorMemory()
+            for module in trainer.model.modules.values():
+                for tensors in module.tensors().values():
+                    for tensor in tensors:
+                        memory.add(tensor)
+            observer = PeakOfStep(memory)
+            steps = trainer.train(dataset, None, observer)
+            with memory:
+                next(steps)
+                next(steps)
+            steps.close()
+    finally:
+        modules.stage_lane, modules.MimoModel.stage = stage_lane, stage
+    return observer.peak
+
+
+def simulate(_: int, recipe: Recipe, layout: Layout) -> tuple[list[Any], list[Any]]:
+    """Ranks and bytes of each role, with the inputs of one step; and role, dry run and formula."""
+    from mimo.plan.dry_run_verdict import combine_modules, run_roles
+
+    dist.destroy_process_group()
+    runs = run_roles(recipe, layout, None)[0]
+    needs = combine_modules(runs, layout)
+    ranks = [(need.role.ranks, need.total - need.inputs / 2) for need in needs]
+    return ranks, [(run.formula.role, run.total, run.formula.total) for run in runs]
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
+def test_formula_dry_run_and_tensors_of_real_ranks_agree(
+    tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
+) -> None:
+    write_samples(tmp_path)
+    recipe = load_recipe(tiny.write_recipe(tmp_path), [*MODEL, *overrides])
+    layout = check_recipe(recipe, None)
+    peaks = run_ranks(real_peak, layout.world_size, recipe, layout)
+    ((by_rank, by_role),) = run_ranks(simulate, 1, recipe, layout)
+    for ranks, expected in by_rank:
+        real = max(peaks[rank] for rank in ranks)
+        assert expected == pytest.approx(real, rel=0.02), ranks
+    for role, dry_run, formula in by_role:
+        assert formula == pytest.approx(dry_run, rel=0.05), role
