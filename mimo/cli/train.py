@@ -114,7 +114,7 @@ def _print_dry_run(
     recipe: Recipe, layout: Layout, role: str | None, gpu: Gpu, variant: Variant
 ) -> None:
     from mimo.errors import format_bytes
-    from mimo.plan.dry_run_verdict import describe_refusal, run_roles, verdict
+    from mimo.plan.dry_run_verdict import describe_refusal, run_roles, verdict, worst_experts
 
     runs, refused = run_roles(recipe, layout, role)
     columns, rows = ("role", "rank", "state", "inputs", "waiting", "one microbatch", "in all"), []
@@ -125,10 +125,8 @@ def _print_dry_run(
         rows.append((run.formula.role, str(run.rank), *map(format_bytes, sizes), error))
     show(Table((*columns, "formula", "its error"), rows, title="dry run of a rank"))
     print("dry run: a full microbatch; all of its tokens stand for items and have a loss")
-    for line in (
-        *map(describe_refusal, refused.items()),
-        *verdict(recipe, layout, runs, gpu, variant),
-    ):
+    notes = [*map(describe_refusal, refused.items()), *worst_experts(recipe, layout, runs)]
+    for line in (*notes, *verdict(recipe, layout, runs, gpu, variant)):
         print(line)
 
 

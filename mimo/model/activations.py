@@ -355,10 +355,12 @@ class Activations:
 
         A block of logits in at least fp32, in 16 bits once more in the dtype of the model; the
         gradient of hidden states in at least fp32, and a block's part of it; that of the weight.
+        Under SP also the buffer that layers gather their inputs in.
         """
         if not self._has_backward:
             return self.block_of_logits
-        hidden = self.tokens * self.settings.hidden_size * (self.wide + self.size)
+        hidden = self.tokens * self.settings.hidden_size
+        hidden *= self.wide + self.size * (2 if self.parts > 1 else 1)
         trains = self.module.trained["last" if OUTPUT in self.module.shapes else "first"] > 0
         weight = self.module.vocabulary / self.grid.tp * self.settings.hidden_size * self.size
         return self.block_of_logits + hidden + weight * trains

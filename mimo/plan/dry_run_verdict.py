@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mimo.config.schema import Recipe
 from mimo.errors import InputError, RecipeError, format_bytes, suggestion
+from mimo.families.registry import language_settings
 from mimo.model.memory import RoleMemory, memory_by_role
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.plan.gpus import Gpu
@@ -40,6 +41,19 @@ def run_roles(
     from mimo.plan.dry_run import dry_run  # late: it imports Megatron
 
     return [dry_run(recipe, layout, *one) for one in chosen if one[0].role not in refused], refused
+
+
+def worst_experts(recipe: Recipe, layout: Layout, runs: Sequence[DryRun]) -> Iterator[str]:
+    """Yield a line for each role with experts: what it needs if all tokens choose its own."""
+    from mimo.plan.dry_run import dry_run  # late: it imports Megatron
+
+    if language_settings(recipe).routers[0] and layout.language.ep * layout.language.etp > 1:
+        for run in (run for run in runs if run.formula.module == LANGUAGE):
+            worst = dry_run(recipe, layout, run.formula, run.rank, worst_experts=True)
+            yield (
+                f"experts: equal loads; {format_bytes(worst.total)} on a rank of "
+                f"{run.formula.role} if the tokens of all ranks choose its experts"
+            )
 
 
 def describe_refusal(refused: tuple[str, str]) -> str:

@@ -240,7 +240,7 @@ def test_activations_and_logits_follow_the_tokens_of_a_rank(tmp_path: Path) -> N
     cut = one_role(path, "language", "language.grid={tp: 2, sp: true}")
     cut_layer = 2 * hidden + inside / 2 + angles
     assert cut.activations == 2 * tokens * (layers * cut_layer + 2 * hidden)
-    assert cut.logits == tokens * (128 / 2 + hidden) * (2 + 4) + weight
+    assert cut.logits == tokens * (128 / 2 * (2 + 4) + hidden * (2 + 2 + 4)) + weight
     without_sp = one_role(path, "language", "language.grid={tp: 2}")
     cut_layer = 4 * hidden + inside / 2 + angles
     assert without_sp.activations == 2 * tokens * (layers * cut_layer + ends)

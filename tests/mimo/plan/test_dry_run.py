@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ from tests.conftest import RunRanks
 from tests.mimo import tiny
 
 LAYOUT = "language.grid={tp: 2, sp: true, pp: 2}"
+SPARSE = (
+    "language={family: qwen3_moe, grid: {ep: 2, dp: 2}, model: {num_layers: 2, hidden_size: 32, "
+    "ffn_hidden_size: 48, num_attention_heads: 4, num_query_groups: 2, head_size: 8, "
+    "mrope_section: [2, 1, 1], num_experts: 4, experts_per_token: 2}}",
+    "train.global_batch_size=16",
+    "train.precision=bf16",
+    "encoders.vision.grid={dp: 1}",
+)
 
 
 def load(folder: Path, *overrides: str) -> tuple[Recipe, Layout]:
@@ -85,3 +94,48 @@ def test_a_layout_that_does_not_fit_names_the_role_and_what_helps_most(
         "fits 0.1 MiB: no, language, last stage",
     }
     assert "would save most of vision" in too_small[-1]
+
+
+def failure(_: int, folder: Path) -> str:
+    """The message of a dry run whose shapes do not fit."""
+    import torch
+    import torch.distributed as dist
+
+    from mimo.model import modules
+
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "place_embeddings", lambda text, *_: text @ torch.ones(3, 3))
+        with pytest.raises(InputError) as error:
+            run_roles(*load(folder), "language")
+    return str(error.value)
+
+
+def test_shapes_that_would_fail_on_a_rank_fail_with_its_role(
+    tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    (message,) = run_ranks(failure, 1, tmp_path)
+    assert message.startswith("language, first stage, rank 1: ")
+
+
+def worst(_: int, folder: Path) -> list[str]:
+    """The lines about experts that get all tokens."""
+    import torch.distributed as dist
+
+    from mimo.plan.dry_run_verdict import worst_experts
+
+    dist.destroy_process_group()
+    moe = load(folder, *SPARSE)
+    return [*worst_experts(*moe, run_roles(*moe, "language")[0])]
+
+
+def test_the_worst_load_of_experts_is_stated(tmp_path: Path, run_ranks: RunRanks) -> None:
+    ((line,),) = run_ranks(worst, 1, tmp_path)
+    assert "on a rank of language if the tokens of all ranks choose its experts" in line
+
+
+def test_what_a_dry_run_does_not_cover_is_refused(tmp_path: Path) -> None:
+    recipe, layout = load(tmp_path)
+    grids = {name: replace(grid, engine="fsdp") for name, grid in layout.encoders.items()}
+    with pytest.raises(InputError, match="--dry-run does not cover vision: engine: fsdp"):
+        run_roles(recipe, replace(layout, encoders=grids), "vision")

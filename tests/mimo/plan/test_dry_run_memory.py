@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, override
 
@@ -104,23 +105,20 @@ def real_peak(rank: int, recipe: Recipe, layout: Layout) -> int:
         with _disable_current_modes():
             return stage(*args)
 
-    try:
-        modules.stage_lane, modules.MimoModel.stage = stage_with_losses, stage_uncounted
-        with gpu_kernels():
-            trainer, dataset = open_trainer(recipe, layout)
-            memory = TensorMemory()
-            for module in trainer.model.modules.values():
-                for tensors in module.tensors().values():
-                    for tensor in tensors:
-                        memory.add(tensor)
-            observer = PeakOfStep(memory)
-            steps = trainer.train(dataset, None, observer)
-            with memory:
-                next(steps)
-                next(steps)
-            steps.close()
-    finally:
-        modules.stage_lane, modules.MimoModel.stage = stage_lane, stage
+    with gpu_kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "stage_lane", stage_with_losses)
+        patch.setattr(modules.MimoModel, "stage", stage_uncounted)
+        trainer, dataset = open_trainer(recipe, layout)
+        memory = TensorMemory()
+        for module in trainer.model.modules.values():
+            for tensor in chain.from_iterable(module.tensors().values()):
+                memory.add(tensor)
+        observer = PeakOfStep(memory)
+        steps = trainer.train(dataset, None, observer)
+        with memory:
+            next(steps)
+            next(steps)
+        steps.close()
     return observer.peak
 
 
