@@ -4,6 +4,8 @@ Letters: P patches of all images, C = 3·temporal·patch² numbers per patch, D 
 M = merge² patches per row, N = P/M rows, H language hidden.
 """
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 from PIL import Image

@@ -4,6 +4,8 @@ Letters: I items, P inputs of all items with C numbers each, T tokens of the sta
 N rows, H language hidden, L levels. A prime marks this rank's part: T' tokens, N' rows.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 from abc import ABC, abstractmethod

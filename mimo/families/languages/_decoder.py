@@ -1,5 +1,7 @@
 """Decoders with grouped queries and a gated MLP: settings, construction, published names."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self

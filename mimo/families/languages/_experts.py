@@ -1,5 +1,7 @@
 """Decoders whose layers have experts in place of an MLP: settings, products, published names."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self

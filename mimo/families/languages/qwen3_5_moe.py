@@ -5,6 +5,8 @@ the choice, and weights that sum to 1. Each token also goes through a shared exp
 gate. Source: transformers `Qwen3_5MoeSparseMoeBlock`.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from functools import partial

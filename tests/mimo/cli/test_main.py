@@ -34,8 +34,8 @@ def test_check_prints_ranks_grid_lanes_and_microbatches_of_every_module(tmp_path
     assert vision == ["vision", "0-1", "tp 1 · cp 1 · pp 1 · dp 2", "2"]
     assert language == ["language", "2-3", "tp 2 · sp · cp 1 · pp 1 · dp 1", "1"]
     assert [row[0] for row in memory] == ["vision", "language"]
-    assert [len(row) for row in memory] == [8, 8]
-    assert memory[0][5] == "-"  # an encoder has no logits
+    assert [len(row) for row in memory] == [9, 9]
+    assert memory[0][6] == "-"  # an encoder has no logits
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,19 @@ def test_the_recipe_the_layout_and_the_command_line_load_without_the_engine() ->
     code = (
         "import sys, mimo.cli.main, mimo.parallel.grids, mimo.runtime.ranks\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_families_load_without_megatron() -> None:
+    """A check of a recipe reads their settings; only building one needs the engine."""
+    code = (
+        "import importlib, pkgutil, sys, encoders, mimo.families.languages as languages\n"
+        "for package in (encoders, languages):\n"
+        "    for module in pkgutil.iter_modules(package.__path__):\n"
+        "        importlib.import_module(f'{package.__name__}.{module.name}')\n"
+        "print([name for name in sys.modules if name.startswith('megatron')])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
