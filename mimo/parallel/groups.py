@@ -7,9 +7,12 @@ Each module is a separate Megatron job on its own grid of ranks, so each gets a
 import datetime
 import functools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -253,3 +256,19 @@ def _add_bridge(topology: Topology, factory: _GroupFactory, link: Link) -> None:
             connect_collectives((forward, backward))
             connect_bridge(forward, backward, senders, receivers)
             topology.bridges[link] = BridgeGroups(forward, backward)
+
+
+@contextmanager
+def simulated_topology(layout: Layout, rank: int) -> Iterator[Topology]:
+    """Provide the groups of one rank in a process of its own; collectives return at once, unfilled.
+
+    The process must belong to no world.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # late: runs do not need it
+
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(layout.world_size)):  # Megatron's grids read it
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+        try:
+            yield build_topology(layout)
+        finally:
+            dist.destroy_process_group()

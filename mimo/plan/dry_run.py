@@ -40,7 +40,7 @@ from mimo.model.inputs import LanguageBatch, ReceivedRows, stage_items, stage_la
 from mimo.model.memory import RoleMemory
 from mimo.model.modules import MimoModel
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches
-from mimo.parallel.simulated import simulated_topology
+from mimo.parallel.groups import simulated_topology
 from mimo.plan.dry_run_kernels import TensorMemory, gpu_kernels, shared_buffers
 
 

@@ -10,7 +10,7 @@ Letters: T tokens, N heads, G key/value heads, D head size, K key and V value he
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -65,77 +65,49 @@ class TensorMemory(TorchDispatchMode):
         self.peak = self.now
 
 
-class _Norm(torch.autograd.Function):
-    """Keeps its input and one number of fp32 for each row."""
+class _StandIn(torch.autograd.Function):
+    """Returns zeros and keeps its inputs, and ``more``, for its backward, which returns zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return x.new_zeros(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(weight)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _Norm.apply(x, weight)  # type: ignore[no-any-return]
-
-
-class _Gate(torch.autograd.Function):
-    """Keeps both halves of its input, but not the activated one."""
-
-    @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        ctx.save_for_backward(both)
-        return both.new_zeros(*both.shape[:-1], both.shape[-1] // 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return torch.zeros_like(ctx.saved_tensors[0])
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps queries, keys, values, its output, and one number of fp32 for each row of a head."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32))
+    def forward(ctx: Any, output: Tensor, more: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.count = len(inputs)
+        ctx.save_for_backward(*inputs, *more)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, *_ = ctx.saved_tensors
-        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[: ctx.count]
+        return None, None, *(x.new_zeros(x.shape) for x in inputs)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
-    return _Attention.apply(*blocks.arguments(q, k, v)[:3])  # type: ignore[no-any-return]
-
-
-class _DeltaRule(torch.autograd.Function):
-    """Keeps its inputs and the triangular matrices of chunks of 64 tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        value = inputs[2]
-        ctx.save_for_backward(*inputs, value.new_empty(*value.shape[:2], 64))
-        return value.new_zeros(value.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.new_zeros(x.shape) for x in ctx.saved_tensors[:-1])
-
-
-def _delta_rule(*inputs: Any) -> Tensor:
-    """query, key (T, K, D), value (T, V, E), log_decay, beta (T, V), lengths -> (T, V, E)."""
-    return _DeltaRule.apply(*inputs[:-1])  # type: ignore[no-any-return]
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Keep one number of fp32 for each row."""
+    rows = x.new_zeros(x.shape[:-1], dtype=torch.float32)
+    return _StandIn.apply(x.new_zeros(x.shape), (rows,), x, weight)
 
 
 def _gate(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    return _Gate.apply(both)  # type: ignore[no-any-return]
+    """Keep both halves, but not the activated one."""
+    output = both.new_zeros(*both.shape[:-1], both.shape[-1] // 2)
+    return _StandIn.apply(output, (), both)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float) -> Tensor:
+    """Keep the output, and one number of fp32 for each row of a head."""
+    rows = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    output = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    inputs = blocks.arguments(q, k, v)[:3]
+    return _StandIn.apply(output, (output.detach(), rows), *inputs)
+
+
+def _delta_rule(*inputs: Any) -> Tensor:
+    """query, key (T, K, D), value (T, V, E), log_decay, beta (T, V), lengths -> (T, V, E).
+
+    Keep the triangular matrices of chunks of 64 tokens.
+    """
+    value = inputs[2]
+    chunks = value.new_zeros(*value.shape[:2], 64)
+    return _StandIn.apply(value.new_zeros(value.shape), (chunks,), *inputs[:-1])
 
 
 def _route(is_worst: bool, experts: Tensor, num_experts: int, group: Any, etp: int) -> Route:
