@@ -116,8 +116,10 @@ class Activations:
             return self.recipe.longest_microbatch / self.grid.cp
         if self.name in self.layout.generators:
             return self._tokens_of_generator()
-        inputs = self.settings.num_inputs(self._plan.grid)  # type: ignore[attr-defined]
-        return items_at_once(self.recipe, self.layout, self.name) * inputs
+        settings, grid = encoder_settings(self.recipe, self.name), self._plan.grid
+        # Layers of a sound's tower see fewer tokens than there are frames.
+        tokens = settings.counts(np.array([grid])).get("token", settings.num_inputs(grid))
+        return items_at_once(self.recipe, self.layout, self.name) * tokens
 
     @cached_property
     def _plan(self) -> PartPlan:

@@ -213,8 +213,8 @@ class _Rank:
         full, rest = divmod(tokens, data.sequence_length)
         lengths = (*[data.sequence_length] * full, *[rest] * (rest > 0))
         items, first = [], 0
-        rows = item_plan(self.recipe, next(iter(self.recipe.encoders))).num_rows
-        for length in lengths:
+        for length in lengths if self.recipe.encoders else ():
+            rows = item_plan(self.recipe, next(iter(self.recipe.encoders))).num_rows
             last = first + length - rows
             items += [(start, rows) for start in range(first, last + 1, rows)]
             first += length

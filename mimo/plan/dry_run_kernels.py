@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mimo.engines.megatron import delta_net, parallel, stack
+from mimo.engines.megatron import delta_net, experts, parallel, stack
 from mimo.engines.megatron.dispatch import Counts, Route
-from mimo.ops import attention_kernels, layers
+from mimo.ops import attention_kernels, layers, routing
 from mimo.ops.attention_kernels import Kernel, VarlenBlocks, varlen_blocks
 
 
@@ -100,6 +100,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float)
     return _StandIn.apply(output, (output.detach(), rows), *inputs)
 
 
+def _grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Keep nothing more. In 16 bits there is a kernel, which needs no stand-in."""
+    if rows.dtype == torch.bfloat16:
+        return routing.grouped_linear(rows, weights, counts)
+    return _StandIn.apply(rows.new_zeros(len(rows), weights.shape[1]), (), rows, weights)
+
+
 def _delta_rule(*inputs: Any) -> Tensor:
     """query, key (T, K, D), value (T, V, E), log_decay, beta (T, V), lengths -> (T, V, E).
 
@@ -149,6 +156,7 @@ def gpu_kernels(worst_experts: bool = False) -> Iterator[None]:
         (layers.ZeroCenteredRMSNorm, "forward", lambda norm, x: _norm(x, norm.weight, norm.eps)),
         (stack, "gate", _gate),
         (delta_net, "gated_delta_rule", _delta_rule),
+        (experts, "grouped_linear", _grouped_linear),
         (Route, "of", partial(_route, worst_experts)),
         # Fake tensors have neither a device to move to nor random states.
         (nn.Module, "to", lambda module, *args, **options: module),
