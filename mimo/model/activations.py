@@ -253,18 +253,10 @@ class Activations:
         return getattr(settings, "head_size", head)
 
     def _kept_by_experts(self) -> float:
-        """Of each choice: input, output, both halves of FC1, the activated half, their product;
-        and of choices and rows that are added up an fp32 copy.
-        """
-        module, tp, width, grid = self.module, self.grid.tp, self._width, self.grid
-        hidden, wide = self.settings.hidden_size, 4 / self.size
+        """Of each choice: input, output, both halves of FC1, the activated half, their product."""
+        module, tp, width, wide = self.module, self.grid.tp, self._width, 4 / self.size
         each, shared = (module.mean(f"{n}.linear_fc2.weight")[1] for n in ("experts", "_expert"))
-        sent = 0.0
-        if grid.ep * grid.etp > 1:
-            count, here = module.routers[1], module.routers[1] // grid.ep
-            missed = math.comb(count - here, self.chosen) / math.comb(count, self.chosen)
-            sent = grid.ep * grid.etp * (1 - missed) + self.chosen * grid.etp
-        kept = self.chosen * (2 * hidden * grid.etp + 4 * each) + wide * sent * hidden
+        kept = self.chosen * (2 * self.settings.hidden_size * self.grid.etp + 4 * each)
         # The shared expert keeps all but its activated half; the router its input in fp32.
         kept = (kept + 3 * shared) / tp + width * (shared > 0) + width * wide
         return kept + 3 * wide * module.routers[1] / self.parts

@@ -298,6 +298,19 @@ def sum_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
     The adjoint of `gather_rows`: 16-bit values are summed in fp32; on a GPU in no fixed order.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    total = x.new_zeros((num_rows, *x.shape[1:]), dtype=wide)
-    return total.index_add_(0, rows, x.to(wide)).to(x.dtype)
+    return cast("Tensor", _SumRows.apply(x, rows, num_rows))
+
+
+class _SumRows(torch.autograd.Function):
+    """Unlike torch's `index_add`, keeps nothing of ``x`` for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+        ctx.rows = rows
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_zeros((num_rows, *x.shape[1:]), dtype=wide)
+        return total.index_add_(0, rows, x.to(wide)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.rows), None, None

@@ -142,7 +142,7 @@ def calibrate(runs: Sequence[Measured], assumed: Rates) -> Rates:
         )
     element = [cost for features in known for cost in features.element_costs(rates)]
     rates = replace(rates, element=median(element) if element else assumed.element)
-    rest = [max(0.0, features.seconds - features.simulated(rates)) for features in known]
+    rest = [features.rest(rates) for features in known]
     source = "fitted to " + ", ".join(run.name for run in runs)
     return replace(rates, name="fitted", step=median(rest), source=source)
 
@@ -193,19 +193,20 @@ class _Features:
             shared.update(step.timeline.busy())
         return {key: shared[key] / len(self.plans) / alone[key] for key in shared if alone[key]}
 
-    def simulated(self, rates: Rates) -> float:
-        """Return the seconds of a step without its constant part."""
-        return float(np.mean([step.seconds for step in self._simulate(rates)]))
+    def rest(self, rates: Rates) -> float:
+        """Return the seconds of a step that are not simulated, on cores of its own."""
+        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
+        simulated = float(np.mean([step.seconds for step in self._simulate(rates)]))
+        return max(0.0, self.seconds - simulated) / work.ranks_per_core
 
     def element_costs(self, rates: Rates) -> list[float]:
         """Return by module the seconds of gradients and update per element that a rank updates."""
         work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
-        shared = max(1.0, self.run.layout.world_size / rates.cores)
         costs = []
         for name, (_, updated) in work.elements.items():
             parts = [self.run.metrics.get(f"seconds_{name}_{p}", 0.0) for p in _TAIL]
             if updated and sum(parts):
-                costs.append(sum(parts) / shared / updated)
+                costs.append(sum(parts) / work.ranks_per_core / updated)
         return costs
 
 

@@ -87,7 +87,7 @@ def simulate(work: StepWork, plan: StepPlan) -> Step:
     timeline = run_tasks(tasks.workers, tasks.tasks, work.rates.cores)
     busy, count = timeline.busy(), len(plan.microbatches)
     backward = {module: s / count for (module, kind), s in busy.items() if kind == BACKWARD}
-    tail = work.rates.step + work.tail_seconds(backward)
+    tail = work.tail_seconds(backward)
     return Step(timeline, tail, plan.num_tokens, sum(work.flops.of(plan).values()))
 
 

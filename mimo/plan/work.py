@@ -164,6 +164,11 @@ class StepWork:
         }
         return StepCosts(modules, rows)
 
+    @property
+    def ranks_per_core(self) -> float:
+        """How many ranks share a core when all of them work; 1 if there are enough cores."""
+        return max(1.0, self.layout.world_size / self.rates.cores)
+
     def tail_seconds(self, backward: dict[str, float]) -> float:
         """Return the seconds from the last backward to the end of a step's update.
 
@@ -179,7 +184,7 @@ class StepWork:
             exposed = max(0.0, total - backward.get(name, 0.0)) if hides else total
             place = LANGUAGE if name in self.layout.colocated else name
             tails[place] += exposed + updated * self.rates.element
-        return max(tails.values()) * max(1.0, self.layout.world_size / self.rates.cores)
+        return (self.rates.step + max(tails.values())) * self.ranks_per_core
 
     def tokens(self, plan: StepPlan, name: str) -> np.ndarray:
         """Return (M, L) the tokens of a lane, padding included; for a tower, its inputs."""

@@ -35,20 +35,21 @@ class Comparison:
 
 def compare_forecasts(results: Sequence[Result]) -> list[Comparison]:
     """Simulate every layout that has run. Raises InputError if fewer than two have."""
-    done = {r.name: (r, [o.run for o in r.outcomes if o.is_done]) for r in results}
-    runs = {name: read_run(of[0].run_dir) for name, (_, of) in done.items() if of}
+    done = {r.name: [o.run.run_dir for o in r.outcomes if o.is_done] for r in results}
+    runs = {name: [read_run(folder) for folder in of] for name, of in done.items() if of}
     if len(runs) < _NUM_FITTED:
         raise InputError(f"--simulate: {len(runs)} layouts have run, but rates are fitted to two")
     fitted = [*runs][:_NUM_FITTED]
     assumed = rates_of_gpu(GPUS["h100"], ranks_per_node=8)
-    rates = calibrate([runs[name] for name in fitted], assumed)
+    rates = calibrate([run for name in fitted for run in runs[name]], assumed)
+    figures_of = {result.name: result.figures for result in results}
     compared = []
-    for name, run in runs.items():
-        found, figures = forecast(run.recipe, run.layout, run.dataset, rates), done[name][0].figures
+    for name, (run, *_) in runs.items():
+        found = forecast(run.recipe, run.layout, run.dataset, rates)
         ranks = {module: grid.size for module, grid in run.layout.grids.items()}
         shares = [(found.idle_of(m), ranks[m]) for m in dict.fromkeys(m for m, _ in found.idle)]
         idle = sum(share * count for share, count in shares) / sum(count for _, count in shares)
-        measured = figures["step_seconds"], figures["idle_fraction"]
+        measured = [figures_of[name][key] for key in ("step_seconds", "idle_fraction")]
         compared.append(
             Comparison(name, name in fitted, measured[0], found.percentile(50), measured[1], idle)
         )
