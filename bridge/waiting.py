@@ -78,10 +78,7 @@ def too_late(
 
 
 def wait_for(
-    messages: Sequence[Message],
-    what: str,
-    microbatch: int | None,
-    timeout_seconds: float | None,
+    messages: Sequence[Message], what: str, microbatch: int | None, timeout_seconds: float | None
 ) -> None:
     """Wait for all messages, ``timeout_seconds`` at most; None leaves that to the backend.
 
@@ -154,11 +151,7 @@ class TransferWatch:
         self._thread: threading.Thread | None = None
 
     def add(
-        self,
-        messages: Sequence[Message],
-        what: str,
-        microbatch: int | None,
-        timeout_seconds: float,
+        self, messages: Sequence[Message], what: str, microbatch: int | None, timeout_seconds: float
     ) -> Watched:
         """Watch messages that have just been started; ``what`` begins with their edge.
 

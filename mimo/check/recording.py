@@ -247,8 +247,7 @@ def _record_stage(module: MegatronModule) -> LayoutRecording:
 def _keep_first_input(recording: LayoutRecording, point: str, blocks: nn.Module) -> None:
     """Keep the hidden_states (S, 1, H) that a stack of layers receives."""
     blocks.register_forward_pre_hook(
-        lambda _, __, kwargs: recording.keep(point, kwargs["hidden_states"][:, 0]),
-        with_kwargs=True,
+        lambda _, __, kwargs: recording.keep(point, kwargs["hidden_states"][:, 0]), with_kwargs=True
     )
 
 

@@ -119,10 +119,7 @@ class Generator:
         }
 
     def answer(
-        self,
-        requests: Sequence[Request],
-        max_new_tokens: int = 64,
-        max_length: int | None = None,
+        self, requests: Sequence[Request], max_new_tokens: int = 64, max_length: int | None = None
     ) -> list[str]:
         """Return the texts of `respond`, without drawing."""
         answers = self.respond(requests, max_new_tokens, max_length, None)

@@ -185,10 +185,7 @@ class LocalModel:
             "input_ids": self._to_device(lane.input_ids)[None],
             "position_ids": self._to_device(rules.position_ids(lane))[:, None, :],
             "packed_seq_params": PackedSegments.from_lengths(
-                lane.lengths,
-                self.device,
-                items=rules.bidirectional_spans(lane),
-                tail=lane.tail,
+                lane.lengths, self.device, items=rules.bidirectional_spans(lane), tail=lane.tail
             ),
             "place": partial(place_embeddings, received=received, places=places),
             "levels": join_levels(received),

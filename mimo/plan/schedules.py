@@ -3,6 +3,7 @@
 Orders are those of Megatron's schedules: 1F1B, with run-ahead or not, and interleaved 1F1B.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,15 +53,8 @@ class StepCosts:
 
 def one_f_one_b(numbers: Sequence[int], warmup: int, has_backward: bool = True) -> Iterator[Op]:
     """Yield a stage's order: ``warmup`` forwards, then pairs, then the remaining backwards."""
-    if not has_backward:
-        yield from ((FORWARD, number, 0) for number in numbers)
-        return
-    warmup = min(warmup, len(numbers))
-    yield from ((FORWARD, number, 0) for number in numbers[:warmup])
-    for place, number in enumerate(numbers):
-        if place + warmup < len(numbers):
-            yield FORWARD, numbers[place + warmup], 0
-        yield BACKWARD, number, 0
+    places = [(number, 0) for number in numbers]
+    return _in_turn(places, places if has_backward else [], warmup)
 
 
 def interleaved(
@@ -69,15 +63,19 @@ def interleaved(
     """Yield a stage's order of chunks: pp microbatches through each chunk in turn."""
     groups = [numbers[first : first + pp] for first in range(0, len(numbers), pp)]
     table = [(n, chunk) for group in groups for chunk in range(vpp) for n in group]
-    if not has_backward:
-        yield from ((FORWARD, number, chunk) for number, chunk in table)
-        return
-    warmup = min((pp - stage - 1) * 2 + (vpp - 1) * pp, len(table))
-    yield from ((FORWARD, number, chunk) for number, chunk in table[:warmup])
-    for place, (number, chunk) in enumerate(table):
-        if place + warmup < len(table):
-            yield (FORWARD, *table[place + warmup])
-        yield BACKWARD, number, vpp - 1 - chunk
+    back = [(n, vpp - 1 - chunk) for n, chunk in table]
+    return _in_turn(table, back if has_backward else [], (pp - stage - 1) * 2 + (vpp - 1) * pp)
+
+
+def _in_turn(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warmup: int
+) -> Iterator[Op]:
+    """Yield ``warmup`` forwards, then one of each in turn. Both are microbatches and chunks."""
+    warmup = min(warmup, len(forwards)) if backwards else len(forwards)
+    yield from ((FORWARD, *place) for place in forwards[:warmup])
+    for number, place in enumerate(backwards, start=warmup):
+        yield from ((FORWARD, *ahead) for ahead in forwards[number : number + 1])
+        yield BACKWARD, *place
 
 
 class StepTasks:
@@ -105,11 +103,10 @@ class StepTasks:
             self.workers += [Worker(name, stage, lane, ranks) for stage, lane in places]
         self.num_microbatches = len(costs.modules[LANGUAGE].forward)
         self._add_language()
-        for name in layout.encoders:
-            if name not in layout.colocated:
+        for name in (n for n in layout.item_grids if n not in layout.colocated):
+            if name in layout.encoders:
                 self._add_encoder(name, run_ahead[name])
-        for name in layout.generators:
-            if name not in layout.colocated:
+            else:
                 self._add_generator(name)
         self._connect_language()
         for name in layout.encoders:
@@ -231,28 +228,18 @@ class StepTasks:
     def _connect_colocated(self, name: str, parts: Sequence[int]) -> None:
         """All ranks exchange rows after a group's forward, and gradients before its backward."""
         grid, number, costs = self.layout.language, self._number, self.costs.modules[name]
+        start = self._first_worker[LANGUAGE]
+        workers = range(start, start + grid.pp * grid.dp)
         for first in range(0, self.num_microbatches, self.group):
-            numbers = range(first, min(first + self.group, self.num_microbatches))
-            seconds = sum(max(self.costs.rows[name][m].seconds, default=0.0) for m in numbers)
-            start = self._first_worker[LANGUAGE]
-            workers = range(start, start + grid.pp * grid.dp)
-            encoded = [number[name, ENCODE, first, worker, 0] for worker in workers]
-            for lane in range(grid.dp):
-                for part in parts:
-                    task = number[LANGUAGE, FORWARD, first, lane, part]
-                    for before in encoded:
-                        self._wait(task, before, seconds)
-            if not costs.has_backward:
-                continue
-            returned = [
-                number[LANGUAGE, BACKWARD, numbers[-1], lane, part]
-                for lane in range(grid.dp)
-                for part in parts
-            ]
-            for worker in workers:
-                task = number[name, BACKWARD, first, worker, 0]
-                for before in returned:
-                    self._wait(task, before, seconds)
+            last = min(first + self.group, self.num_microbatches) - 1
+            rows = self.costs.rows[name][first : last + 1]
+            seconds = sum(max(of.seconds, default=0.0) for of in rows)
+            for worker, lane, part in itertools.product(workers, range(grid.dp), parts):
+                place, encoded = (lane, part), number[name, ENCODE, first, worker, 0]
+                self._wait(number[LANGUAGE, FORWARD, first, *place], encoded, seconds)
+                if costs.has_backward:
+                    returned = number[LANGUAGE, BACKWARD, last, *place]
+                    self._wait(number[name, BACKWARD, first, worker, 0], returned, seconds)
 
     def _connect_generator(self, name: str) -> None:
         number, language = self._number, self.layout.language

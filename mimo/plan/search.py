@@ -69,12 +69,7 @@ def searched_keys(recipe: Recipe) -> list[str]:
 
 
 def search(
-    recipe: Recipe,
-    dataset: Dataset,
-    rates: Rates,
-    gpu: Gpu,
-    num_gpus: int,
-    fixed: Overrides,
+    recipe: Recipe, dataset: Dataset, rates: Rates, gpu: Gpu, num_gpus: int, fixed: Overrides
 ) -> Found:
     """Return the best layouts on exactly ``num_gpus``. Raises InputError if there is none."""
     space = Space(recipe, num_gpus, rates.ranks_per_node, fixed)
@@ -174,55 +169,31 @@ class Space:
         return values if fixed is None else (fixed,)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        placements = [
-            self._values(f"{_key(self.recipe, name)}.placement", ("disjoint", "colocated"))
-            for name in self.guests
-        ]
-        for placement in itertools.product(*placements):
-            placed = dict(zip(self.guests, placement, strict=True))
-            disjoint = [name for name, place in placed.items() if place == "disjoint"]
-            for sizes in itertools.product(*map(self._sizes, disjoint)):
-                left = self.num_gpus - sum(tp * dp for tp, dp in sizes)
-                if left < 1:
-                    continue
-                grids = dict(zip(disjoint, sizes, strict=True))
-                for guests in self._guests(placed, grids):
-                    yield from (guests | own for own in self._language(left))
+        for guests in itertools.product(*map(self._guest, self.guests)):
+            left = self.num_gpus - sum(ranks for ranks, _ in guests)
+            shared = {key: value for _, part in guests for key, value in part.items()}
+            if left > 0:
+                yield from (shared | own for own in self._language(left))
 
-    def _sizes(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield tp and dp of a disjoint module: lanes in powers of two, and three times these."""
-        lanes = [n for power in _POWERS for n in (power, 3 * power)]
-        key = f"{_key(self.recipe, name)}.grid"
-        for tp in self._values(f"{key}.tp", (1, 2, 4, 8)):
-            for dp in self._values(f"{key}.dp", sorted(lanes)):
-                if tp * dp < self.num_gpus and tp <= self.ranks_per_node:
-                    yield tp, dp
+    def _guest(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield places of an encoder or generator, each with the ranks that it takes.
 
-    def _guests(
-        self, placed: Mapping[str, str], grids: Mapping[str, tuple[int, int]]
-    ) -> Iterator[dict[str, Any]]:
-        options = []
-        for name, placement in placed.items():
-            key = _key(self.recipe, name)
-            common = {f"{key}.placement": placement, f"{key}.grid.rank_offset": None}
-            run_ahead_key = f"{key}.run_ahead"
-            common |= {k: v for k, v in self.fixed.items() if k == run_ahead_key}
-            if placement == "disjoint":
-                sizes = [grids[name]]
-            else:
-                tensors = self._values(f"{key}.grid.tp", (1,))
-                sizes = itertools.product(tensors, self._values(f"{key}.grid.dp", (None,)))
-            sp = self.recipe.module(name).grid.sp
-            options.append(
-                [
-                    common
-                    | {f"{key}.grid.tp": tp, f"{key}.grid.sp": sp and tp > 1}
-                    | {f"{key}.grid.pp": 1, f"{key}.grid.dp": dp}
-                    for tp, dp in sizes
-                ]
-            )
-        for chosen in itertools.product(*options):
-            yield {key: value for part in chosen for key, value in part.items()}
+        Lanes of a disjoint one are powers of two, and three times these.
+        """
+        key, sp = _key(self.recipe, name), self.recipe.module(name).grid.sp
+        fixed = {k: v for k, v in self.fixed.items() if k == f"{key}.run_ahead"}
+        lanes = sorted(n for power in _POWERS for n in (power, 3 * power))
+        for placement in self._values(f"{key}.placement", ("disjoint", "colocated")):
+            is_disjoint = placement == "disjoint"
+            for tp, dp in itertools.product(
+                self._values(f"{key}.grid.tp", (1, 2, 4, 8) if is_disjoint else (1,)),
+                self._values(f"{key}.grid.dp", lanes if is_disjoint else (None,)),
+            ):
+                ranks = tp * dp if is_disjoint else 0
+                if ranks < self.num_gpus and tp <= self.ranks_per_node:
+                    grid = {"tp": tp, "sp": sp and tp > 1, "pp": 1, "dp": dp, "rank_offset": None}
+                    sizes = {f"{key}.grid.{axis}": size for axis, size in grid.items()}
+                    yield ranks, {f"{key}.placement": placement, **sizes, **fixed}
 
     def _language(self, ranks: int) -> Iterator[dict[str, Any]]:
         train, grid = self.recipe.train, "language.grid"
@@ -354,11 +325,12 @@ def _nothing_found(
     if refusal:
         return f"--gpus {count}: every layout is refused, the first because: {refusal}"
     nearby = [n for k in range(1, _NEARBY) for n in (count - k, count + k) if n > 0]
-    fitting = (n for n in nearby if any(Space(space.recipe, n, space.ranks_per_node, space.fixed)))
-    nearest = next(fitting, None)
-    advice = f"give {nearest} GPUs" if nearest else "fix fewer keys"
+    spaces = {n: Space(space.recipe, n, space.ranks_per_node, space.fixed) for n in nearby}
+    nearest = next(
+        (f"give {n} GPUs" for n, other in spaces.items() if any(other)), "fix fewer keys"
+    )
+    batch, layers = space.recipe.train.global_batch_size, space.language.num_layers
     return (
-        f"--gpus {count}: no grids tile {count} GPUs with train.global_batch_size "
-        f"{space.recipe.train.global_batch_size} and {space.language.num_layers} layers; {advice}, "
-        "or change the batch"
+        f"--gpus {count}: no grids tile {count} GPUs with train.global_batch_size {batch} and "
+        f"{layers} layers; {nearest}, or change the batch"
     )

@@ -43,15 +43,14 @@ class Part:
 class Passes:
     """FLOPs of a rank's passes, (M, L, P), and what else takes time.
 
-    messages: (M, L, P) seconds of the collectives in a forward. gathers, reductions: (P,) seconds
-    of FSDP2's. layers: (P,). again: forwards that a backward repeats.
+    messages: (M, L, P) seconds of the collectives in a forward. gathers: (P,) seconds in which
+    FSDP2 gathers weights. layers: (P,). again: forwards that a backward repeats.
     """
 
     forward: np.ndarray
     backward: np.ndarray
     messages: np.ndarray
     gathers: np.ndarray
-    reductions: np.ndarray
     layers: np.ndarray
     again: int
 
@@ -60,18 +59,16 @@ class Passes:
         per_flop, per_flop_back = rates.passes(module)
         call = rates.call * self.layers
         first = self.forward * per_flop
-        forward = first + call + self.messages + self._exposed(self.gathers, first, rates)
+        forward = first + call + self.messages + self._exposed(first, rates)
         if not self.backward.any():
             return forward, np.zeros_like(forward)
         back = self.backward * per_flop_back + self.again * first
         others = (2 + self.again) * call + (1 + self.again) * self.messages
-        exposed = self._exposed(self.gathers + self.reductions, back, rates)
-        return forward, back + others + exposed
+        return forward, back + others + self._exposed(back, rates)
 
-    @staticmethod
-    def _exposed(messages: np.ndarray, work: np.ndarray, rates: Rates) -> np.ndarray:
-        """FSDP2 sends while a device computes; on a CPU both need the cores."""
-        return np.maximum(messages - work, 0) if math.isinf(rates.cores) else messages + 0 * work
+    def _exposed(self, work: np.ndarray, rates: Rates) -> np.ndarray:
+        """FSDP2 gathers while a device computes; on a CPU both need the cores."""
+        return np.maximum(self.gathers - work * math.isinf(rates.cores), 0)
 
 
 class StepWork:
@@ -222,7 +219,7 @@ class StepWork:
             counts @ forward.T / (grid.tp * grid.cp),
             counts @ backward.T / (grid.tp * grid.cp),
             messages,
-            *self._fsdp_messages(name),
+            self._gathers(name),
             np.array([part.layers for part in parts]),
             again,
         )
@@ -273,15 +270,12 @@ class StepWork:
             seconds += 2 * rates.message(sent, grid.ep * grid.etp - 1)
         return seconds
 
-    def _fsdp_messages(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (P,) the seconds in which FSDP2 gathers weights, and reduces gradients."""
-        grid, part = self.layout.grids[name], self.recipe.module(name)
+    def _gathers(self, name: str) -> np.ndarray:
+        """Return (P,) the seconds in which FSDP2 gathers weights."""
+        grid = self.layout.grids[name]
         shards = grid.dp // grid.dp_replicate if grid.engine == "fsdp" else 1
-        weights = [p.weights / grid.tp * self.size for p in self.parts[name]]
-        gathers = [self.rates.collective(w, shards, shards * grid.tp) for w in weights]
-        reduces = grid.engine == "fsdp" and self.recipe.trains(name)
-        each = reduces and part.reduce_gradients == "microbatch"
-        return np.array(gathers), np.array(gathers) * each
+        weights = np.array([part.weights for part in self.parts[name]]) / grid.tp * self.size
+        return self.rates.collective(weights, shards, shards * grid.tp)
 
     def _stage_messages(self, name: str, tokens: np.ndarray) -> np.ndarray:
         """Return (M, L) the seconds of a message from a stage to the next."""

@@ -84,11 +84,7 @@ def _check_run(run: Run) -> None:
 
 
 def _report(
-    experiment: Experiment,
-    recipe: Recipe,
-    outcomes: list[Outcome],
-    folder: Path,
-    simulates: bool,
+    experiment: Experiment, recipe: Recipe, outcomes: list[Outcome], folder: Path, simulates: bool
 ) -> int:
     precision = recipe.train.precision
     results = results_of(experiment, outcomes, precision)

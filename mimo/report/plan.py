@@ -26,13 +26,8 @@ from mimo.plan.simulate import Deadlock, Timeline
 from mimo.report.tables import Table, number, percent, show, write
 
 _GIB = 2**30
-_COLORS = {
-    "forward": "tab:blue",
-    "encode": "tab:cyan",
-    "backward": "tab:orange",
-}
+_COLORS = {"forward": "tab:blue", "encode": "tab:cyan", "backward": "tab:orange"}
 _MICROSECONDS = 1e6
-_MOST_WAITS = 5
 
 
 def main(
@@ -78,7 +73,7 @@ def main(
             key = "encoders.<name>.run_ahead"
             message = f"{path}: this layout deadlocks: {deadlock}; raise {key} or set it to auto"
             raise InputError(message) from deadlock
-        show(forecast_table(found), idle_table(found), waits_table(found))
+        show(forecast_table(found), roles_table(found))
         chosen = found
     else:
         fixed = parse_fixes(path, overrides, fixes)
@@ -146,21 +141,19 @@ def forecast_table(found: Forecast) -> Table:
     return Table(columns, [row], title="forecast")
 
 
-def idle_table(found: Forecast) -> Table:
-    """Return the idle share of each module and stage."""
-    rows = [(_role(*role), percent(share)) for role, share in found.idle.items()]
-    return Table(("role", "idle"), rows, title="idle share of the median step")
+def roles_table(found: Forecast) -> Table:
+    """Return the idle share of each module and stage, and whom it waits for most."""
+    rows = []
+    for role, share in found.idle.items():
+        waits = {whom: seconds for (who, whom), seconds in found.waits.items() if who == role}
+        longest = max(waits, key=lambda whom: waits[whom], default=None)
+        why = _wait(longest, waits[longest], found) if longest else "nobody"
+        rows.append((_role(*role), percent(share), why))
+    return Table(("role", "idle", "waits most for"), rows, words=True, title="the median step")
 
 
-def waits_table(found: Forecast) -> Table:
-    """Return the longest waits of a role for another."""
-    total = found.median_step.seconds
-    longest = sorted(found.waits.items(), key=lambda wait: -wait[1])[:_MOST_WAITS]
-    rows = [
-        (f"{_role(*who)} for {_role(*whom)}", percent(seconds / total))
-        for (who, whom), seconds in longest
-    ]
-    return Table(("waits", "of the step"), rows, title="who waits for whom")
+def _wait(whom: tuple[str, int], seconds: float, found: Forecast) -> str:
+    return f"{_role(*whom)}, {percent(seconds / found.median_step.seconds)}"
 
 
 def choices_table(choices: Sequence[Choice], memory: float) -> Table:
@@ -174,8 +167,7 @@ def choices_table(choices: Sequence[Choice], memory: float) -> Table:
         why = "nobody waits"
         if longest is not None:
             (who, whom), seconds = longest
-            share = percent(seconds / found.median_step.seconds)
-            why = f"{_role(*who)} for {_role(*whom)}, {share}"
+            why = f"{_role(*who)} for {_wait(whom, seconds, found)}"
         room = f"{choice.memory / _GIB:.1f} of {memory / _GIB:.0f} ({choice.role})"
         speed = (number(found.percentile(50)), number(found.tokens_per_second))
         rows.append((str(place), describe(choice), *speed, room, idle, why))

@@ -104,11 +104,7 @@ def _steps_done(run_dir: Path) -> list[int]:
 
 
 def record_restart(
-    run_dir: Path,
-    max_restarts: int,
-    started: float = 0.0,
-    cause: str = "",
-    rank: int | None = None,
+    run_dir: Path, max_restarts: int, started: float = 0.0, cause: str = "", rank: int | None = None
 ) -> None:
     """Record that all ranks restart after a failure, and print it in one line.
 

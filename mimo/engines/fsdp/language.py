@@ -15,13 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig
 
 from mimo.engines.fsdp.context import TP, FsdpContext, Wrapper
-from mimo.engines.fsdp.models import (
-    NAME,
-    Segments,
-    dense_masks,
-    language_forms,
-    on_meta,
-)
+from mimo.engines.fsdp.models import NAME, Segments, dense_masks, language_forms, on_meta
 from mimo.engines.fsdp.plans import Border, Head, distribute, local_share, parallelize
 from mimo.ops.attention_plan import LayerForm
 from mimo.ops.cross_entropy import append_scalar, linear_cross_entropy

@@ -226,10 +226,7 @@ class LanguageHalf(Wrapper):
         return order
 
     def run(
-        self,
-        inputs: LanguageInputs,
-        rows: Mapping[str, Tensor],
-        with_logits: bool = False,
+        self, inputs: LanguageInputs, rows: Mapping[str, Tensor], with_logits: bool = False
     ) -> Tensor:
         """Return losses (n,) in at least fp32 or, with ``with_logits``, logits (n, V).
 
