@@ -23,11 +23,7 @@ def plan(
         Option(help="A key with its only value, such as language.grid.tp=8; repeatable."),
     ] = None,
     calibrate: Annotated[
-        list[str] | None,
-        Option(
-            metavar="RUN|here",
-            help="Fit the rates to a run, or to a short one on this machine; repeatable.",
-        ),
+        list[Path] | None, Option(help="A run folder to fit the rates to; repeatable.")
     ] = None,
     from_experiment: Annotated[
         Path | None, Option("--from", help="An experiment's folder to fit the rates to.")

@@ -7,8 +7,6 @@ that a simulation with the fit before finds.
 """
 
 import math
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +16,8 @@ from statistics import median
 import numpy as np
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.config.schema import LANGUAGE, Recipe
+from mimo.config.schema import Recipe
 from mimo.errors import InputError
-from mimo.families.registry import GENERAL, encoder_settings, language_settings
 from mimo.model.dataset import Dataset
 from mimo.model.indexing import indexed_dataset
 from mimo.model.step_plan import StepPlan
@@ -33,7 +30,6 @@ from mimo.runtime.run_files import METRICS, json_lines, starts_of
 
 _FITS, _STEPS = 6, 3
 _LEAST_WORK = 0.1  # of a pass's time, if the assumed links leave less
-_HERE, _STEPS_HERE = "here", 8
 _WARMUP = 3  # steps whose times are left out
 _NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
 
@@ -76,40 +72,6 @@ def read_run(folder: Path) -> Measured:
     cores = float(start.get("cores", 1)) if on_cpu else math.inf
     layout = build_layout(recipe, start.get("ranks"))
     return Measured(folder.name, recipe, layout, dataset, metrics, cores)
-
-
-def measure_here(recipe: Recipe, folder: Path) -> Measured:
-    """Train a few steps on one rank of this machine, with fewer layers, and return the run.
-
-    The widths are the recipe's, the language model has one period of layers, and weights are
-    random. Raises InputError.
-    """
-    if GENERAL in {recipe.module(name).family for name in recipe.modules}:
-        raise InputError(
-            "--calibrate here: models of transformers cannot be shortened; give a run's folder"
-        )
-    settings = language_settings(recipe)
-    levels = max((encoder_settings(recipe, name).num_levels for name in recipe.encoders), default=0)
-    layers = -(-max(levels, 1) // settings.layer_period) * settings.layer_period
-    data = recipe.model_dump(mode="json")
-    data |= {"name": _HERE, "init_from": None}
-    data[LANGUAGE] |= {"grid": {}, "model": {**data[LANGUAGE]["model"], "num_layers": layers}}
-    for name in recipe.encoders:
-        data["encoders"][name] |= {"grid": {}, "placement": "colocated"}
-    for name in recipe.generators:
-        data["generators"][name] |= {"grid": {}, "placement": "colocated"}
-    train = {"steps": _STEPS_HERE, "global_batch_size": 2 * recipe.train.micro_batch_size}
-    train |= {"log_every": 1, "save_every": None, "validate_every": None, "warmup_steps": 0}
-    data["train"] |= train | {"run_dir": str(folder), "profile": None}
-    path = folder / "here.yaml"
-    path.write_text(Recipe.model_validate(data).to_yaml(), encoding="utf-8")
-    command = [sys.executable, "-m", "mimo.cli.main", "train", str(path)]
-    print(f"training {_STEPS_HERE} steps on one rank of this machine", flush=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise InputError(f"--calibrate here: training on one rank failed: {' '.join(last)}")
-    return read_run(folder / _HERE)
 
 
 def calibrate(runs: Sequence[Measured], assumed: Rates) -> Rates:

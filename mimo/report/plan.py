@@ -3,7 +3,6 @@
 import functools
 import json
 import operator
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from mimo.errors import InputError, RecipeError, suggestion
 from mimo.model.dataset import Dataset
 from mimo.model.indexing import indexed_dataset
 from mimo.model.recipe_checks import check_recipe
-from mimo.plan.calibrate import calibrate, measure_here, read_run
+from mimo.plan.calibrate import calibrate, read_run
 from mimo.plan.forecast import Forecast, forecast
 from mimo.plan.gpus import parse_gpu
 from mimo.plan.rates import rates_of_gpu
@@ -37,15 +36,14 @@ def main(
     gpu: str,
     nodes_of: int,
     fixes: Sequence[str] = (),
-    calibrate_on: Sequence[str] = (),
+    calibrate_on: Sequence[Path] = (),
     experiment: Path | None = None,
     timeline: Path | None = None,
     to_write: Path | None = None,
 ) -> int:
     """Print a forecast or, with ``gpus``, the best layouts. Raises InputError.
 
-    calibrate_on: run folders that rates are fitted to, or "here" for a run on this machine.
-    experiment: a folder with such runs.
+    calibrate_on: run folders that rates are fitted to. experiment: a folder with such runs.
     """
     device = parse_gpu(gpu)
     phases = load_phases(path, overrides).phases
@@ -54,12 +52,8 @@ def main(
         print(f"planning the first phase, {phases[0].title}")
     dataset = dataset_of_index(recipe, path)
     rates = rates_of_gpu(device, nodes_of)
-    runs = [] if experiment is None else [read_run(folder) for folder in runs_of(experiment)]
-    for text in calibrate_on:
-        with tempfile.TemporaryDirectory(prefix="mimo-plan-") as folder:
-            runs.append(
-                measure_here(recipe, Path(folder)) if text == "here" else read_run(Path(text))
-            )
+    folders = [*calibrate_on, *(runs_of(experiment) if experiment is not None else ())]
+    runs = [read_run(folder) for folder in folders]
     if runs:
         rates = calibrate(runs, rates)
     print(f"rates: {rates.source}")
