@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +15,6 @@ from mimo.report.tables import Table, percent, scientific, show
 if TYPE_CHECKING:
     from mimo.config.schema import Recipe
     from mimo.parallel.grids import Layout
-    from mimo.plan.dry_run_verdict import Variant
     from mimo.plan.gpus import Gpu
 
 
@@ -48,29 +45,17 @@ def check(
         layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
         notes = phased.each(check_indexed_data)
         memory = parse_gpu(gpu)
-        for number, (phase, layout) in enumerate(zip(phased.phases, layouts, strict=True)):
+        for phase, layout in zip(phased.phases, layouts, strict=True):
             _print_layout(phase.recipe, layout, phase.title)
             _print_memory(phase.recipe, layout)
             _print_flops(phase.recipe, layout)
             if dry_run:
-                variant = partial(_variant, recipe, overrides or [], num_ranks, number)
-                _print_dry_run(phase.recipe, layout, role, memory, variant)
+                _print_dry_run(phase.recipe, layout, role, memory)
         for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
             print(note)
     finally:
         gc.enable()
         gc.freeze()  # so that it does not scan them at exit either
-
-
-def _variant(
-    path: Path, overrides: list[str], num_ranks: int | None, phase: int, more: Sequence[str]
-) -> tuple[Recipe, Layout]:
-    """Load and check a phase of the recipe with ``more`` overrides. Raises RecipeError."""
-    from mimo.checkpoint.hf.recipes import load_phases
-    from mimo.model.recipe_checks import check_recipe
-
-    recipe = load_phases(path, [*overrides, *more]).phases[phase].recipe
-    return recipe, check_recipe(recipe, num_ranks)
 
 
 def _print_layout(recipe: Recipe, layout: Layout, phase: str) -> None:
@@ -110,13 +95,11 @@ def _print_memory(recipe: Recipe, layout: Layout) -> None:
     print("inputs, activations, buffers: for full microbatches of item embeddings alone")
 
 
-def _print_dry_run(
-    recipe: Recipe, layout: Layout, role: str | None, gpu: Gpu, variant: Variant
-) -> None:
+def _print_dry_run(recipe: Recipe, layout: Layout, role: str | None, gpu: Gpu) -> None:
     from mimo.errors import format_bytes
-    from mimo.plan.dry_run_verdict import describe_refusal, run_roles, verdict, worst_experts
+    from mimo.plan.dry_run_verdict import run_roles, verdict
 
-    runs, refused = run_roles(recipe, layout, role)
+    runs, notes = run_roles(recipe, layout, role)
     columns, rows = ("role", "rank", "state", "inputs", "waiting", "one microbatch", "in all"), []
     for run in runs:
         total, formula = run.total, run.formula.total
@@ -125,9 +108,7 @@ def _print_dry_run(
         rows.append((run.formula.role, str(run.rank), *map(format_bytes, sizes), error))
     show(Table((*columns, "formula", "its error"), rows, title="dry run of a rank"))
     print("dry run: a full microbatch; all of its tokens stand for items and have a loss")
-    notes = [*map(describe_refusal, refused.items()), *worst_experts(recipe, layout, runs)]
-    for line in (*notes, *verdict(recipe, layout, runs, gpu, variant)):
-        print(line)
+    print(*notes, *verdict(recipe, layout, runs, gpu), sep="\n")
 
 
 def _print_flops(recipe: Recipe, layout: Layout) -> None:

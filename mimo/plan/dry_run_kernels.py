@@ -11,9 +11,10 @@ Letters: T tokens, N heads, G key/value heads, D head size, K key and V value he
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from mimo.engines.megatron import delta_net, experts, parallel, stack
 from mimo.engines.megatron.dispatch import Counts, Route
-from mimo.ops import attention_kernels, layers, routing
+from mimo.ops import attention_kernels, layers
 from mimo.ops.attention_kernels import Kernel, VarlenBlocks, varlen_blocks
 
 
@@ -30,7 +31,7 @@ class TensorMemory(TorchDispatchMode):
     """Counts the bytes of all tensors that operations return, each storage once.
 
     Like torch's MemTracker, but without its account of modules, which is slow and follows only one
-    pass of each. now, peak: bytes that exist, and the most that existed since `restart`.
+    pass of each. now, peak: bytes that exist, and the most that existed.
     """
 
     def __init__(self) -> None:
@@ -59,10 +60,6 @@ class TensorMemory(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
         self.now += size
         self.peak = max(self.peak, self.now)
-
-    def restart(self) -> None:
-        """Forget the peak."""
-        self.peak = self.now
 
 
 class _StandIn(torch.autograd.Function):
@@ -101,9 +98,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: VarlenBlocks, scale: float)
 
 
 def _grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Keep nothing more. In 16 bits there is a kernel, which needs no stand-in."""
-    if rows.dtype == torch.bfloat16:
-        return routing.grouped_linear(rows, weights, counts)
+    """Keep nothing more."""
     return _StandIn.apply(rows.new_zeros(len(rows), weights.shape[1]), (), rows, weights)
 
 
@@ -127,16 +122,12 @@ def _route(is_worst: bool, experts: Tensor, num_experts: int, group: Any, etp: i
     arriving = [n] * ranks, [n * min(k, each)] * ranks
     arriving_rows, arriving_choices = arriving if is_worst else (rows, choices)
     received = sum(arriving_choices)
-    sizes = (sum(rows), sum(choices), received, received, each)
-    token, choice, by_expert, row, counts = (experts.new_empty(size) for size in sizes)
+    sizes = {"token": sum(rows), "choice": sum(choices), "by_expert": received, "row": received}
     return Route(
-        token=token,
         rows=Counts(rows, arriving_rows),
-        choice=choice,
         choices=Counts(choices, arriving_choices),
-        by_expert=by_expert,
-        row=row,
-        counts=counts,
+        counts=experts.new_empty(each),
+        **{name: experts.new_empty(size) for name, size in sizes.items()},
     )
 
 
@@ -165,14 +156,8 @@ def gpu_kernels(worst_experts: bool = False) -> Iterator[None]:
         (parallel.parallel_state, "_GLOBAL_MEMORY_BUFFER", None),
         (type(parallel.get_cuda_rng_tracker()), "fork", lambda *args, **options: nullcontext()),
     ]
-    replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
-    kernel = attention_kernels.KERNELS["sdpa"]
-    attention_kernels.KERNELS["sdpa"] = Kernel(varlen_blocks, _attend)
-    try:
+    sdpa = Kernel(varlen_blocks, _attend)
+    with ExitStack() as stand_ins, mock.patch.dict(attention_kernels.KERNELS, sdpa=sdpa):
         for owner, name, stand_in in replacements:
-            setattr(owner, name, stand_in)
+            stand_ins.enter_context(mock.patch.object(owner, name, stand_in))
         yield
-    finally:
-        attention_kernels.KERNELS["sdpa"] = kernel
-        for owner, name, original in replaced:
-            setattr(owner, name, original)

@@ -73,13 +73,9 @@ def verdicts(_: int, folder: Path, *sizes: float) -> list[list[str]]:
 
     dist.destroy_process_group()
     recipe, layout = load(folder, "train.precision=bf16")
-    runs, _refused = run_roles(recipe, layout, None)
-
-    def variant(overrides) -> tuple[Recipe, Layout]:
-        return load(folder, "train.precision=bf16", *overrides)
-
+    runs, _notes = run_roles(recipe, layout)
     gpus: list[Gpu] = [parse_gpu(str(size)) for size in sizes]
-    return [list(verdict(recipe, layout, runs, gpu, variant)) for gpu in gpus]
+    return [list(verdict(recipe, layout, runs, gpu)) for gpu in gpus]
 
 
 def test_a_layout_that_does_not_fit_names_the_role_and_what_helps_most(
@@ -122,11 +118,8 @@ def worst(_: int, folder: Path) -> list[str]:
     """The lines about experts that get all tokens."""
     import torch.distributed as dist
 
-    from mimo.plan.dry_run_verdict import worst_experts
-
     dist.destroy_process_group()
-    moe = load(folder, *SPARSE)
-    return [*worst_experts(*moe, run_roles(*moe, "language")[0])]
+    return run_roles(*load(folder, *SPARSE), "language")[1]
 
 
 def test_the_worst_load_of_experts_is_stated(tmp_path: Path, run_ranks: RunRanks) -> None:
@@ -137,5 +130,7 @@ def test_the_worst_load_of_experts_is_stated(tmp_path: Path, run_ranks: RunRanks
 def test_what_a_dry_run_does_not_cover_is_refused(tmp_path: Path) -> None:
     recipe, layout = load(tmp_path)
     grids = {name: replace(grid, engine="fsdp") for name, grid in layout.encoders.items()}
-    with pytest.raises(InputError, match="--dry-run does not cover vision: engine: fsdp"):
+    with pytest.raises(
+        InputError, match="does not cover vision, which Megatron does not run"
+    ):
         run_roles(recipe, replace(layout, encoders=grids), "vision")

@@ -83,7 +83,7 @@ class PeakOfStep(StepObserver):
     @override
     def planned(self, step: int, plan: Any) -> None:
         gc.collect()
-        self.memory.restart()
+        self.memory.peak = self.memory.now
 
     @override
     def gradients_complete(self, step: int, modules: Any) -> None:
@@ -127,9 +127,9 @@ def simulate(_: int, recipe: Recipe, layout: Layout) -> tuple[list[Any], list[An
     from mimo.plan.dry_run_verdict import combine_modules, run_roles
 
     dist.destroy_process_group()
-    runs = run_roles(recipe, layout, None)[0]
-    needs = combine_modules(runs, layout)
-    ranks = [(need.role.ranks, need.total - need.inputs / 2) for need in needs]
+    runs = run_roles(recipe, layout)[0]
+    of_one_step = [replace(run, inputs=run.inputs / 2) for run in runs]
+    ranks = [(role.ranks, needed) for role, needed in combine_modules(of_one_step, layout)]
     return ranks, [(run.formula.role, run.total, run.formula.total) for run in runs]
 
 
