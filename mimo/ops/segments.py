@@ -296,13 +296,13 @@ class _GatherRows(torch.autograd.Function):
 def sum_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """x (n, ...), rows (n,) int64 on its device -> (num_rows, ...), sums over equal ``rows``.
 
-    The adjoint of `gather_rows`: 16-bit values are summed in fp32; on a GPU in no fixed order.
+    The adjoint of `gather_rows`. 16-bit values are summed in fp32; a GPU sums in no fixed order.
     """
     return cast("Tensor", _SumRows.apply(x, rows, num_rows))
 
 
 class _SumRows(torch.autograd.Function):
-    """Unlike torch's `index_add`, keeps nothing of ``x`` for the backward."""
+    """Sum of rows that, unlike `index_add`, keeps nothing of ``x`` for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, num_rows: int) -> Tensor:

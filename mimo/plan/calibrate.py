@@ -1,9 +1,9 @@
 """Fit rates to the metrics of runs, however short.
 
 A rank's seconds in each kind of pass are its FLOPs times the module's seconds per FLOP, plus a call
-for each layer; all runs together give the constants, by least squares of relative errors. On a CPU
-whose cores are shared, measured times are longer than the work: each fit divides them by the factor
-that a simulation with the fit before finds.
+for each layer. Least squares of relative errors over all runs give these constants. Passes that
+share cores take longer than alone: each fit divides measured times by the slowdown in a simulation
+with the previous fit.
 """
 
 import math
@@ -29,8 +29,8 @@ from mimo.plan.work import StepWork
 from mimo.runtime.run_files import METRICS, json_lines, starts_of
 
 _FITS, _STEPS = 6, 3
-_LEAST_WORK = 0.1  # of a pass's time, if the assumed links leave less
-_WARMUP = 3  # steps whose times are left out
+_MIN_WORK = 0.1  # least share of a pass's time that is not messages
+_WARMUP = 3  # first steps, whose times are ignored
 _NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
 
 Key = tuple[str, str]
@@ -38,8 +38,8 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A run: medians of its metrics. cores: of its machine if it had no GPU, else infinity."""
+class MeasuredRun:
+    """A run and the medians of its metrics. cores: of its machine; infinity on a GPU."""
 
     name: str
     recipe: Recipe
@@ -49,7 +49,7 @@ class Measured:
     cores: float = math.inf
 
 
-def read_run(folder: Path) -> Measured:
+def read_run(folder: Path) -> MeasuredRun:
     """Read a finished or stopped run. Raises InputError."""
     lines = json_lines(folder / METRICS)
     timed = [line for line in lines if "idle_fraction" in line]
@@ -71,48 +71,48 @@ def read_run(folder: Path) -> Measured:
     on_cpu = start.get("device", "CPU") == "CPU"
     cores = float(start.get("cores", 1)) if on_cpu else math.inf
     layout = build_layout(recipe, start.get("ranks"))
-    return Measured(folder.name, recipe, layout, dataset, metrics, cores)
+    return MeasuredRun(folder.name, recipe, layout, dataset, metrics, cores)
 
 
-def calibrate(runs: Sequence[Measured], assumed: Rates) -> Rates:
-    """Return rates fitted to runs. assumed: links, and what the runs do not show."""
-    known = [_Features(run) for run in runs]
+def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
+    """Return rates fitted to runs. assumed: rates of links, and of the update if not measured."""
+    all_features = [_Features(run) for run in runs]
     modules = list(dict.fromkeys(name for run in runs for name in run.layout.grids))
     first = runs[0]
     rates = replace(assumed, cores=first.cores, ranks_per_node=assumed.ranks_per_node)
-    if math.isfinite(first.cores):  # messages between processes of one machine are copies
+    if math.isfinite(first.cores):  # messages inside one machine count as free
         rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
     rates = replace(rates, forward={}, backward={}, call=0.0, element=0.0, step=0.0)
     names = [f"{module} {kind}" for module in modules for kind in ("first", "back")] + ["call"]
     fit = dict.fromkeys(names, 0.0)
     for _ in range(_FITS):
         matrix, seconds = [], []
-        for features in known:
+        for features in all_features:
             alone = features.work(rates)
             slowdowns = features.slowdowns(rates, alone)
             for key, measured in features.measured.items():
-                row, own = features.per_constant[key], measured / slowdowns.get(key, 1.0)
+                row, unshared = features.per_constant[key], measured / slowdowns.get(key, 1.0)
                 messages = alone[key] - sum(fit[name] * value for name, value in row.items())
                 matrix.append([row.get(name, 0.0) for name in names])
-                seconds.append(max(own - messages, _LEAST_WORK * own))
-        fit = dict(zip(names, _positive_least_squares(matrix, seconds), strict=True))
+                seconds.append(max(unshared - messages, _MIN_WORK * unshared))
+        fit = dict(zip(names, _nonnegative_least_squares(matrix, seconds), strict=True))
         rates = replace(
             rates,
             forward={module: fit[f"{module} first"] for module in modules},
             backward={module: fit[f"{module} back"] for module in modules},
             call=fit["call"],
         )
-    element = [cost for features in known for cost in features.element_costs(rates)]
+    element = [cost for features in all_features for cost in features.element_costs(rates)]
     rates = replace(rates, element=median(element) if element else assumed.element)
-    rest = [features.rest(rates) for features in known]
+    rest = [features.unsimulated(rates) for features in all_features]
     source = "fitted to " + ", ".join(run.name for run in runs)
     return replace(rates, name="fitted", step=median(rest), source=source)
 
 
 class _Features:
-    """What a run's times consist of. per_constant: seconds of each key per unit of a constant."""
+    """A run's measured times, and per_constant: seconds of each key per unit of a constant."""
 
-    def __init__(self, run: Measured) -> None:
+    def __init__(self, run: MeasuredRun) -> None:
         self.run, self.seconds = run, run.metrics["step_seconds"]
         self.plans: list[StepPlan] = [*plans(run.recipe, run.layout, run.dataset, _STEPS)]
         self.per_constant: dict[Key, dict[str, float]] = {}
@@ -131,7 +131,7 @@ class _Features:
         return bases
 
     def work(self, rates: Rates) -> dict[Key, float]:
-        """Return the mean seconds of each key on one worker in a step, on cores of its own."""
+        """Return the mean seconds of each key per worker and step, with a core for each rank."""
         totals: dict[Key, float] = {}
         workers: dict[Key, set[int]] = {}
         work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
@@ -147,7 +147,7 @@ class _Features:
         return [simulate(work, plan) for plan in self.plans]
 
     def slowdowns(self, rates: Rates, alone: Mapping[Key, float]) -> dict[Key, float]:
-        """Return how much longer passes take because ranks share cores. alone: see `work`."""
+        """Return the slowdown of passes by shared cores. alone: seconds with a core per rank."""
         if math.isinf(rates.cores) or not rates.forward:
             return {}
         shared = Counter[Key]()
@@ -155,14 +155,14 @@ class _Features:
             shared.update(step.timeline.busy())
         return {key: shared[key] / len(self.plans) / alone[key] for key in shared if alone[key]}
 
-    def rest(self, rates: Rates) -> float:
-        """Return the seconds of a step that are not simulated, on cores of its own."""
+    def unsimulated(self, rates: Rates) -> float:
+        """Return the seconds of a step that are not simulated, with a core for each rank."""
         work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
         simulated = float(np.mean([step.seconds for step in self._simulate(rates)]))
         return max(0.0, self.seconds - simulated) / work.ranks_per_core
 
     def element_costs(self, rates: Rates) -> list[float]:
-        """Return by module the seconds of gradients and update per element that a rank updates."""
+        """Return each module's seconds of gradients and update per element that a rank updates."""
         work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
         costs = []
         for name, (_, updated) in work.elements.items():
@@ -175,10 +175,10 @@ class _Features:
 _TAIL = ("gradients", "update")
 
 
-def _positive_least_squares(
+def _nonnegative_least_squares(
     matrix: Sequence[Sequence[float]], seconds: Sequence[float]
 ) -> list[float]:
-    """Return constants >= 0 with the least squares of relative errors."""
+    """Return constants >= 0 by least squares of relative errors, dropping negative ones."""
     rows = np.array(matrix) / np.array(seconds)[:, None]
     scale = np.abs(rows).max(axis=0)
     used = scale > 0

@@ -1,4 +1,4 @@
-"""Forecast the steps of a recipe: their time over the data, who idles, and who waits for whom."""
+"""Forecast the steps of a recipe: their time over the data, idle shares, and who waits for whom."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Forecast:
 
     @property
     def mfu(self) -> float | None:
-        """FLOPs as a share of the peak of all ranks."""
+        """Model FLOPs per second as a share of the peak; None if it is unknown."""
         seconds = sum(step.seconds for step in self.steps)
         flops = sum(step.flops for step in self.steps)
         return flops / (seconds * self.peak) if self.peak else None
@@ -92,7 +92,7 @@ def simulate(work: StepWork, plan: StepPlan) -> Step:
 
 
 def plans(recipe: Recipe, layout: Layout, dataset: Dataset, count: int) -> Iterator[StepPlan]:
-    """Plan the first steps, without their bridges."""
+    """Yield the plans of the first ``count`` steps, without bridges."""
     planner = step_planner(recipe, layout, dataset, links=())
     for step in range(count):
         yield planner.finish(planner.microbatches(step))

@@ -1,4 +1,4 @@
-"""GPUs by the figures of their data sheets: memory, peak FLOP/s and links."""
+"""GPUs and the figures of their data sheets: memory, peak FLOP/s and links."""
 
 from dataclasses import dataclass, replace
 
@@ -22,8 +22,8 @@ class Gpu:
     network: float
 
 
-# NVIDIA's data sheets; NVLink in one direction, and one network card for each GPU: 200 Gbit/s
-# beside an A100, else 400. What driver, CUDA context and NCCL take is not in `memory`.
+# From NVIDIA's data sheets: NVLink in one direction; one network card per GPU, 200 Gbit/s for an
+# A100, else 400. `memory` leaves room for the driver, the CUDA context and NCCL.
 GPUS = {
     gpu.name: gpu
     for gpu in (

@@ -1,7 +1,7 @@
 """Rates: how fast ranks compute and send. From a GPU's data sheet, or fitted to runs.
 
-A pass of a module over a microbatch takes ``flops / rate`` and, for each of its layers, the time of
-a call. On a CPU calls of small layers take most of it.
+A pass of a module takes its FLOPs times the module's seconds per FLOP, plus the time of a call for
+each layer. On a CPU, small layers spend most of their time in calls.
 """
 
 import math
@@ -13,10 +13,10 @@ import numpy as np
 from mimo.plan.gpus import Gpu
 
 _EFFICIENCY = 0.45
-"""Share of the peak that large matrix products of a layer reach, other kernels of it included."""
+"""Share of the peak FLOP/s that a layer reaches over all its kernels; assumed."""
 _CALL_SECONDS = 40e-6
 _LATENCY_SECONDS = 20e-6
-_STATE_BYTES = 40  # read and written per element by gradients and update: bf16 weights, fp32 states
+_STATE_BYTES = 40  # read and written per element of gradients and update: bf16 weights, fp32 states
 _MEMORY_BYTES = 2e12  # per second
 
 
@@ -24,9 +24,9 @@ _MEMORY_BYTES = 2e12  # per second
 class Rates:
     """Times of one rank's work.
 
-    forward, backward: seconds per FLOP by module; "" for all others. call: seconds of a forward of
-    one layer besides; a backward takes twice that. element: seconds per trained element of a rank,
-    for the end of its gradients and the update. step: seconds of a step besides. node, network:
+    forward, backward: seconds per FLOP by module, "" for all others; on a CPU, of one thread. call:
+    more seconds of a layer's forward; twice that of its backward. element: seconds of gradients and
+    update per element that a rank updates. step: seconds of a step beyond these. node, network:
     bytes per second that a rank sends inside a node and to another. latency: seconds of a message.
     cores: ranks that compute at full speed at the same time. peak: FLOP/s of a rank; 0 if unknown.
     """
@@ -45,7 +45,7 @@ class Rates:
     ranks_per_node: int = 8
     source: str = field(default="", compare=False)
 
-    def passes(self, module: str) -> tuple[float, float]:
+    def seconds_per_flop(self, module: str) -> tuple[float, float]:
         """Return the seconds per FLOP of a module's forward and backward."""
         first, second = (
             by_module.get(module, by_module.get("", 0.0))
@@ -53,10 +53,10 @@ class Rates:
         )
         return first, second
 
-    def of_threads(self, threads: int | None, ranks: int) -> "Rates":
-        """Return the rates of ranks with several threads, by default an equal share of the cores.
+    def with_threads(self, threads: int | None, ranks: int) -> "Rates":
+        """Return the rates of ranks with ``threads``, by default an equal share of the cores.
 
-        Threads share the FLOPs, not what a call takes besides.
+        Threads divide the time of FLOPs, not that of calls.
         """
         if math.isinf(self.cores):
             return self
@@ -68,15 +68,15 @@ class Rates:
         return replace(self, forward=forward, backward=backward)
 
     def message[T: (float, np.ndarray)](self, num_bytes: T, span: int) -> T:
-        """Return the seconds of a message that a rank sends to one ``span`` ranks away."""
+        """Return the seconds of a message to a rank whose number differs by ``span``."""
         return self.latency + num_bytes / (
             self.node if span < self.ranks_per_node else self.network
         )
 
     def collective[T: (float, np.ndarray)](self, num_bytes: T, ranks: int, span: int) -> T:
-        """Return the seconds in which each of ``ranks`` gathers ``num_bytes`` from all.
+        """Return the seconds of a ring that gathers ``num_bytes`` in all on each of ``ranks``.
 
-        As a ring. span: the ranks from the first of the group to the last.
+        span: number of ranks from the first of the group to the last.
         """
         if ranks == 1:
             return num_bytes * 0.0

@@ -1,6 +1,6 @@
 """The tasks of a step: the order of each rank's schedule, and what each task waits for.
 
-Orders are those of Megatron's schedules: 1F1B, with run-ahead or not, and interleaved 1F1B.
+The orders are those of Megatron: 1F1B, with or without run-ahead, and interleaved 1F1B.
 """
 
 import itertools
@@ -21,8 +21,8 @@ FORWARD, BACKWARD, ENCODE = "forward", "backward", "encode"
 class ModuleCosts:
     """Seconds of a module's passes, for M microbatches, L lanes and P parts of its layers.
 
-    Part ``chunk * pp + stage`` of the layers is a chunk of a stage. forward, backward: (M, L, P).
-    message: (M, L) from a stage to the next.
+    A chunk of a stage computes part ``chunk * pp + stage``. forward, backward: (M, L, P). message:
+    (M, L) from a stage to the next.
     """
 
     forward: np.ndarray
@@ -33,10 +33,9 @@ class ModuleCosts:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one microbatch between a module and the language model.
+    """Messages of one microbatch between a module and the language model.
 
-    pairs: (n, 2) lanes of the module and of the language model that exchange rows. seconds: (n,) of
-    their message.
+    pairs: (n, 2) lane of the module and lane of the language model of each message. seconds: (n,).
     """
 
     pairs: np.ndarray
@@ -45,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """All costs of a step. rows: by module that works on items, for each microbatch."""
+    """All costs of a step. rows: by encoder and generator, for each microbatch."""
 
     modules: Mapping[str, ModuleCosts]
     rows: Mapping[str, Sequence[Rows]] = field(default_factory=dict)
@@ -54,7 +53,7 @@ class StepCosts:
 def one_f_one_b(numbers: Sequence[int], warmup: int, has_backward: bool = True) -> Iterator[Op]:
     """Yield a stage's order: ``warmup`` forwards, then pairs, then the remaining backwards."""
     places = [(number, 0) for number in numbers]
-    return _in_turn(places, places if has_backward else [], warmup)
+    return _alternate(places, places if has_backward else [], warmup)
 
 
 def interleaved(
@@ -64,13 +63,13 @@ def interleaved(
     groups = [numbers[first : first + pp] for first in range(0, len(numbers), pp)]
     table = [(n, chunk) for group in groups for chunk in range(vpp) for n in group]
     back = [(n, vpp - 1 - chunk) for n, chunk in table]
-    return _in_turn(table, back if has_backward else [], (pp - stage - 1) * 2 + (vpp - 1) * pp)
+    return _alternate(table, back if has_backward else [], (pp - stage - 1) * 2 + (vpp - 1) * pp)
 
 
-def _in_turn(
+def _alternate(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warmup: int
 ) -> Iterator[Op]:
-    """Yield ``warmup`` forwards, then one of each in turn. Both are microbatches and chunks."""
+    """Yield ``warmup`` forwards, then one of each in turn. Places are (microbatch, chunk)."""
     warmup = min(warmup, len(forwards)) if backwards else len(forwards)
     yield from ((FORWARD, *place) for place in forwards[:warmup])
     for number, place in enumerate(backwards, start=warmup):
@@ -81,9 +80,9 @@ def _in_turn(
 class StepTasks:
     """The workers and tasks of one step of a layout.
 
-    run_ahead: of each disjoint encoder. group: microbatches that colocated encoders encode in one
-    go. Their workers are those of the language model; costs of their lanes count where they are
-    largest in a worker.
+    run_ahead: of each disjoint encoder. group: number of microbatches that colocated encoders
+    encode at once. Colocated encoders run on the language model's workers; a worker takes the time
+    of its slowest lane.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class StepTasks:
     # ------------------------------------------------------------------ tasks in order
 
     def _add(self, name: str, op: str, key: tuple[int, int, int], worker: int, cost: float) -> None:
-        """key: microbatch, lane and part, or for a colocated encoder group and worker."""
+        """key: microbatch, lane, part; of colocated encoders, first of a group, worker, 0."""
         self._number[(name, op, *key)] = len(self.tasks)
         self.tasks.append(Task(worker, name, op, key[0], float(cost)))
 
@@ -157,15 +156,15 @@ class StepTasks:
             self._add(name, op, key, worker, totals[np.unique(ranks // tp) % lanes].max())
 
     def _add_draw(self, name: str, m: int, lane: int, worker: int) -> None:
-        """Add a generator's passes of a microbatch. lane: of the worker, see `_lane_of_draw`."""
+        """Add a generator's passes of a microbatch. lane: lane of the worker."""
         costs, lanes = self.costs.modules[name], self.layout.generators[name].dp
-        own = [n for n in range(lanes) if self._lane_of_draw(name, n) == lane]
+        numbers = [n for n in range(lanes) if self._lane_of_draw(name, n) == lane]
         for op in (FORWARD, BACKWARD)[: 1 + costs.has_backward]:
-            seconds = getattr(costs, op)[m, own].max(initial=0.0)
+            seconds = getattr(costs, op)[m, numbers].max(initial=0.0)
             self._add(name, op, (m, lane, 0), worker, seconds)
 
     def _lane_of_draw(self, name: str, lane: int) -> int:
-        """Return the lane of the worker that does a generator lane's passes."""
+        """Return the lane of the worker that runs a generator's lane."""
         if name not in self.layout.colocated:
             return lane
         return lane * self.layout.language.dp // self.layout.generators[name].dp
@@ -226,7 +225,7 @@ class StepTasks:
                         self._wait(number[name, BACKWARD, m, lane, grid.pp - 1], returned, seconds)
 
     def _connect_colocated(self, name: str, parts: Sequence[int]) -> None:
-        """All ranks exchange rows after a group's forward, and gradients before its backward."""
+        """Exchange rows after a group's forward and gradients before its backward, on all ranks."""
         grid, number, costs = self.layout.language, self._number, self.costs.modules[name]
         start = self._first_worker[LANGUAGE]
         workers = range(start, start + grid.pp * grid.dp)

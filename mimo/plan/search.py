@@ -1,7 +1,7 @@
 """Search the layouts of a recipe on a number of GPUs: `mimo plan`.
 
-A closed form ranks all layouts that tile the GPUs. In this order they are checked, as `mimo check`
-does, and pruned by the formula of memory; the first that remain are simulated over the data.
+A closed form ranks all layouts that tile the GPUs. In this order they are checked, as by `mimo
+check`, and pruned by the memory formula. The first that remain are simulated over the data.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from mimo.plan.work import StepWork
 Overrides = Mapping[str, Any]
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_SIMULATED, _QUICK_STEPS = 48, 2
-_BEST, _STEPS = 5, 16
-_MOST_STAGES, _MOST_CHUNKS, _MOST_CONTEXT = 16, 4, 8
-_NEARBY = 16  # GPUs more or fewer that an error looks for
-_WORTHWHILE = 0.005  # of a step's time, for a longer run-ahead, which takes memory
+_NUM_SIMULATED, _QUICK_STEPS = 48, 2
+_NUM_BEST, _STEPS = 5, 16
+_MAX_STAGES, _MAX_CHUNKS, _MAX_CONTEXT = 16, 4, 8
+_NEARBY = 16  # numbers of GPUs that an error message tries, up and down
+_MIN_GAIN = 0.005  # of a step's time, to accept a longer run-ahead, which takes memory
 _RECOMPUTE = "language.recompute"
 _LANGUAGE_KEYS = ("tp", "cp", "pp", "vpp", "ep")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its forecast. memory: bytes of the rank with most. role: that rank's."""
+    """A layout with its forecast. memory, role: bytes and role of the rank that needs most."""
 
     overrides: Overrides
     recipe: Recipe
@@ -51,15 +51,15 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best layouts, best first. counts: how many were ranked, refused, too large, simulated."""
+class SearchResult:
+    """Layouts, best first. counts: numbers of layouts ranked, refused, too large, simulated."""
 
     choices: Sequence[Choice]
     counts: Mapping[str, int]
 
 
 def searched_keys(recipe: Recipe) -> list[str]:
-    """Return the keys that the search sets, which can be fixed."""
+    """Return the keys that the search sets and `--fix` accepts."""
     keys = ["train.micro_batch_size", _RECOMPUTE]
     keys += [f"language.grid.{axis}" for axis in _LANGUAGE_KEYS]
     for name in (*recipe.encoders, *recipe.generators):
@@ -70,7 +70,7 @@ def searched_keys(recipe: Recipe) -> list[str]:
 
 def search(
     recipe: Recipe, dataset: Dataset, rates: Rates, gpu: Gpu, num_gpus: int, fixed: Overrides
-) -> Found:
+) -> SearchResult:
     """Return the best layouts on exactly ``num_gpus``. Raises InputError if there is none."""
     space = Space(recipe, num_gpus, rates.ranks_per_node, fixed)
     ranked = _ranked(space, dataset, rates)
@@ -79,7 +79,7 @@ def search(
     simulated = set[tuple[tuple[str, Any], ...]]()
     for overrides in ranked:
         rest = tuple((key, value) for key, value in overrides.items() if key != _RECOMPUTE)
-        if rest in simulated:  # without recomputing, which only costs time
+        if rest in simulated:  # already, without recomputing, which only costs time
             continue
         try:
             candidate, layout = space.check(overrides)
@@ -94,25 +94,25 @@ def search(
                 smallest or (*memory, overrides), (*memory, overrides), key=operator.itemgetter(0)
             )
             continue
-        found = forecast(candidate, layout, dataset, rates, _QUICK_STEPS)
-        fitting.append(Choice(overrides, candidate, layout, found, *memory))
+        result = forecast(candidate, layout, dataset, rates, _QUICK_STEPS)
+        fitting.append(Choice(overrides, candidate, layout, result, *memory))
         simulated.add(rest)
-        if len(simulated) == _SIMULATED:
+        if len(simulated) == _NUM_SIMULATED:
             break
     counts["simulated"] = len(simulated)
     if not fitting:
-        raise InputError(_nothing_found(space, smallest, refusal, gpu))
-    best = sorted(fitting, key=_seconds)[:_BEST]
+        raise InputError(_no_layout_message(space, smallest, refusal, gpu))
+    best = sorted(fitting, key=_seconds)[:_NUM_BEST]
     final = [_with_best_run_ahead(space, choice, dataset, rates, gpu) for choice in best]
-    return Found(sorted(final, key=_seconds), counts)
+    return SearchResult(sorted(final, key=_seconds), counts)
 
 
 def largest_rank(recipe: Recipe, layout: Layout) -> tuple[float, str]:
-    """Return the bytes of the rank that needs most, with all its modules, and its role."""
+    """Return the bytes of the rank that needs most, over all its modules, and its role."""
     roles = memory_by_role(recipe, layout)
-    guests = sum(role.total for role in roles if role.module in layout.colocated)
-    hosts = [role for role in roles if role.module not in layout.colocated]
-    return max((r.total + guests * (r.module == LANGUAGE), r.role) for r in hosts)
+    colocated = sum(role.total for role in roles if role.module in layout.colocated)
+    others = [role for role in roles if role.module not in layout.colocated]
+    return max((r.total + colocated * (r.module == LANGUAGE), r.role) for r in others)
 
 
 def _seconds(choice: Choice) -> float:
@@ -122,7 +122,7 @@ def _seconds(choice: Choice) -> float:
 def _with_best_run_ahead(
     space: Space, choice: Choice, dataset: Dataset, rates: Rates, gpu: Gpu
 ) -> Choice:
-    """Return the choice over more steps, with a longer run-ahead where that helps and fits."""
+    """Forecast the choice over more steps, with a longer run-ahead where it helps and fits."""
     recipe, layout = choice.recipe, choice.layout
     whole = forecast(recipe, layout, dataset, rates, _STEPS)
     choice = replace(choice, forecast=whole)
@@ -134,15 +134,15 @@ def _with_best_run_ahead(
         overrides = {**choice.overrides, key: longer}
         candidate, _ = space.check(overrides)
         memory = largest_rank(candidate, layout)
-        found = forecast(candidate, layout, dataset, rates, _STEPS)
-        gains = found.percentile(50) < (1 - _WORTHWHILE) * _seconds(choice)
+        result = forecast(candidate, layout, dataset, rates, _STEPS)
+        gains = result.percentile(50) < (1 - _MIN_GAIN) * _seconds(choice)
         if gains and memory[0] <= gpu.memory:
-            choice = Choice(overrides, candidate, layout, found, *memory)
+            choice = Choice(overrides, candidate, layout, result, *memory)
     return choice
 
 
 class Space:
-    """All layouts of a recipe on ``num_gpus``, as overrides. fixed: keys with their only value."""
+    """All layouts of a recipe on ``num_gpus``, as overrides. fixed: values that stay, by key."""
 
     def __init__(
         self, recipe: Recipe, num_gpus: int, ranks_per_node: int, fixed: Overrides
@@ -150,7 +150,7 @@ class Space:
         self.recipe, self.num_gpus, self.fixed = recipe, num_gpus, fixed
         self.ranks_per_node = ranks_per_node
         self.language = language_settings(recipe)
-        self.guests = [*recipe.encoders, *recipe.generators]
+        self.item_modules = [*recipe.encoders, *recipe.generators]
         self._data = recipe.model_dump(mode="json")
 
     def check(self, overrides: Overrides) -> tuple[Recipe, Layout]:
@@ -169,16 +169,16 @@ class Space:
         return values if fixed is None else (fixed,)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for guests in itertools.product(*map(self._guest, self.guests)):
-            left = self.num_gpus - sum(ranks for ranks, _ in guests)
-            shared = {key: value for _, part in guests for key, value in part.items()}
+        for places in itertools.product(*map(self._placements, self.item_modules)):
+            left = self.num_gpus - sum(ranks for ranks, _ in places)
+            shared = {key: value for _, part in places for key, value in part.items()}
             if left > 0:
                 yield from (shared | own for own in self._language(left))
 
-    def _guest(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield places of an encoder or generator, each with the ranks that it takes.
+    def _placements(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the placements of an encoder or generator: ranks of its own, and overrides.
 
-        Lanes of a disjoint one are powers of two, and three times these.
+        Numbers of disjoint lanes are powers of two, and three times these.
         """
         key, sp = _key(self.recipe, name), self.recipe.module(name).grid.sp
         fixed = {k: v for k, v in self.fixed.items() if k == f"{key}.run_ahead"}
@@ -202,9 +202,9 @@ class Space:
         if self.recipe.data.tokens_per_microbatch is not None:
             batches = (train.micro_batch_size,)
         stages = [
-            n for n in range(1, _MOST_STAGES + 1) if layers % n == 0 and not (is_fsdp and n > 1)
+            n for n in range(1, _MAX_STAGES + 1) if layers % n == 0 and not (is_fsdp and n > 1)
         ]
-        contexts = (1,) if is_fsdp else [n for n in _POWERS if n <= _MOST_CONTEXT]
+        contexts = (1,) if is_fsdp else [n for n in _POWERS if n <= _MAX_CONTEXT]
         tensors = [n for n in _POWERS if n <= min(8, self.ranks_per_node)]
         for tp, cp, pp in itertools.product(
             self._values(f"{grid}.tp", tensors),
@@ -214,7 +214,7 @@ class Space:
             dp, rest = divmod(ranks, tp * cp * pp)
             if rest or not dp:
                 continue
-            chunks = [n for n in range(1, _MOST_CHUNKS + 1) if layers % (pp * n) == 0 and pp > 1]
+            chunks = [n for n in range(1, _MAX_CHUNKS + 1) if layers % (pp * n) == 0 and pp > 1]
             for vpp, batch, recompute, ep in itertools.product(
                 self._values(f"{grid}.vpp", chunks or (1,)),
                 self._values("train.micro_batch_size", batches),
@@ -244,27 +244,27 @@ def _key(recipe: Recipe, module: str) -> str:
 
 
 def _with_value(data: Mapping[str, Any], key: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a copy of nested data with a value in it; the rest is shared."""
+    """Return a copy of nested data with a value set; the rest is shared."""
     first, *rest = key
     inner = _with_value(data.get(first) or {}, rest, value) if rest else value
     return {**data, first: inner}
 
 
 def _ranked(space: Space, dataset: Dataset, rates: Rates) -> list[dict[str, Any]]:
-    """Return all layouts, those with the least estimated time first."""
-    every = [*space]
-    for overrides in every:
+    """Return all layouts, sorted by their estimated time."""
+    layouts = [*space]
+    for overrides in layouts:
         try:
             recipe, layout = space.check(overrides)
         except RecipeError:
             continue
         estimate = _Estimate(recipe, layout, dataset, rates)
-        return sorted(every, key=lambda overrides: estimate.seconds(overrides))
-    return every
+        return sorted(layouts, key=lambda overrides: estimate.seconds(overrides))
+    return layouts
 
 
 class _Estimate:
-    """A closed form of a step's time, from the FLOPs and tokens of a planned step."""
+    """Estimate of a step's time by a closed form, from a planned step's FLOPs and tokens."""
 
     def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
         (plan,) = plans(recipe, layout, dataset, 1)
@@ -272,7 +272,7 @@ class _Estimate:
         self.recipe, self.rates, self.tokens = recipe, rates, plan.num_tokens
         self.seconds_of = {}
         for name, count in flops.items():
-            first, back = rates.passes(name)
+            first, back = rates.seconds_per_flop(name)
             self.seconds_of[name] = count * (first + 2 * back) / 3
         self.language = language_settings(recipe)
         self.layers = {name: module_settings(recipe, name).num_layers for name in flops}
@@ -281,7 +281,7 @@ class _Estimate:
         self.weights = sum(part.weights for part in work.parts[LANGUAGE])
 
     def seconds(self, overrides: Overrides) -> float:
-        """Return about the seconds of a step."""
+        """Return the estimated seconds of a step."""
         grid = {axis: overrides[f"language.grid.{axis}"] for axis in (*_LANGUAGE_KEYS, "dp")}
         tp, cp, pp, vpp, dp = (grid[axis] for axis in ("tp", "cp", "pp", "vpp", "dp"))
         ranks, recompute = tp * cp * pp * dp, overrides[_RECOMPUTE] == "full"
@@ -310,7 +310,7 @@ class _Estimate:
         return max(*times, work * (1 + (pp - 1) / (vpp * count))) + tail
 
 
-def _nothing_found(
+def _no_layout_message(
     space: Space, smallest: tuple[float, str, Overrides] | None, refusal: str, gpu: Gpu
 ) -> str:
     count = space.num_gpus

@@ -1,8 +1,8 @@
 """Run the tasks of a step in simulated time.
 
-A worker is a group of ranks that work in lock step: the ranks of one lane and stage. It does its
-tasks in a fixed order, each as soon as what it needs has arrived. With fewer cores than ranks that
-compute at the same time, as on a CPU, these share the cores equally.
+A worker is a group of ranks in lock step: the ranks of one lane and stage. It runs its tasks in a
+fixed order, each as soon as its messages have arrived. On a CPU, ranks that compute at the same
+time share the cores equally.
 """
 
 import heapq
@@ -15,12 +15,12 @@ import numpy as np
 
 
 class Deadlock(Exception):
-    """Workers wait for each other; the message names what the first of them waits for."""
+    """Workers wait for each other; the message names up to three of the waits."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Ranks in lock step. stage: of the module. ranks: how many. lane: of the module."""
+    """The ranks of one stage and lane of a module, in lock step. ranks: their number."""
 
     module: str
     stage: int = 0
@@ -34,10 +34,10 @@ class Worker:
 
 @dataclass
 class Task:
-    """Work of one worker. seconds: on cores of its own.
+    """A pass of one worker, such as vision's forward of microbatch 3.
 
-    module, kind, microbatch: what it is, such as forward of microbatch 3 of vision.
-    after: numbers of tasks that must end before, each with the seconds until its message arrives.
+    seconds: its duration with a core for each rank. after: numbers of the tasks that must end
+    first, each with the seconds until its message arrives.
     """
 
     worker: int
@@ -53,20 +53,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task began and ended, (n,) seconds; and which task it waited for last, or -1."""
+    """Start and end of each task, (n,) seconds. awaited: the task it waited for last, or -1."""
 
     workers: Sequence[Worker]
     tasks: Sequence[Task]
     start: np.ndarray
     end: np.ndarray
-    last: np.ndarray
+    awaited: np.ndarray
 
     @property
     def seconds(self) -> float:
         return float(self.end.max(initial=0.0))
 
     def busy(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of (module, kind): the mean over the workers that do such tasks."""
+        """Return the seconds by module and kind: the mean over the workers with such tasks."""
         totals, workers = defaultdict[tuple[str, str], float](float), defaultdict(set)
         for number, task in enumerate(self.tasks):
             totals[task.module, task.kind] += float(self.end[number] - self.start[number])
@@ -74,9 +74,9 @@ class Timeline:
         return {key: total / len(workers[key]) for key, total in totals.items()}
 
     def idle(self, tail: float = 0.0) -> dict[tuple[str, int], float]:
-        """Return the share of a step in which the ranks of each role do nothing.
+        """Return the share of a step in which the ranks of each role are idle.
 
-        tail: seconds from the last task to the end of the step, in which all ranks work.
+        tail: seconds from the last task to the end of the step; all ranks count as busy in it.
         """
         busy, ranks = defaultdict[tuple[str, int], float](float), defaultdict(int)
         for number, task in enumerate(self.tasks):
@@ -88,9 +88,9 @@ class Timeline:
         return {role: 1 - seconds / (self.seconds + tail) for role, seconds in worked.items()}
 
     def waits(self) -> dict[tuple[tuple[str, int], tuple[str, int]], float]:
-        """Return who waits for whom: mean seconds of a worker of the first role for the second.
+        """Return the seconds that a worker of the first role waits for the second: the mean.
 
-        A wait counts for the task that ends it.
+        A wait counts for the task whose message ends it.
         """
         free, waits = defaultdict[int, float](float), defaultdict[tuple, float](float)
         count = defaultdict[tuple[str, int], int](int)
@@ -98,8 +98,8 @@ class Timeline:
             count[worker.role] += 1
         for number, task in enumerate(self.tasks):  # in the order of each worker
             role, waited = self.workers[task.worker].role, self.start[number] - free[task.worker]
-            if waited > 0 and self.last[number] >= 0:
-                other = self.workers[self.tasks[self.last[number]].worker].role
+            if waited > 0 and self.awaited[number] >= 0:
+                other = self.workers[self.tasks[self.awaited[number]].worker].role
                 waits[role, other] += float(waited) / count[role]
             free[task.worker] = float(self.end[number])
         return dict(waits)
@@ -108,9 +108,9 @@ class Timeline:
 def run_tasks(
     workers: Sequence[Worker], tasks: Sequence[Task], cores: float = math.inf
 ) -> Timeline:
-    """Run all tasks; those of one worker in the order of the list. Raises Deadlock.
+    """Run all tasks, each worker's in the order of the list. Raises Deadlock.
 
-    cores: how many ranks compute at full speed at the same time.
+    cores: number of ranks that compute at full speed at the same time.
     """
     queues: list[list[int]] = [[] for _ in workers]
     following: list[list[tuple[int, float]]] = [[] for _ in tasks]
@@ -120,12 +120,12 @@ def run_tasks(
             following[before].append((number, seconds))
     position = [0] * len(workers)
     missing = [len(task.after) for task in tasks]
-    arrival, last = np.zeros(len(tasks)), np.full(len(tasks), -1)
+    arrival, awaited = np.zeros(len(tasks)), np.full(len(tasks), -1)
     start, end = np.full(len(tasks), math.inf), np.full(len(tasks), math.inf)
-    arriving: list[tuple[float, int]] = []  # (time, task) that has then all that it needs
-    running: list[tuple[float, int]] = []  # (work of a core until its end, task)
+    arriving: list[tuple[float, int]] = []  # (arrival of the last message, task)
+    running: list[tuple[float, int]] = []  # (value of `work` at its end, task)
     has_arrived, is_busy = [not count for count in missing], [False] * len(workers)
-    now = work = 0.0  # seconds; and the work that a core has done for each rank since the start
+    now = work = 0.0  # seconds; and seconds of work done for each busy rank so far
     num_active = 0
 
     def begin_next(worker: int) -> None:
@@ -156,7 +156,7 @@ def run_tasks(
         position[worker] += 1
         for later, seconds in following[number]:
             if (arrives := now + seconds) >= arrival[later]:
-                arrival[later], last[later] = arrives, number
+                arrival[later], awaited[later] = arrives, number
             missing[later] -= 1
             if not missing[later]:
                 heapq.heappush(arriving, (float(arrival[later]), later))
@@ -170,4 +170,4 @@ def run_tasks(
             if any(end[n] == math.inf for n, _ in head.after)
         ]
         raise Deadlock("; ".join(waits[:3]))
-    return Timeline(workers, tasks, start, end, last)
+    return Timeline(workers, tasks, start, end, awaited)

@@ -1,7 +1,7 @@
-"""The work of a planned step, by module, microbatch, lane and part of the layers; and its seconds.
+"""Work and seconds of a planned step, by module, microbatch, lane and part of the layers.
 
-Counts FLOPs as `mimo.families.flops` does, but with padding and with what is computed again, and
-the bytes of all collectives and messages. Letters: M microbatches, L lanes, P parts of the layers.
+FLOPs are those of `mimo.families.flops`, plus padding and recomputation. All collectives and
+messages count with their bytes. Letters: M microbatches, L lanes, P parts of the layers.
 """
 
 import math
@@ -41,10 +41,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Passes:
-    """FLOPs of a rank's passes, (M, L, P), and what else takes time.
+    """FLOPs of a rank's passes, forward and backward (M, L, P), and other costs.
 
     messages: (M, L, P) seconds of the collectives in a forward. gathers: (P,) seconds in which
-    FSDP2 gathers weights. layers: (P,). again: forwards that a backward repeats.
+    FSDP2 gathers weights. layers: (P,). num_repeated: forwards that a backward repeats.
     """
 
     forward: np.ndarray
@@ -52,31 +52,31 @@ class Passes:
     messages: np.ndarray
     gathers: np.ndarray
     layers: np.ndarray
-    again: int
+    num_repeated: int
 
     def seconds(self, module: str, rates: Rates) -> tuple[np.ndarray, np.ndarray]:
-        """Return (M, L, P) the seconds of forward and backward."""
-        per_flop, per_flop_back = rates.passes(module)
+        """Return the seconds of forward and backward, each (M, L, P)."""
+        per_flop, per_flop_back = rates.seconds_per_flop(module)
         call = rates.call * self.layers
         first = self.forward * per_flop
         forward = first + call + self.messages + self._exposed(first, rates)
         if not self.backward.any():
             return forward, np.zeros_like(forward)
-        back = self.backward * per_flop_back + self.again * first
-        others = (2 + self.again) * call + (1 + self.again) * self.messages
+        back = self.backward * per_flop_back + self.num_repeated * first
+        others = (2 + self.num_repeated) * call + (1 + self.num_repeated) * self.messages
         return forward, back + others + self._exposed(back, rates)
 
     def _exposed(self, work: np.ndarray, rates: Rates) -> np.ndarray:
-        """FSDP2 gathers while a device computes; on a CPU both need the cores."""
+        """Return the seconds of gathers beyond the work that hides them; a CPU hides none."""
         return np.maximum(self.gathers - work * math.isinf(rates.cores), 0)
 
 
 class StepWork:
-    """The work of a recipe's steps in one layout. dataset: whose samples they have."""
+    """The work of a recipe's steps in one layout. dataset: the training samples."""
 
     def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
         self.recipe, self.layout, self.dataset = recipe, layout, dataset
-        self.rates = rates.of_threads(recipe.train.threads_per_rank, layout.world_size)
+        self.rates = rates.with_threads(recipe.train.threads_per_rank, layout.world_size)
         self.settings: dict[str, Any] = {n: module_settings(recipe, n) for n in layout.grids}
         self.language = language_settings(recipe)
         self.size = DTYPES[recipe.train.precision].itemsize
@@ -101,10 +101,10 @@ class StepWork:
         layers: list[set[str]] = [set() for _ in range(num_parts)]
         place = 0
         for product in self._products(name):
-            found = _LAYER.search(product.parameter or "")
-            if found is not None:
-                place = min(int(found[1]) // per_part, num_parts - 1)
-                layers[place].add(found[0])
+            match = _LAYER.search(product.parameter or "")
+            if match is not None:
+                place = min(int(match[1]) // per_part, num_parts - 1)
+                layers[place].add(match[0])
             elif product.parameter is not None and any(layers):
                 place = num_parts - 1
             split[place].append(product)
@@ -112,19 +112,19 @@ class StepWork:
         passes |= dict.fromkeys(self.recipe.generators, self.recipe.trains_before_generators)
         passes_gradient, parts = passes.get(name, False), []
         is_trained = trainable_names(self.recipe, name)
-        for products, own in zip(split, layers, strict=True):
+        for products, numbers in zip(split, layers, strict=True):
             forward = flops_per_unit(products, lambda _: False)
             total = flops_per_unit(products, is_trained, passes_gradient, module.lora)
             backward = {unit: total[unit] - flops for unit, flops in forward.items()}
             weights = sum(p.forward / 2 for p in products if p.parameter is not None)
-            parts.append(Part(forward, backward, max(1, len(own)), weights))
+            parts.append(Part(forward, backward, max(1, len(numbers)), weights))
             names = [p.parameter for p in products if p.parameter is not None]
             passes_gradient = passes_gradient or any(map(is_trained, names)) or bool(module.lora)
         return parts
 
     @cached_property
     def elements(self) -> dict[str, tuple[float, float]]:
-        """Return by module the trained elements of a rank, and those that it updates; at most."""
+        """Trained and updated elements of a rank by module, in its largest role."""
         elements = dict[str, tuple[float, float]]()
         wide = max(4, self.size)
         for role in parameters_by_role(self.recipe, self.layout):
@@ -163,16 +163,16 @@ class StepWork:
 
     @property
     def ranks_per_core(self) -> float:
-        """How many ranks share a core when all of them work; 1 if there are enough cores."""
+        """Ranks that share a core when all work; 1 if there are enough cores."""
         return max(1.0, self.layout.world_size / self.rates.cores)
 
     def tail_seconds(self, backward: dict[str, float]) -> float:
         """Return the seconds from the last backward to the end of a step's update.
 
-        backward: of one microbatch by module, behind which sums of gradients may hide.
+        backward: seconds of a microbatch's backward by module; they may hide sums of gradients.
         """
         hides, _ = overlap_of(self.recipe.train, on_gpu=self.rates.peak > 0)
-        tails = defaultdict[str, float](float)  # by the module whose ranks do the work
+        tails = defaultdict[str, float](float)  # by the module on whose ranks it runs
         for name, (trained, updated) in self.elements.items():
             grid = self.layout.grids[name]
             ranks = grid.dp * grid.cp
@@ -184,7 +184,7 @@ class StepWork:
         return (self.rates.step + max(tails.values())) * self.ranks_per_core
 
     def tokens(self, plan: StepPlan, name: str) -> np.ndarray:
-        """Return (M, L) the tokens of a lane, padding included; for a tower, its inputs."""
+        """Return the tokens of each lane, (M, L), with padding; for an encoder, its inputs."""
         if name == LANGUAGE:
             return np.array([m.samples.lane_tokens for m in plan.microbatches], float)
         lanes = self.layout.item_grids[name].dp
@@ -198,9 +198,9 @@ class StepWork:
         return tokens
 
     def passes(self, plan: StepPlan, name: str, tokens: np.ndarray) -> Passes:
-        """Return the work of a module's passes. tokens: (M, L), see `tokens`."""
+        """Return the work of a module's passes. tokens: (M, L) of each lane."""
         grid, parts = self.layout.grids[name], self.parts[name]
-        recompute, again = self.recipe.module(name).recompute, 0
+        recompute, num_repeated = self.recipe.module(name).recompute, 0
         units = list(dict.fromkeys(unit for part in parts for unit in part.forward))
         counts = np.array(
             [
@@ -211,7 +211,7 @@ class StepWork:
         forward = np.array([[part.forward.get(unit, 0.0) for unit in units] for part in parts])
         backward = np.array([[part.backward.get(unit, 0.0) for unit in units] for part in parts])
         if recompute == "full":
-            again = 1
+            num_repeated = 1
         elif recompute == "selective" and backward.any():
             backward += forward * [unit.endswith("pair") for unit in units]
         messages = self._layer_messages(name, tokens)[:, :, None] * [p.layers for p in parts]
@@ -221,45 +221,45 @@ class StepWork:
             messages,
             self._gathers(name),
             np.array([part.layers for part in parts]),
-            again,
+            num_repeated,
         )
 
     def _grids(self, name: str, microbatch: PlannedMicrobatch) -> np.ndarray:
-        """Return (k, 3) the grids of a module's items in a microbatch."""
+        """Return the grids of a module's items in a microbatch, (k, 3)."""
         samples, item = microbatch.samples, microbatch.items[name].item
         source = samples.source[samples.item_sample[item]]
         plans = plans_of_items(self.dataset.readers, source, samples.item[item])
         return np.array([plan.grid for plan in plans], np.int64).reshape(-1, 3)
 
     def _counts(self, name: str, microbatch: PlannedMicrobatch) -> list[dict[str, float]]:
-        """Count the units of each lane."""
+        """Return the number of each unit of `mimo.families.flops`, by lane."""
         samples = microbatch.samples
         if name == LANGUAGE:
             of_item, counts = samples.lane[samples.item_sample], []
             for lane, tokens in enumerate(samples.lane_tokens.tolist()):
-                own = samples.lane == lane
-                lengths = samples.segment_length[own]
+                mask = samples.lane == lane
+                lengths = samples.segment_length[mask]
                 lengths = np.append(lengths, tokens - lengths.sum())  # padding, as a segment
-                rows, num_losses = samples.item_rows[of_item == lane], samples.loss_tokens[own]
+                rows, num_losses = samples.item_rows[of_item == lane], samples.loss_tokens[mask]
                 counts.append(self.language.counts(lengths, rows, int(num_losses.sum())))
             return counts
         items, grids = microbatch.items[name], self._grids(name, microbatch)
         counts = []
         for lane in range(self.layout.item_grids[name].dp):
-            own = items.lane == lane
+            mask = items.lane == lane
             is_generator = name in self.recipe.generators
-            rows = (samples.item_rows[items.item[own]],) if is_generator else ()
-            counts.append(self.settings[name].counts(grids[own], *rows) if own.any() else {})
+            rows = (samples.item_rows[items.item[mask]],) if is_generator else ()
+            counts.append(self.settings[name].counts(grids[mask], *rows) if mask.any() else {})
         return counts
 
     # ------------------------------------------------------------------ messages
 
     def _layer_messages(self, name: str, tokens: np.ndarray) -> np.ndarray:
-        """Return (M, L) the seconds of the collectives in one layer's forward."""
+        """Return the seconds of the collectives in one layer's forward, (M, L)."""
         grid, rates, settings = self.layout.grids[name], self.rates, self.settings[name]
         share = tokens / grid.cp * self.size
         hidden = share * settings.hidden_size
-        # A gather and a reduction around attention, and around the MLP; then keys and values.
+        # Gather and reduce around attention and around the MLP; then gather keys and values.
         seconds = 4 * rates.collective(hidden, grid.tp, grid.tp)
         keys = 2 * self.language.num_query_groups * self.language.head_size / grid.tp
         seconds += rates.collective(share * grid.cp * keys, grid.cp, grid.tp * grid.cp)
@@ -271,14 +271,14 @@ class StepWork:
         return seconds
 
     def _gathers(self, name: str) -> np.ndarray:
-        """Return (P,) the seconds in which FSDP2 gathers weights."""
+        """Return the seconds in which FSDP2 gathers weights, (P,)."""
         grid = self.layout.grids[name]
         shards = grid.dp // grid.dp_replicate if grid.engine == "fsdp" else 1
         weights = np.array([part.weights for part in self.parts[name]]) / grid.tp * self.size
         return self.rates.collective(weights, shards, shards * grid.tp)
 
     def _stage_messages(self, name: str, tokens: np.ndarray) -> np.ndarray:
-        """Return (M, L) the seconds of a message from a stage to the next."""
+        """Return the seconds of a message from a stage to the next, (M, L)."""
         grid, settings = self.layout.grids[name], self.settings[name]
         if grid.pp == 1:
             return np.zeros(tokens.shape)
@@ -287,7 +287,7 @@ class StepWork:
         return self.rates.message(tokens / parts * width, grid.size // grid.pp)
 
     def _rows(self, name: str, microbatch: PlannedMicrobatch) -> Rows:
-        """Return who exchanges rows in a microbatch, and for how long."""
+        """Return the lanes that exchange rows of a microbatch, and the seconds of each message."""
         samples, items = microbatch.samples, microbatch.items[name]
         to = samples.lane[samples.item_sample[items.item]]
         lanes, language = self.layout.item_grids[name], self.layout.language

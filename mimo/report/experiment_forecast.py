@@ -1,4 +1,4 @@
-"""Forecasts beside the results of an experiment, from rates fitted to its first two layouts."""
+"""Forecasts of an experiment's layouts, with rates fitted to the first two, beside its results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from mimo.report.experiment_results import Result
 from mimo.report.tables import Table, number, percent
 
 _NUM_FITTED = 2
-_APART = 0.10  # relative difference of two layouts whose order should be right
+_MIN_DIFFERENCE = 0.10  # of two layouts' times, relative, for their order to count
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A layout, measured and simulated. seconds: of a step. is_fitted: rates are fitted to it."""
+    """A step of a layout, measured and simulated. is_fitted: the rates are fitted to it."""
 
     layout: str
     is_fitted: bool
@@ -38,26 +38,26 @@ def compare_forecasts(results: Sequence[Result]) -> list[Comparison]:
     done = {r.name: [o.run.run_dir for o in r.outcomes if o.is_done] for r in results}
     runs = {name: [read_run(folder) for folder in of] for name, of in done.items() if of}
     if len(runs) < _NUM_FITTED:
-        raise InputError(f"--simulate: {len(runs)} layouts have run, but rates are fitted to two")
+        raise InputError(f"--simulate: rates are fitted to two layouts, but {len(runs)} have run")
     fitted = [*runs][:_NUM_FITTED]
     assumed = rates_of_gpu(GPUS["h100"], ranks_per_node=8)
     rates = calibrate([run for name in fitted for run in runs[name]], assumed)
     figures_of = {result.name: result.figures for result in results}
     compared = []
     for name, (run, *_) in runs.items():
-        found = forecast(run.recipe, run.layout, run.dataset, rates)
+        result = forecast(run.recipe, run.layout, run.dataset, rates)
         ranks = {module: grid.size for module, grid in run.layout.grids.items()}
-        shares = [(found.idle_of(m), ranks[m]) for m in dict.fromkeys(m for m, _ in found.idle)]
+        shares = [(result.idle_of(m), ranks[m]) for m in dict.fromkeys(m for m, _ in result.idle)]
         idle = sum(share * count for share, count in shares) / sum(count for _, count in shares)
         measured = [figures_of[name][key] for key in ("step_seconds", "idle_fraction")]
         compared.append(
-            Comparison(name, name in fitted, measured[0], found.percentile(50), measured[1], idle)
+            Comparison(name, name in fitted, measured[0], result.percentile(50), measured[1], idle)
         )
     return compared
 
 
 def forecasts_table(compared: Sequence[Comparison]) -> Table:
-    """Return measured and simulated times."""
+    """Return a table of measured and simulated times."""
     rows = [
         (
             f"{c.layout} (fitted)" if c.is_fitted else c.layout,
@@ -74,20 +74,20 @@ def forecasts_table(compared: Sequence[Comparison]) -> Table:
 
 
 def forecasts_verdict(compared: Sequence[Comparison]) -> str:
-    """Return a sentence about errors and order."""
+    """Return a sentence about the errors and the order of forecasts."""
     errors = [abs(c.error) for c in compared if not c.is_fitted] or [0.0]
-    apart = [
-        (one, two)
-        for one, two in combinations(compared, 2)
-        if abs(one.measured_seconds - two.measured_seconds)
-        > _APART * min(one.measured_seconds, two.measured_seconds)
+    pairs = [
+        (first, second)
+        for first, second in combinations(compared, 2)
+        if abs(first.measured_seconds - second.measured_seconds)
+        > _MIN_DIFFERENCE * min(first.measured_seconds, second.measured_seconds)
     ]
     in_order = sum(
-        (one.measured_seconds < two.measured_seconds) == (one.seconds < two.seconds)
-        for one, two in apart
+        (first.measured_seconds < second.measured_seconds) == (first.seconds < second.seconds)
+        for first, second in pairs
     )
     return (
         f"forecasts of {len(errors)} layouts: median error {percent(median(errors))}, largest "
-        f"{percent(max(errors))}; {in_order} of {len(apart)} pairs that differ by more than "
-        f"{percent(_APART)} are in the right order"
+        f"{percent(max(errors))}; {in_order} of {len(pairs)} pairs that differ by more than "
+        f"{percent(_MIN_DIFFERENCE)} are in the right order"
     )

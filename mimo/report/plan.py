@@ -1,4 +1,4 @@
-"""`mimo plan`: forecast a recipe's steps, or search its layouts; tables, pictures and overrides."""
+"""`mimo plan`: print forecasts of steps or the best layouts; draw timelines; write overrides."""
 
 import functools
 import json
@@ -43,7 +43,7 @@ def main(
 ) -> int:
     """Print a forecast or, with ``gpus``, the best layouts. Raises InputError.
 
-    calibrate_on: run folders that rates are fitted to. experiment: a folder with such runs.
+    calibrate_on: folders of runs that rates are fitted to. experiment: a folder with such folders.
     """
     device = parse_gpu(gpu)
     phases = load_phases(path, overrides).phases
@@ -62,13 +62,13 @@ def main(
             raise InputError("--fix and --write belong to a search; give --gpus as well")
         layout = check_recipe(recipe, None)
         try:
-            found = forecast(recipe, layout, dataset, rates)
+            result = forecast(recipe, layout, dataset, rates)
         except Deadlock as deadlock:
             key = "encoders.<name>.run_ahead"
             message = f"{path}: this layout deadlocks: {deadlock}; raise {key} or set it to auto"
             raise InputError(message) from deadlock
-        show(forecast_table(found), roles_table(found))
-        chosen = found
+        show(forecast_table(result), roles_table(result))
+        chosen = result
     else:
         fixed = parse_fixes(path, overrides, fixes)
         results = search(recipe, dataset, rates, device, gpus, fixed)
@@ -77,7 +77,7 @@ def main(
         show(choices_table(results.choices, device.memory))
         best = results.choices[0]
         line = " ".join(f"{k}={json.dumps(v)}" for k, v in best.overrides.items())
-        print(f"the first: {line}")
+        print(f"overrides of the first: {line}")
         chosen = best.forecast
         if to_write is not None:
             write(to_write, "".join(f"{k}={json.dumps(v)}\n" for k, v in best.overrides.items()))
@@ -92,7 +92,7 @@ def dataset_of_index(recipe: Recipe, path: Path) -> Dataset:
     dataset = indexed_dataset(recipe)
     if dataset is None:
         raise InputError(
-            f"{path}: data.sources are not indexed, and a plan needs the sizes of their samples; "
+            f"{path}: data.sources are not indexed, but a plan needs the sizes of samples; "
             f"run: mimo data index {path}"
         )
     return dataset
@@ -107,7 +107,7 @@ def runs_of(experiment: Path) -> list[Path]:
 
 
 def parse_fixes(path: Path, overrides: Sequence[str], fixes: Sequence[str]) -> dict[str, Any]:
-    """Return `--fix` by key. Raises RecipeError for a key that is not searched, or a bad value."""
+    """Return the values of `--fix` by key. Raises RecipeError for unsearched keys, bad values."""
     known = searched_keys(load_phases(path, overrides).phases[0].recipe)
     for text in fixes:
         key, _, _ = text.partition("=")
@@ -126,51 +126,51 @@ def parse_fixes(path: Path, overrides: Sequence[str], fixes: Sequence[str]) -> d
 # ------------------------------------------------------------------------------ tables
 
 
-def forecast_table(found: Forecast) -> Table:
-    """Return the speed over all simulated steps."""
+def forecast_table(result: Forecast) -> Table:
+    """Return a table of the speed over all simulated steps."""
     columns = ("steps", "p50, s", "p95, s", "p99, s", "tokens/s", "MFU")
-    seconds = (number(found.percentile(percent)) for percent in (50, 95, 99))
-    mfu = percent(found.mfu) if found.mfu is not None else "–"
-    row = (str(len(found.steps)), *seconds, number(found.tokens_per_second), mfu)
+    seconds = (number(result.percentile(percent)) for percent in (50, 95, 99))
+    mfu = percent(result.mfu) if result.mfu is not None else "–"
+    row = (str(len(result.steps)), *seconds, number(result.tokens_per_second), mfu)
     return Table(columns, [row], title="forecast")
 
 
-def roles_table(found: Forecast) -> Table:
-    """Return the idle share of each module and stage, and whom it waits for most."""
+def roles_table(result: Forecast) -> Table:
+    """Return a table of each role's idle share, and the role that it waits for most."""
     rows = []
-    for role, share in found.idle.items():
-        waits = {whom: seconds for (who, whom), seconds in found.waits.items() if who == role}
+    for role, share in result.idle.items():
+        waits = {whom: seconds for (who, whom), seconds in result.waits.items() if who == role}
         longest = max(waits, key=lambda whom: waits[whom], default=None)
-        why = _wait(longest, waits[longest], found) if longest else "nobody"
+        why = _wait(longest, waits[longest], result) if longest else "nobody"
         rows.append((_role(*role), percent(share), why))
     return Table(("role", "idle", "waits most for"), rows, words=True, title="the median step")
 
 
-def _wait(whom: tuple[str, int], seconds: float, found: Forecast) -> str:
-    return f"{_role(*whom)}, {percent(seconds / found.median_step.seconds)}"
+def _wait(whom: tuple[str, int], seconds: float, result: Forecast) -> str:
+    return f"{_role(*whom)}, {percent(seconds / result.median_step.seconds)}"
 
 
 def choices_table(choices: Sequence[Choice], memory: float) -> Table:
-    """Return the best layouts, and why they are not faster. memory: of a GPU, in bytes."""
+    """Return a table of the best layouts and their longest waits. memory: bytes of a GPU."""
     rows = []
     for place, choice in enumerate(choices, start=1):
-        found = choice.forecast
-        modules = list(dict.fromkeys(name for name, _ in found.idle))
-        idle = ", ".join(f"{name} {percent(found.idle_of(name))}" for name in modules)
-        longest = max(found.waits.items(), key=lambda wait: wait[1], default=None)
+        result = choice.forecast
+        modules = list(dict.fromkeys(name for name, _ in result.idle))
+        idle = ", ".join(f"{name} {percent(result.idle_of(name))}" for name in modules)
+        longest = max(result.waits.items(), key=lambda wait: wait[1], default=None)
         why = "nobody waits"
         if longest is not None:
             (who, whom), seconds = longest
-            why = f"{_role(*who)} for {_wait(whom, seconds, found)}"
+            why = f"{_role(*who)} for {_wait(whom, seconds, result)}"
         room = f"{choice.memory / _GIB:.1f} of {memory / _GIB:.0f} ({choice.role})"
-        speed = (number(found.percentile(50)), number(found.tokens_per_second))
+        speed = (number(result.percentile(50)), number(result.tokens_per_second))
         rows.append((str(place), describe(choice), *speed, room, idle, why))
     columns = ("", "layout", "step, s", "tokens/s", "memory, GiB", "idle", "longest wait")
     return Table(columns, rows, words=True, title="best layouts")
 
 
 def describe(choice: Choice) -> str:
-    """Return a layout in a line."""
+    """Return a one-line description of a layout."""
     parts = []
     for name, grid in choice.layout.grids.items():
         sizes = {axis: getattr(grid, axis) for axis in ("tp", "cp", "pp", "vpp", "ep", "dp")}
@@ -219,7 +219,7 @@ def draw(timeline: Timeline, path: Path) -> None:
         workers = [timeline.workers[n] for n in shown]
         axes.set_yticks(range(len(shown)), [_role(*worker.role) for worker in workers])
         axes.invert_yaxis()
-        axes.set(xlabel="seconds, of lane 0 of each module")
+        axes.set(xlabel="seconds (lane 0 of each module)")
         figure.legend(ncols=4, frameon=False, loc="outside upper right")
         try:
             figure.savefig(path, dpi=150, metadata={"Software": None})

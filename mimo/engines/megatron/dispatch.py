@@ -1,10 +1,10 @@
 """Send tokens to experts on other ranks and return the results, as autograd operations.
 
-The ranks of a group of ep · etp ranks hold all experts together. A rank sends a token's row once to
-every rank with a part of a chosen expert, and with each choice its weight and the row's number. The
+The ep · etp ranks of a group hold all experts together. A rank sends a token's row once to every
+rank with a part of a chosen expert, and for each choice its weight and the number of the row. The
 receiver returns one row for each row received: the weighted sum of its experts' outputs. The sender
-adds up the rows of a token. No row is padded or dropped. With etp > 1 receivers compute with parts
-of an expert, and return parts of the sum.
+adds up the returned rows of a token. No row is padded or dropped. With etp > 1 receivers hold parts
+of experts, and return partial sums.
 
 Letters: n tokens that this rank sends, k experts of a token, E experts, G ranks of the group, m
 rows sent and r rows received by this rank, q choices sent and c choices received, H hidden.
@@ -29,7 +29,7 @@ class Counts:
 
     @property
     def back(self) -> Counts:
-        """Those of the way back."""
+        """The counts of the way back."""
         return Counts(self.received, self.sent)
 
 
@@ -37,11 +37,11 @@ class Counts:
 class Route:
     """The way of a rank's tokens to the experts of all ranks of a group.
 
-    token: (m,) int64, the token that each row is a copy of, in the order of sending. rows: to and
-    from each rank. choice: (q,) int64, token · k + place among the token's experts, in the order of
-    sending. choices: to and from each rank. by_expert: (c,) int64, the order of received choices by
-    expert. row: (c,) int64, the received row of each choice in that order. counts: (E / ep,) int64,
-    received choices of each expert of this rank.
+    token: (m,) int64, the token of each row, in the order of sending. rows: counts of rows. choice:
+    (q,) int64, token · k + place among the token's experts, in the order of sending. choices:
+    counts of choices. by_expert: (c,) int64, the order of received choices by expert. row: (c,)
+    int64, the received row of each choice in that order. counts: (E / ep,) int64, received choices
+    of each expert of this rank.
     """
 
     token: Tensor
@@ -54,35 +54,35 @@ class Route:
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int, group: dist.ProcessGroup, etp: int) -> Route:
-        """Plan the way; all ranks of the group call it and tell each other what they will send.
+        """Plan the way; all ranks of the group call it and exchange their counts.
 
         experts: (n, k) int64. On a device the host waits once.
         """
         ranks = group.size()
         each = num_experts * etp // ranks
-        # Parts of an expert are experts of their own, on ranks that follow each other.
+        # Each part of an expert counts as an expert; the parts lie on consecutive ranks.
         parts = torch.arange(etp, device=experts.device)
-        to = (experts // each * etp)[:, :, None] + parts
-        chosen = (to * each + (experts % each)[:, :, None]).flatten(1)
+        target = (experts // each * etp)[:, :, None] + parts
+        chosen = (target * each + (experts % each)[:, :, None]).flatten(1)
         choice, loads = sort_choices(chosen, ranks * each)
-        to = to.flatten(1)
-        is_sent = to.new_zeros(len(to), ranks).scatter_(1, to, 1)
-        # Of each rank: choices of its experts, then rows.
+        target = target.flatten(1)
+        is_sent = target.new_zeros(len(target), ranks).scatter_(1, target, 1)
+        # For each rank: choices of each of its experts, then rows.
         leaving = torch.cat((loads.view(ranks, each), is_sent.sum(0)[:, None]), dim=1)
         singles = Counts([1] * ranks, [1] * ranks)
         arriving = _exchanged(leaving, singles, group)
         totals = torch.cat((leaving, arriving))
         host = torch.stack((totals[:, :-1].sum(1), totals[:, -1])).tolist()
         choices, rows = (Counts(count[:ranks], count[ranks:]) for count in host)
-        token = torch.arange(len(to), device=to.device).repeat(ranks)
+        token = torch.arange(len(target), device=target.device).repeat(ranks)
         token = token.repeat_interleave(is_sent.T.flatten(), output_size=sum(rows.sent))
-        # The number of a choice's row in its message, then in all messages received.
-        number = (is_sent.cumsum(0) - 1).gather(1, to).flatten().index_select(0, choice)
+        # The number of a choice's row in its message; below, among all received rows.
+        number = (is_sent.cumsum(0) - 1).gather(1, target).flatten().index_select(0, choice)
         number = _exchanged(number.to(torch.int32), choices, group)
         received, size = arriving[:, :-1], len(number)
         before = arriving[:, -1].cumsum(0) - arriving[:, -1]
         row = number + before.repeat_interleave(received.sum(1), output_size=size)
-        expert = torch.arange(each, device=to.device).repeat(ranks)
+        expert = torch.arange(each, device=target.device).repeat(ranks)
         expert = expert.repeat_interleave(received.flatten(), output_size=size)
         by_expert = expert.argsort(stable=True)
         row, counts = row.index_select(0, by_expert), received.sum(0)
@@ -90,15 +90,15 @@ class Route:
 
 
 def sort_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """experts (n, k) int64 -> choices by expert (n · k,), and those of each expert (E,), int64."""
+    """experts (n, k) int64 -> order of choices by expert (n · k,), choices per expert (E,)."""
     chosen = experts.flatten()
-    # On a device `bincount` would let the host wait.
+    # On a device `bincount` would make the host wait.
     loads = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     return chosen.argsort(stable=True), loads
 
 
 def exchange(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
-    """rows (m, ...), those for the first rank first -> (r, ...); the backward returns gradients.
+    """rows (m, ...) in the order of target ranks -> (r, ...); the backward returns gradients.
 
     All ranks of the group call it, and take part in the backward, even without rows.
     """

@@ -206,7 +206,7 @@ class LocalExperts(nn.Module):
         self.linear_fc2 = ExpertLinear(config, groups, count, (size, inner), None, last)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (n, H) by expert -> (n, H); with etp > 1 a part that the sender adds up."""
+        """rows (n, H) by expert -> (n, H); with etp > 1 partial sums, which the sender adds up."""
         return self.linear_fc2(gate(self.linear_fc1(rows, counts), self.activation), counts)
 
 

@@ -1,4 +1,4 @@
-"""Rates fitted to runs: those that made the runs, and forecasts of layouts that did not run."""
+"""Fitted rates equal those that simulated the runs, and forecast layouts that did not run."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError
 from mimo.model.recipe_checks import check_recipe
 from mimo.plan import calibrate as calibration
-from mimo.plan.calibrate import Measured, calibrate, read_run
+from mimo.plan.calibrate import MeasuredRun, calibrate, read_run
 from mimo.plan.forecast import Forecast, forecast
 from mimo.plan.rates import Rates
 from mimo.plan.work import StepWork
@@ -32,8 +32,8 @@ SPLIT = ["language.grid={tp: 2, sp: true, dp: 3}", "train.micro_batch_size=1"]
 
 def run_of(
     folder: Path, overrides: Sequence[str], rates: Rates, cores: float = math.inf
-) -> tuple[Measured, Forecast]:
-    """Return the metrics of a run with these rates, under the names that a run logs."""
+) -> tuple[MeasuredRun, Forecast]:
+    """Simulate a run with these rates; return its metrics, named as in a log, and forecast."""
     recipe = load_recipe(folder / "tiny.yaml", overrides)
     layout, dataset = check_recipe(recipe, None), tiny.open_sources(recipe)
     rates = replace(rates, cores=cores)
@@ -47,7 +47,7 @@ def run_of(
     for name, (_, updated) in StepWork(recipe, layout, dataset, rates).elements.items():
         metrics[f"seconds_{name}_gradients"] = 0.25 * updated * rates.element * shared
         metrics[f"seconds_{name}_update"] = 0.75 * updated * rates.element * shared
-    return Measured("run", recipe, layout, dataset, metrics, cores), made
+    return MeasuredRun("run", recipe, layout, dataset, metrics, cores), made
 
 
 def check_rates(found: Rates, modules: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ def check_rates(found: Rates, modules: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("cores", [math.inf, 2.0])
 @pytest.mark.parametrize("third", [STAGES, SPLIT], ids=["stages", "split"])
-def test_two_layouts_give_the_rates_back_and_the_time_of_a_third(
+def test_rates_fitted_to_two_layouts_are_the_true_ones_and_forecast_a_third(
     folder: Path, cores: float, third: list[str]
 ) -> None:
     runs = [run_of(folder, overrides, TRUE, cores)[0] for overrides in (DIRECT, LANES)]
@@ -104,7 +104,7 @@ def write_run(folder: Path, recipe: Path, lines: Sequence[dict[str, float]]) -> 
     return folder
 
 
-def test_a_run_needs_times_and_indexed_data_and_gives_medians_of_later_steps(recipe: Path) -> None:
+def test_a_run_needs_times_and_an_index_and_its_first_steps_are_ignored(recipe: Path) -> None:
     untimed = write_run(recipe.parent / "untimed", recipe, [{"step": 1, "loss": 3.0}])
     with pytest.raises(InputError, match=r"untimed: no step in metrics.jsonl .*logged step"):
         read_run(untimed)

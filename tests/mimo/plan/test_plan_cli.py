@@ -1,4 +1,4 @@
-"""`mimo plan` on the command line: what it refuses, what it prints and what it writes."""
+"""`mimo plan` on the command line: refused input, printed tables, written files."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.mimo import tiny
 
 
 def plan(folder: Path, *words: str) -> tuple[int, str]:
-    """Return the exit code and the output, in one line, of a command whose steps are two."""
+    """Run `mimo plan` on two steps; return its exit code, and its output as one line."""
     recipe = folder / "tiny.yaml"
     words = tuple(word.format(folder=folder) for word in words)
     result = CliRunner().invoke(app, ["plan", str(recipe), "train.steps=2", *words])
@@ -62,9 +62,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
-def test_bad_input_is_refused_with_the_nearest_possibility(
-    folder: Path, words: str, message: str
-) -> None:
+def test_bad_input_is_refused_with_what_to_do(folder: Path, words: str, message: str) -> None:
     code, output = plan(folder, *words.split())
     assert code == 2, output
     assert re.search(message, output), output
@@ -111,7 +109,7 @@ def test_the_written_overrides_give_the_layout_that_was_printed(
     code, output = plan(folder, "--gpus", str(num_gpus), "--write", str(file))
     assert code == 0, output
     lines = file.read_text().splitlines()
-    assert f"the first: {' '.join(lines)}" in output
+    assert f"overrides of the first: {' '.join(lines)}" in output
     recipe = load_recipe(folder / "tiny.yaml", lines)
     check_recipe(recipe, num_gpus)
     row = re.search(r"│ 1 │(.*?)│ 2 │", output)

@@ -1,4 +1,4 @@
-"""The tasks of a step: Megatron's orders, closed forms of their time, deadlocks, who waits."""
+"""The tasks of a step: Megatron's orders, closed forms of their time, deadlocks, and waits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -131,7 +131,7 @@ def test_a_frozen_encoder_never_deadlocks() -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_a_generator_of_its_own_ranks_draws_between_forward_and_backward(lanes: int) -> None:
+def test_a_disjoint_generator_runs_between_the_last_forward_and_backward(lanes: int) -> None:
     grids = {"image": GridSpec("image", dp=lanes)}
     for pp, vpp, m in GRID:
         step = step_of(m, pp, vpp, dp=2, generators=grids, message=0.5)
@@ -144,7 +144,7 @@ def test_a_generator_of_its_own_ranks_draws_between_forward_and_backward(lanes: 
             assert timeline.start[last[LANGUAGE, BACKWARD, n, to, part]] >= drawn + 0.5
 
 
-def test_a_colocated_generator_lengthens_the_forward_by_its_forward_and_backward() -> None:
+def test_a_colocated_generator_runs_its_forward_and_backward_in_the_forward() -> None:
     step = step_of(3, dp=2, generators=IMAGE, colocated=frozenset({"image"}))
     assert run(step).seconds == pytest.approx(3 * (1.0 + 2.0 + 0.3 + 0.6))
     assert {worker.module for worker in step.workers} == {LANGUAGE}
@@ -186,7 +186,7 @@ def test_colocated_encoders_encode_a_group_before_its_forwards(
     timeline, number = run(step), step._number
     for first in range(0, 6, group):
         numbers = range(first, min(first + group, 6))
-        exchange = 0.4 * len(numbers)  # rows of a group are exchanged in one go
+        exchange = 0.4 * len(numbers)  # rows of a group are exchanged at once
         forwards = [
             timeline.start[n]
             for n, task in enumerate(step.tasks)

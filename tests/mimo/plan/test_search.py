@@ -1,4 +1,4 @@
-"""The search's best layout is that of a plain loop over all of them, and keeps what is fixed."""
+"""The search finds the best layouts of a plain loop over all, and keeps fixed values."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,21 +19,21 @@ from mimo.plan import search as searching
 from mimo.plan.forecast import forecast
 from mimo.plan.gpus import GPUS, Gpu
 from mimo.plan.rates import Rates, rates_of_gpu
-from mimo.plan.search import Found, Space, search, searched_keys
+from mimo.plan.search import SearchResult, Space, search, searched_keys
 from tests.cases import quick_values
 from tests.mimo import tiny
 
 H100 = GPUS["h100"]
 ASSUMED = rates_of_gpu(H100, 8)
-# Work takes most of the time, so that lanes of the tower and balance matter; and messages count.
+# Work takes most of the time, so lanes of the tower and balance matter; messages cost time too.
 BUSY = Rates("busy", {"": 1e-9}, {"": 1e-9}, 1e-4, 1e-8, node=1e8, network=1e7, latency=1e-5)
 LAYERS = ["language.model.num_layers=4", "train.steps=2"]
 AUTO = {"encoders.vision.run_ahead": "auto"}
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "_SIMULATED", 10**9)
+def _simulate_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "_NUM_SIMULATED", 10**9)
 
 
 def searched(
@@ -43,8 +43,8 @@ def searched(
     *overrides: str,
     gpu: Gpu = H100,
     rates: Rates = ASSUMED,
-) -> Found:
-    """Search, and check what holds of every layout that a search returns."""
+) -> SearchResult:
+    """Search, and check every returned layout: it is valid, fits and keeps fixed values."""
     recipe = load_recipe(folder / "tiny.yaml", [*LAYERS, *overrides])
     found = search(recipe, tiny.open_sources(recipe), rates, gpu, num_gpus, fixed)
     for choice in found.choices:
@@ -59,7 +59,7 @@ def searched(
 
 
 def memory_of(recipe: Recipe, layout: Layout) -> float:
-    """What the rank with most needs, for all its modules."""
+    """Return the bytes of the rank that needs most, over all its modules."""
     roles = memory_by_role(recipe, layout)
     ranks = range(layout.world_size)
     return max(sum(role.total for role in roles if rank in role.ranks) for rank in ranks)
@@ -105,7 +105,7 @@ WORLDS = {
 @pytest.mark.parametrize(
     "world", quick_values(WORLDS, "2 GPUs, h100", "3 GPUs, busy", "4 GPUs, busy")
 )
-def test_the_best_layout_is_that_of_a_loop_over_all(folder: Path, world: tuple[int, Rates]) -> None:
+def test_the_best_layouts_are_those_of_brute_force(folder: Path, world: tuple[int, Rates]) -> None:
     num_gpus, rates = world
     dataset = tiny.open_sources(load_recipe(folder / "tiny.yaml"))
     every = brute_force(folder, num_gpus)
@@ -113,7 +113,7 @@ def test_the_best_layout_is_that_of_a_loop_over_all(folder: Path, world: tuple[i
     found = searched(folder, num_gpus, AUTO, rates=rates)
     best = [choice.forecast.percentile(50) for choice in found.choices]
     assert best == pytest.approx(sorted(times)[: len(best)])
-    # Five GPUs for a tower is no size that the search tries; otherwise it simulates all.
+    # The search does not try a tower of five GPUs; otherwise it simulates all layouts.
     assert num_gpus == 6 or found.counts["simulated"] == len(times)
 
 
@@ -140,7 +140,7 @@ def test_the_grid_of_the_recipe_does_not_narrow_the_search(folder: Path) -> None
     assert [shape(c.layout) for c in given.choices] == [shape(c.layout) for c in free.choices]
 
 
-# Layers that take more than the vocabulary.
+# Layers that take more memory than the vocabulary.
 WIDE = "language.model.ffn_hidden_size=4096"
 
 

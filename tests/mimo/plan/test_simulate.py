@@ -1,4 +1,4 @@
-"""Simulated time: the longest path where cores are free, and fair shares where they are not."""
+"""Simulated time: the longest path with a core for each rank, and equal shares of fewer cores."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The work of a layout's passes: FLOPs add up to those of the model, messages to bytes."""
+"""The work of passes: FLOPs add up to those of the model, and messages follow from bytes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def passes_of(work: StepWork, plan: StepPlan) -> dict[str, Passes]:
 
 
 def with_padding(planned: PlannedMicrobatch) -> PlannedMicrobatch:
-    """Return a microbatch whose samples, and one more of each lane, are as long as they run."""
+    """Return a microbatch with padding as tokens, and one more sample per lane for the rest."""
     samples = planned.samples
     sums = np.bincount(samples.lane, samples.segment_length, len(samples.lane_tokens))
     length = np.concatenate((samples.segment_length, samples.lane_tokens - sums.astype(int)))
@@ -105,7 +105,7 @@ def test_recomputing_repeats_one_forward_in_the_backward(folder: Path, module: s
     assert (again < forward).all()
 
 
-def test_updates_add_up_on_ranks_with_several_modules_and_overlap_on_others(folder: Path) -> None:
+def test_updates_of_modules_add_up_on_shared_ranks_and_overlap_on_others(folder: Path) -> None:
     per_element = replace(PER_FLOP, element=1.0)
     for overrides, combine in ((COLOCATED, sum), ([], max)):
         work, _ = work_of(folder, *overrides, rates=per_element)
