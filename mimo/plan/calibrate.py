@@ -78,9 +78,8 @@ def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
     """Return rates fitted to runs. assumed: rates of links, and of the update if not measured."""
     all_features = [_Features(run) for run in runs]
     modules = list(dict.fromkeys(name for run in runs for name in run.layout.grids))
-    first = runs[0]
-    rates = replace(assumed, cores=first.cores, ranks_per_node=assumed.ranks_per_node)
-    if math.isfinite(first.cores):  # messages inside one machine count as free
+    rates = replace(assumed, cores=runs[0].cores)
+    if math.isfinite(rates.cores):  # messages inside one machine count as free
         rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
     rates = replace(rates, forward={}, backward={}, call=0.0, element=0.0, step=0.0)
     names = [f"{module} {kind}" for module in modules for kind in ("first", "back")] + ["call"]
@@ -96,12 +95,11 @@ def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
                 matrix.append([row.get(name, 0.0) for name in names])
                 seconds.append(max(unshared - messages, _MIN_WORK * unshared))
         fit = dict(zip(names, _nonnegative_least_squares(matrix, seconds), strict=True))
-        rates = replace(
-            rates,
-            forward={module: fit[f"{module} first"] for module in modules},
-            backward={module: fit[f"{module} back"] for module in modules},
-            call=fit["call"],
-        )
+        forward = {module: fit[f"{module} first"] for module in modules}
+        backward = {module: fit[f"{module} back"] for module in modules}
+        for fitted in (forward, backward):
+            fitted[""] = float(np.mean([*fitted.values()]))  # of modules that no run has
+        rates = replace(rates, forward=forward, backward=backward, call=fit["call"])
     element = [cost for features in all_features for cost in features.element_costs(rates)]
     rates = replace(rates, element=median(element) if element else assumed.element)
     rest = [features.unsimulated(rates) for features in all_features]
