@@ -1,19 +1,40 @@
 """Estimates of the memory that a rank needs, by its role.
 
-Weights, gradients and optimizer state are exact; activations and buffers are estimates for full
-microbatches: see `mimo.model.activations`. The device's context, memory of libraries such as NCCL,
-and fragmentation come on top.
+Weights, gradients and optimizer state are exact: see `mimo.model.module_sizes`. What a rank keeps
+between forward and backward, and its temporary tensors, are estimates for full microbatches whose
+tokens all stand for items and have a loss. Of each token a layer keeps the inputs of norms and
+linears and the outputs of the first linears, attention its rotated queries and keys, their cosines
+and sines, and no scores; frozen linears keep no input. With ``recompute: full`` a layer keeps its
+input alone. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4. The kernels are those of
+Transformer Engine or flash-attn. The device's context, memory of libraries such as NCCL, and
+fragmentation come on top.
 """
 
-from dataclasses import asdict, replace
-from itertools import pairwise
+import math
+from dataclasses import replace
+from functools import cached_property
 
+import numpy as np
+
+from data.modalities.processor import Part, PartPlan, WireForm
 from mimo.config.schema import Recipe
-from mimo.model.activations import Activations, Estimate, microbatches_in_flight
+from mimo.families.registry import encoder_settings, generator_settings, module_settings
 from mimo.model.module_sizes import CUT_BY_COLUMNS as CUT_BY_COLUMNS
-from mimo.model.module_sizes import IN_LAYER, ModuleSizes
-from mimo.model.module_sizes import RoleMemory as RoleMemory
-from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.model.module_sizes import (
+    IN_LAYER,
+    OUTPUT,
+    ModuleSizes,
+    RoleMemory,
+    microbatches_at_once,
+    parameters_by_role,
+)
+from mimo.ops.cross_entropy import rows_at_once
+from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
+
+_TOKEN_BYTES = 48
+"""Of a token's id, three positions, label and place among loss tokens."""
+_PLACE_BYTES = 64
+"""Of a patch's place and the learned positions around it, about."""
 
 
 def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
@@ -22,22 +43,235 @@ def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
     for role in parameters_by_role(recipe, layout):
         module = ModuleSizes(recipe, layout, role.module)
         kind = FsdpActivations if module.grid.engine == "fsdp" else Activations
-        stage = module.grid.coords(role.ranks[0]).pp
-        roles.append(replace(role, **asdict(kind(module).of_stage(stage))))
+        estimate, stage = kind(module), module.grid.coords(role.ranks[0]).pp
+        roles.append(replace(role, inputs=estimate.inputs(), **estimate.of_stage(stage)))
     return roles
 
 
-def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
-    """Like `memory_by_role`, but of weights, gradients and optimizer state only."""
-    roles: list[RoleMemory] = []
-    for name, grid in layout.grids.items():
-        module = ModuleSizes(recipe, layout, name)
-        if grid.engine == "fsdp":
-            roles.append(module.sharded_parameters())
-            continue
-        starts = sorted({0, min(1, grid.pp - 1), grid.pp - 1})
-        roles += (module.stage_parameters(range(*ends)) for ends in pairwise([*starts, grid.pp]))
-    return roles
+def item_plan(recipe: Recipe, encoder: str) -> PartPlan:
+    """Return the plan of an item of noise, of which full microbatches consist here."""
+    modality = encoder_settings(recipe, encoder).processor(recipe.encoders[encoder].media)
+    file = modality.random_file(np.random.default_rng(0))
+    return modality.plan(Part(modality.size_of(modality.decode(file))))
+
+
+def items_at_once(recipe: Recipe, layout: Layout, encoder: str) -> int:
+    """Return the items of one forward of an encoder's lane."""
+    rows = recipe.longest_microbatch * microbatches_at_once(recipe, layout, encoder)
+    lanes = layout.language.dp / layout.grids[encoder].dp
+    return math.ceil(rows * lanes / item_plan(recipe, encoder).num_rows)
+
+
+def microbatches_in_flight(recipe: Recipe, layout: Layout, module: str, stage: int) -> float:
+    """Return the most forwards of a stage whose backward has not begun."""
+    grid, count = layout.grids[module], num_microbatches(recipe, layout)
+    if module in layout.generators or module in layout.colocated:
+        return 1
+    if module != LANGUAGE:
+        return min(count, run_ahead(recipe, layout, module) + grid.pp - stage)
+    if grid.vpp == 1:
+        return min(count, grid.pp - stage + layout.ahead)
+    # Forward passes of chunks before the first backward; see Megatron's interleaved schedule.
+    chunks = 2 * (grid.pp - 1 - stage) + (grid.vpp - 1) * grid.pp + 1
+    return min(count, chunks / grid.vpp)
+
+
+class Activations:
+    """The estimate for a module of Megatron: numbers of ``size`` bytes for each token.
+
+    expert, shared: inputs of the last linear of an expert, and of the shared one.
+    """
+
+    def __init__(self, module: ModuleSizes) -> None:
+        self.module, self.recipe, self.layout = module, module.recipe, module.layout
+        self.name, self.grid = module.name, module.grid
+        self.size, self.wide = module.size, module.wide
+        self.parts = self.grid.tp if self.grid.sp else 1
+        self.recomputes = module.part.recompute == "full"
+        self.settings = module_settings(self.recipe, self.name)
+        self.chosen = module.routers[2] if self.name == LANGUAGE else 0  # experts of a token
+        self.expert, self.shared = (
+            module.mean(f"{name}.linear_fc2.weight")[1] for name in ("experts", "_expert")
+        )
+        self.trains_layers = module.trained["layer"] + module.trained["experts"] > 0
+
+    def of_stage(self, stage: int) -> dict[str, float]:
+        """Return the bytes of a pipeline stage's activations, logits and buffers."""
+        waiting = microbatches_in_flight(self.recipe, self.layout, self.name, stage)
+        is_last, is_language = stage == self.grid.pp - 1, self.name == LANGUAGE
+        unit, layers = self.tokens * self.size, self.module.layers
+        in_layer = unit * self._kept_in_layer()
+        after = unit * self._kept_after_layers() if is_last else 0.0
+        kept = after
+        if stage == 0 and self._has_backward:
+            # The rows of items, or a tower's input.
+            rows = self._width * self.recipe.trains_before_language
+            kept += unit * (rows if is_language else self._form.patch_dim / self.parts)
+        temporary = in_layer  # without a backward, layers keep nothing
+        if self._has_backward:
+            kept += unit * layers * self._width if self.recomputes else layers * in_layer
+            temporary = self._backward_of_layer() + (in_layer if self.recomputes else 0)
+        head = self._logits() if is_last and is_language else 0.0
+        # A layer's backward comes when that of what follows the layers is over.
+        buffers = max(temporary - head - after, 0)
+        if is_last and not is_language:
+            width = self.module.hidden * (1 + getattr(self.settings, "num_levels", 0))
+            ends = 2 * self._rows / self.parts * width * self.size  # rows and their gradients
+            # They exist before the backward of layers begins; those of colocated encoders stay.
+            stay = self.name in self.layout.colocated
+            buffers = buffers + ends if stay else max(buffers, ends)
+        return {"activations": waiting * kept, "logits": head, "buffers": buffers}
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of one forward on a context-parallel rank; for a tower, its inputs."""
+        if self.name == LANGUAGE:
+            return self.recipe.longest_microbatch / self.grid.cp
+        if self.name in self.layout.generators:
+            return self._tokens_of_generator()
+        settings, grid = encoder_settings(self.recipe, self.name), self._plan.grid
+        # Layers of a sound's tower see fewer tokens than there are frames.
+        tokens = settings.counts(np.array([grid])).get("token", settings.num_inputs(grid))
+        return items_at_once(self.recipe, self.layout, self.name) * tokens
+
+    @cached_property
+    def _plan(self) -> PartPlan:
+        return item_plan(self.recipe, self.name)
+
+    @cached_property
+    def _form(self) -> WireForm:
+        settings = encoder_settings(self.recipe, self.name)
+        return settings.processor(self.recipe.encoders[self.name].media).wire
+
+    @property
+    def _rows(self) -> float:
+        return items_at_once(self.recipe, self.layout, self.name) * self._plan.num_rows
+
+    def _tokens_of_generator(self) -> float:
+        """Tokens and condition rows of a lane, with one of the largest items for each sample."""
+        settings, data = generator_settings(self.recipe, self.name), self.recipe.data
+        samples = max(1.0, self.recipe.longest_microbatch / data.sequence_length)
+        rows = self.recipe.generators[self.name].num_queries or data.sequence_length
+        of_item = settings.max_pixels / settings.token_pixels**2 + rows
+        return samples * of_item * max(1.0, self.layout.language.dp / self.grid.dp)
+
+    def inputs(self) -> float:
+        """Bytes of the inputs of this step and the next, which is copied meanwhile."""
+        steps = num_microbatches(self.recipe, self.layout)
+        steps /= microbatches_at_once(self.recipe, self.layout, self.name)
+        if self.name in self.layout.generators:
+            return 0.0
+        if self.name == LANGUAGE:
+            return 2 * steps * self.tokens * _TOKEN_BYTES
+        patches = items_at_once(self.recipe, self.layout, self.name) * self._plan.num_patches
+        return 2 * steps * patches * (self._form.width * self._form.dtype.itemsize + _PLACE_BYTES)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether an encoder's layers run no backward."""
+        part = self.module.part
+        frozen = part.freeze is True or (part.freeze == "tower" and not part.lora)
+        return self.name in self.layout.encoders and frozen
+
+    @property
+    def _has_backward(self) -> bool:
+        trains = self.recipe.module(self.name).trains
+        return not self.is_frozen and (trains or self.recipe.trains_before_language)
+
+    @property
+    def _width(self) -> float:
+        """Between layers."""
+        return self.settings.hidden_size / self.parts
+
+    def _kept_in_layer(self) -> float:
+        module, tp, width, trains = self.module, self.grid.tp, self._width, self.trains_layers
+        attention, rotated = self._kept_by_attention()
+        # Norms keep their inputs. Those after attention and MLP have outputs of linears.
+        kept = width * (module.num_norms(self.settings.hidden_size) + 2 * trains)
+        kept += attention / tp + 2 * rotated
+        if self.chosen:
+            # Of each choice: input, output, both halves of FC1, the activated one, their product.
+            of_choice = 2 * self.settings.hidden_size * self.grid.etp + 4 * self.expert
+            # The shared expert keeps all but its activated half; the router its input in fp32.
+            kept += (self.chosen * of_choice + 3 * self.shared) / tp
+            kept += width * ((self.shared > 0) + 4 / self.size - trains)
+            return kept + 12 / self.size * module.routers[1] / self.parts
+        # Attention keeps its output anyway, but MLPs keep products only for a linear that trains.
+        fc1, fc2 = (module.mean(f".mlp.linear_{name}.weight") for name in ("fc1", "fc2"))
+        return kept + (fc1[0] + fc2[1] * trains) / tp
+
+    def _kept_by_attention(self) -> tuple[float, float]:
+        """On all tensor-parallel ranks together, and cosines, or sines, on each."""
+        module, settings, cp = self.module, self.settings, self.grid.cp
+        count = settings.num_attention_heads
+        groups = getattr(settings, "num_query_groups", count)
+        head = getattr(settings, "head_size", settings.hidden_size // count)
+        queries, keys, rotated = count * head, groups * head, 0
+        is_whole = module.part.recompute != "selective"
+        # The linear's output, and that of attention, the next linear's input.
+        kept = queries + 2 * keys + queries * (self.trains_layers or is_whole)
+        if hasattr(settings, "rotary_base"):
+            kept, rotated = kept + queries + keys, head
+        if module.mean("q_layernorm.weight")[0] and groups > self.grid.tp:
+            kept += queries  # a copy, because those of several groups are not adjacent
+        channels = module.mean("conv_weight")[0]
+        if channels:
+            kept += 3 * queries  # their gates, before and after the sigmoid, and the product
+        if is_whole and cp > 1:  # gathered, once for each of two chunks
+            kept += 2 * keys * (cp + 0.5) - keys
+        # Linear attention: around its convolution, in the kernel, and in its gated norm.
+        share = module.share_of_attention
+        values = module.mean("self_attention.linear_proj.weight")[1] - share * queries
+        linear = 3 * channels + (6.5 + 4 / self.size) * values
+        return share * kept + linear, share * rotated
+
+    def _kept_after_layers(self) -> float:
+        """On the last stage: by the norm and the head, or the projector's linears."""
+        if self.name == LANGUAGE:
+            return (self._width + self.settings.hidden_size) * self._has_backward
+        if not self.module.part.trains:
+            return 0.0
+        levels = getattr(self.settings, "num_levels", 0) * self.is_frozen
+        linears = sum(
+            rows + columns
+            for name, (rows, columns) in self.module.shapes.items()
+            if name.startswith(self.module.last) and name.endswith("weight") and columns > 1
+        )
+        return self._width * (1 + levels) + linears * self._rows / self.tokens / self.grid.tp
+
+    def _backward_of_layer(self) -> float:
+        """Bytes of temporary tensors: gradients, and a linear's gathered inputs under SP."""
+        module, tp, width = self.module, self.grid.tp, self._width
+        unit, hidden = self.tokens * self.size, self.settings.hidden_size
+        gathered = hidden if self.parts > 1 else 0
+        weights = self.size * self.trains_layers
+        if self.chosen:
+            rows = self.chosen * (3 * hidden * self.grid.etp + 3 * self.expert) / tp
+            return unit * (width + rows + gathered) + module.held["experts"] * 2 / 3 * weights
+        fc1, levels = module.mean(".mlp.linear_fc1.weight"), getattr(self.settings, "num_levels", 0)
+        rows = width * (1 + levels) + fc1[0] / tp + gathered
+        return unit * rows + fc1[0] * fc1[1] / tp * weights
+
+    def _logits(self) -> float:
+        """Bytes of temporary tensors of the head's backward.
+
+        A block of logits in at least fp32, in 16 bits once more in the dtype of the model; the
+        gradient of hidden states in at least fp32, and a block's part of it; that of the weight.
+        Under SP also the buffer that layers gather their inputs in.
+        """
+        if not self._has_backward:
+            return self.block_of_logits
+        hidden = self.tokens * self.settings.hidden_size
+        hidden *= self.wide + self.size * (2 if self.parts > 1 else 1)
+        trains = self.module.trained["last" if OUTPUT in self.module.shapes else "first"] > 0
+        weight = self.module.vocabulary / self.grid.tp * self.settings.hidden_size * self.size
+        return self.block_of_logits + hidden + weight * trains
+
+    @property
+    def block_of_logits(self) -> float:
+        columns = self.module.vocabulary / self.grid.tp
+        block = self.tokens * min(columns, rows_at_once(int(self.tokens)))
+        return block * (self.wide + (self.size if self.size < self.wide else 0))
 
 
 class FsdpActivations(Activations):
@@ -48,7 +282,7 @@ class FsdpActivations(Activations):
     the activated half of the MLP.
     """
 
-    def of_stage(self, stage: int) -> Estimate:
+    def of_stage(self, stage: int) -> dict[str, float]:
         waiting = microbatches_in_flight(self.recipe, self.layout, self.name, stage)
         unit, layers = self.tokens * self.size, self.module.layers
         width, kept = self._widths()
@@ -61,7 +295,7 @@ class FsdpActivations(Activations):
         if self.recomputes and not frozen:
             activations = waiting * layers * unit * width + inside
         logits = self.block_of_logits if self.name == LANGUAGE else 0.0
-        return Estimate(self.inputs(), activations, logits, buffers)
+        return {"activations": activations, "logits": logits, "buffers": buffers}
 
     def _messages(self) -> tuple[float, float, float]:
         """Bytes of FSDP2's messages: in a forward, in the backward of a layer and of an end.
@@ -100,12 +334,9 @@ class FsdpActivations(Activations):
         width = qkv[1] / self.parts
         # The inputs of two norms, and of the linears that follow them.
         inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / tp
-        if chosen := self.chosen:
-            each, shared = (
-                module.mean(f"{n}.linear_fc2.weight")[1] for n in ("experts", "_expert")
-            )
-            inside = (qkv[0] + proj[1] + 4 * shared) / tp + width * (shared > 0)
-            inside += chosen * (2 * qkv[1] * self.grid.etp + 4 * each) / tp
+        if self.chosen:
+            inside = (qkv[0] + proj[1] + 4 * self.shared) / tp + width * (self.shared > 0)
+            inside += self.chosen * (2 * qkv[1] * self.grid.etp + 4 * self.expert) / tp
         # Queries and keys have norms as well, and are rotated; the gate is activated first.
         inside += (norm * qkv[0] + fc2[1]) / tp
         return width, 2 * norm * width + 2 * qkv[1] + inside

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mimo.config.schema import Recipe
 from mimo.families.keymap import num_elements
@@ -20,7 +21,7 @@ from mimo.families.registry import (
     weights_of,
 )
 from mimo.families.wire import DTYPES
-from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches
+from mimo.parallel.grids import LANGUAGE, Layout, encode_group, num_microbatches
 
 _CUT_BY_ROWS = (
     *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
@@ -52,6 +53,14 @@ class RoleMemory:
     def total(self) -> float:
         state = self.weights + self.gradients + self.optimizer
         return state + self.inputs + self.activations + self.logits + self.buffers
+
+
+def microbatches_at_once(recipe: Recipe, layout: Layout, module: str) -> int:
+    """Return the microbatches of one forward: of a colocated encoder, those of a group."""
+    if module not in layout.colocated & layout.encoders.keys():
+        return 1
+    count = num_microbatches(recipe, layout)
+    return min(encode_group(recipe) or count, count)
 
 
 IN_LAYER = re.compile(r"(^|\.)(layers|transformer_blocks|\w+_refiner)\.").search
@@ -190,28 +199,18 @@ class ModuleSizes:
     def _keeps_gradients(self) -> bool:
         """Whether FSDP2 leaves gradients whole between the microbatches of a step."""
         reduces = self.part.reduce_gradients == "microbatch"
-        return not reduces and self._num_backwards() > 1 and self.in_all(self.trained) > 0
+        count = num_microbatches(self.recipe, self.layout)
+        backwards = count / microbatches_at_once(self.recipe, self.layout, self.name)
+        return not reduces and backwards > 1 and self.in_all(self.trained) > 0
 
     @property
     def keeps_layers(self) -> bool:
         return self._keeps_gradients or not self.part.reshard_after_forward
 
-    def _num_backwards(self) -> int:
-        """Backward passes of a step, whose gradients are reduced together."""
-        count = num_microbatches(self.recipe, self.layout)
-        if self.name not in self.layout.colocated & self.layout.encoders.keys():
-            return count
-        group = self.recipe.encoders[self.name].encode_group
-        return 1 if group == "all" else -(-count // group)
-
     def mean(self, ending: str) -> tuple[float, ...]:
         """Rows and columns of the parameters of this ending in a layer: the mean over layers."""
         shapes = [s for name, s in self.shapes.items() if name.endswith(ending) and IN_LAYER(name)]
         return tuple(sum(sizes) / self.listed for sizes in zip((0, 0), *shapes, strict=True))
-
-    def has(self, ending: str) -> bool:
-        """Whether a parameter's name ends so."""
-        return any(name.endswith(ending) for name in self.shapes)
 
     def num_norms(self, width: int) -> float:
         """Norms of a layer that are this wide: the mean over layers."""
@@ -222,3 +221,16 @@ class ModuleSizes:
     def share_of_attention(self) -> float:
         """Share of layers that are not linear attention."""
         return 1 - sum(name.endswith("conv_weight") for name in self.shapes) / self.listed
+
+
+def parameters_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
+    """Return the weights, gradients and optimizer state of each role."""
+    roles: list[RoleMemory] = []
+    for name, grid in layout.grids.items():
+        module = ModuleSizes(recipe, layout, name)
+        if grid.engine == "fsdp":
+            roles.append(module.sharded_parameters())
+            continue
+        starts = sorted({0, min(1, grid.pp - 1), grid.pp - 1})
+        roles += (module.stage_parameters(range(*ends)) for ends in pairwise([*starts, grid.pp]))
+    return roles

@@ -28,16 +28,11 @@ from mimo.device import Staging
 from mimo.errors import InputError
 from mimo.families.registry import encoder_settings, language_settings, weights_of
 from mimo.families.wire import DTYPES
-from mimo.model.activations import (
-    item_plan,
-    items_at_once,
-    microbatches_at_once,
-    microbatches_in_flight,
-)
 from mimo.model.build import build_model
 from mimo.model.decoding import EncoderItems
 from mimo.model.inputs import LanguageBatch, ReceivedRows, stage_items, stage_lane
-from mimo.model.memory import RoleMemory
+from mimo.model.memory import RoleMemory, item_plan, items_at_once, microbatches_in_flight
+from mimo.model.module_sizes import microbatches_at_once
 from mimo.model.modules import MimoModel
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches
 from mimo.parallel.groups import simulated_topology
@@ -109,23 +104,21 @@ class _Staging(Staging):
         return self.copy(torch.cat(list(parts)))
 
 
+@dataclass
 class _Rank:
     """One module of a simulated rank. model: with fake parameters, which ``mode`` made."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        layout: Layout,
-        role: RoleMemory,
-        rank: int,
-        model: MimoModel,
-        mode: FakeTensorMode,
-    ) -> None:
-        self.recipe, self.layout, self.role, self.rank = recipe, layout, role, rank
-        self.model, self.mode, self.name = model, mode, role.module
-        self.module = cast("Any", model.modules[self.name])
-        self.dtype = DTYPES[recipe.train.precision]
-        self.stage = layout.grids[self.name].coords(rank).pp
+    recipe: Recipe
+    layout: Layout
+    role: RoleMemory
+    rank: int
+    model: MimoModel
+    mode: FakeTensorMode
+
+    def __post_init__(self) -> None:
+        self.name, self.dtype = self.role.module, DTYPES[self.recipe.train.precision]
+        self.module = cast("Any", self.model.modules[self.name])
+        self.stage = self.layout.grids[self.name].coords(self.rank).pp
         self.memory = TensorMemory()
         self.kept = 0
 

@@ -33,29 +33,23 @@ def run_roles(
     """
     roles = memory_by_role(recipe, layout)
     chosen = [_rank_of(role, roles, layout)] if role else [(one, one.ranks[0]) for one in roles]
-    covered = [
-        (one, rank)
-        for one, rank in chosen
-        if one.module not in recipe.generators and layout.grids[one.module].engine == "megatron"
-    ]
-    notes = [
-        f"--dry-run does not cover {one.role}, which Megatron does not run; the formula stands"
-        for one, rank in chosen
-        if (one, rank) not in covered
-    ]
-    if not covered:
-        raise InputError("\n".join(notes))
-    from mimo.plan.dry_run import dry_run  # late: it imports Megatron
+    has_experts = language_settings(recipe).routers[0] > 0
+    runs, notes = [], []
+    for one, rank in chosen:
+        if one.module in recipe.generators or layout.grids[one.module].engine == "fsdp":
+            notes.append(f"--dry-run does not cover {one.role}: Megatron does not run it")
+            continue
+        from mimo.plan.dry_run import dry_run  # late: it imports Megatron
 
-    runs = [dry_run(recipe, layout, one, rank) for one, rank in covered]
-    if language_settings(recipe).routers[0] and layout.language.ep * layout.language.etp > 1:
-        for one, rank in covered:
-            if one.module == LANGUAGE:
-                worst = dry_run(recipe, layout, one, rank, worst_experts=True)
-                notes.append(
-                    f"experts: equal loads; {format_bytes(worst.total)} on a rank of {one.role} "
-                    "if the tokens of all ranks choose its experts"
-                )
+        runs.append(dry_run(recipe, layout, one, rank))
+        if one.module == LANGUAGE and has_experts and layout.language.ep * layout.language.etp > 1:
+            worst = dry_run(recipe, layout, one, rank, worst_experts=True)
+            notes.append(
+                f"experts: equal loads; {format_bytes(worst.total)} on a rank of {one.role} if "
+                "the tokens of all ranks choose its experts"
+            )
+    if not runs:
+        raise InputError("\n".join(notes))
     return runs, notes
 
 

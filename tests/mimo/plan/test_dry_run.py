@@ -130,7 +130,5 @@ def test_the_worst_load_of_experts_is_stated(tmp_path: Path, run_ranks: RunRanks
 def test_what_a_dry_run_does_not_cover_is_refused(tmp_path: Path) -> None:
     recipe, layout = load(tmp_path)
     grids = {name: replace(grid, engine="fsdp") for name, grid in layout.encoders.items()}
-    with pytest.raises(
-        InputError, match="does not cover vision, which Megatron does not run"
-    ):
+    with pytest.raises(InputError, match="does not cover vision: Megatron does not run it"):
         run_roles(recipe, replace(layout, encoders=grids), "vision")
