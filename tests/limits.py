@@ -20,7 +20,7 @@ SOURCES = ("mimo", "bridge", "data", "encoders", "generators")
 LIMITS = {
     "source lines": 49_100,
     "source lines of code": 35_600,
-    "source files": 264,
+    "source files": 265,
     "test lines": 57_700,
     "entries of mimo": 19,
     "README lines": 150,

@@ -15,7 +15,7 @@ from mimo.report.tables import Table, percent, scientific, show
 if TYPE_CHECKING:
     from mimo.config.schema import Recipe
     from mimo.parallel.grids import Layout
-    from mimo.plan.gpus import Gpu
+    from mimo.plan.rates import Gpu
 
 
 def check(
@@ -40,7 +40,7 @@ def check(
         phased = load_phases(recipe, overrides or [])
         # Imported after the recipe is read: a mistyped key is reported before torch loads.
         from mimo.model.recipe_checks import check_indexed_data, check_recipe
-        from mimo.plan.gpus import parse_gpu
+        from mimo.plan.rates import parse_gpu
 
         layouts = phased.each(lambda recipe: check_recipe(recipe, num_ranks))
         notes = phased.each(check_indexed_data)

@@ -28,11 +28,7 @@ from mimo.config.source import Location, dotted
 from mimo.config.training import Source
 from mimo.errors import InputError, RecipeError, StartError, file_system_failed, kind_of
 from mimo.families.contracts import GeneratorSettings
-from mimo.families.registry import (
-    encoder_settings,
-    generator_settings,
-    language_settings,
-)
+from mimo.families.registry import encoder_settings, generator_settings, language_settings
 
 SPLITS = ("sources", "validation", "test")
 _TARGETS = {"image": TargetImages}  # by modality, what generators make

@@ -268,12 +268,7 @@ class MimoModel:
 
     # --------------------------------------------- language model, colocated encoders
 
-    def _run_groups(
-        self,
-        module: Module,
-        inputs: Inputs,
-        forward_only: bool,
-    ) -> float | Tensor:
+    def _run_groups(self, module: Module, inputs: Inputs, forward_only: bool) -> float | Tensor:
         batches, items = inputs.language, inputs.items
         size = self._group_size(len(batches))
         encoders = list(dict.fromkeys(link.module for link in self.colocated))

@@ -60,11 +60,7 @@ class OutputPlanner:
     channels: int
 
     def plan(
-        self,
-        loaded: LoadedStep,
-        plan: StepPlan,
-        readers: Sequence[SampleReader],
-        lane: int,
+        self, loaded: LoadedStep, plan: StepPlan, readers: Sequence[SampleReader], lane: int
     ) -> list[list[HostDraw]]:
         """Return the forwards of each microbatch, in order."""
         total = max(plan.num_outputs[self.name], 1)

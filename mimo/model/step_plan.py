@@ -17,14 +17,7 @@ from data.batch import GlobalMicrobatch, Padding, plan_microbatch, sizes_in_orde
 from data.index.reader import plans_of_items
 from data.index.samples import Index, column
 from data.order import SampleOrder
-from data.packing import (
-    TokenBudget,
-    Used,
-    deal,
-    packs_of_samples,
-    packs_of_tokens,
-    sort_by_length,
-)
+from data.packing import TokenBudget, Used, deal, packs_of_samples, packs_of_tokens, sort_by_length
 from mimo.checkpoint.hf.recipes import config_of_folder
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.flops import flops_per_unit, step_flops

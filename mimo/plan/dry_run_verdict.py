@@ -14,7 +14,7 @@ from mimo.errors import InputError, RecipeError, format_bytes, suggestion
 from mimo.families.registry import language_settings
 from mimo.model.memory import RoleMemory, memory_by_role
 from mimo.parallel.grids import LANGUAGE, Layout
-from mimo.plan.gpus import Gpu
+from mimo.plan.rates import Gpu
 from mimo.plan.search import Space
 
 if TYPE_CHECKING:

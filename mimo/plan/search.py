@@ -22,8 +22,7 @@ from mimo.model.recipe_checks import check_recipe
 from mimo.model.step_plan import StepFlops
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 from mimo.plan.forecast import Forecast, forecast, plans
-from mimo.plan.gpus import Gpu
-from mimo.plan.rates import Rates
+from mimo.plan.rates import Gpu, Rates
 from mimo.plan.work import StepWork
 
 Overrides = Mapping[str, Any]

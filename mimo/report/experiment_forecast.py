@@ -8,8 +8,7 @@ from statistics import median
 from mimo.errors import InputError
 from mimo.plan.calibrate import calibrate, read_run
 from mimo.plan.forecast import forecast
-from mimo.plan.gpus import GPUS
-from mimo.plan.rates import rates_of_gpu
+from mimo.plan.rates import GPUS, rates_of_gpu
 from mimo.report.experiment_results import Result
 from mimo.report.tables import Table, number, percent
 

@@ -18,8 +18,7 @@ from mimo.model.indexing import indexed_dataset
 from mimo.model.recipe_checks import check_recipe
 from mimo.plan.calibrate import calibrate, read_run
 from mimo.plan.forecast import Forecast, forecast
-from mimo.plan.gpus import parse_gpu
-from mimo.plan.rates import rates_of_gpu
+from mimo.plan.rates import parse_gpu, rates_of_gpu
 from mimo.plan.search import Choice, search, searched_keys
 from mimo.plan.simulate import Deadlock, Timeline
 from mimo.report.tables import Table, number, percent, show, write

@@ -13,7 +13,7 @@ from mimo.errors import InputError
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.plan.dry_run_verdict import run_roles, verdict
-from mimo.plan.gpus import Gpu, parse_gpu
+from mimo.plan.rates import Gpu, parse_gpu
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 

@@ -13,8 +13,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.cli.main import app
 from mimo.model.recipe_checks import check_recipe
 from mimo.plan.forecast import Forecast, forecast
-from mimo.plan.gpus import GPUS
-from mimo.plan.rates import rates_of_gpu
+from mimo.plan.rates import GPUS, rates_of_gpu
 from tests.mimo import tiny
 
 

@@ -17,8 +17,7 @@ from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.plan import search as searching
 from mimo.plan.forecast import forecast
-from mimo.plan.gpus import GPUS, Gpu
-from mimo.plan.rates import Rates, rates_of_gpu
+from mimo.plan.rates import GPUS, Gpu, Rates, rates_of_gpu
 from mimo.plan.search import SearchResult, Space, search, searched_keys
 from tests.cases import quick_values
 from tests.mimo import tiny
