@@ -23,6 +23,7 @@ from mimo.model import modules
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.train.step import StepObserver
+from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -133,7 +134,7 @@ def simulate(_: int, recipe: Recipe, layout: Layout) -> tuple[list[Any], list[An
     return ranks, [(run.formula.role, run.total, run.formula.total) for run in runs]
 
 
-@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("overrides", quick_values(LAYOUTS, "disjoint"))
 def test_formula_dry_run_and_tensors_of_real_ranks_agree(
     tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
 ) -> None:
