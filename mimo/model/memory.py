@@ -19,7 +19,6 @@ import numpy as np
 from data.modalities.processor import Part, PartPlan, WireForm
 from mimo.config.schema import Recipe
 from mimo.families.registry import encoder_settings, generator_settings, module_settings
-from mimo.model.module_sizes import CUT_BY_COLUMNS as CUT_BY_COLUMNS
 from mimo.model.module_sizes import (
     IN_LAYER,
     OUTPUT,
@@ -32,9 +31,9 @@ from mimo.ops.cross_entropy import rows_at_once
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 
 _TOKEN_BYTES = 48
-"""Of a token's id, three positions, label and place among loss tokens."""
+"""Bytes of a token's id, three positions, label and place among loss tokens."""
 _PLACE_BYTES = 64
-"""Of a patch's place and the learned positions around it, about."""
+"""About the bytes of a patch's place and of the learned positions around it."""
 
 
 def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
@@ -49,7 +48,7 @@ def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
 
 
 def item_plan(recipe: Recipe, encoder: str) -> PartPlan:
-    """Return the plan of an item of noise, of which full microbatches consist here."""
+    """Return the plan of an item of noise; here full microbatches consist of such items."""
     modality = encoder_settings(recipe, encoder).processor(recipe.encoders[encoder].media)
     file = modality.random_file(np.random.default_rng(0))
     return modality.plan(Part(modality.size_of(modality.decode(file))))

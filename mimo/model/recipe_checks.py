@@ -39,7 +39,7 @@ from mimo.model.dataset import (
     unknown_text,
 )
 from mimo.model.indexing import build_in_processes, survey_source
-from mimo.model.memory import CUT_BY_COLUMNS, parameters_by_role
+from mimo.model.module_sizes import CUT_BY_COLUMNS, parameters_by_role
 from mimo.ops.acceleration import fp8_multiple, fp8_problem, this_machine
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout

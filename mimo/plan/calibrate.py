@@ -31,6 +31,7 @@ from mimo.runtime.run_files import METRICS, json_lines, starts_of
 _FITS, _STEPS = 6, 3
 _MIN_WORK = 0.1  # least share of a pass's time that is not messages
 _WARMUP = 3  # first steps, whose times are ignored
+_TAIL = ("gradients", "update")  # parts of a step after its last backward
 _NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
 
 Key = tuple[str, str]
@@ -168,9 +169,6 @@ class _Features:
             if updated and sum(parts):
                 costs.append(sum(parts) / work.ranks_per_core / updated)
         return costs
-
-
-_TAIL = ("gradients", "update")
 
 
 def _nonnegative_least_squares(

@@ -1,7 +1,7 @@
 """Count the memory of tensors, and keep what the kernels of a GPU keep.
 
-On a CPU some operations are composed of several, each of which keeps tensors for its backward. In
-a dry run they are replaced by stand-ins that keep, and allocate, what these kernels do: the norms
+On a CPU some operations are composed of several, and each keeps tensors for its backward. In a
+dry run they are replaced by stand-ins that keep, and allocate, what these kernels do: the norms
 and SwiGLU of Transformer Engine and Megatron, a variable-length attention, and fla's delta rule.
 Their results have the right shapes and no meaning.
 
@@ -116,7 +116,7 @@ def _route(is_worst: bool, experts: Tensor, num_experts: int, group: Any, etp: i
     """Stand in for `Route.of`, with equal loads; see `gpu_kernels` for the worst."""
     (n, k), ranks = experts.shape, group.size()
     ep, each = ranks // etp, num_experts * etp // ranks
-    # The share of tokens of which none of k different experts is on a given rank.
+    # The share of tokens that choose none of a given rank's experts.
     missed = math.comb(num_experts - each, k) / math.comb(num_experts, k)
     rows, choices = ([math.ceil(x)] * ranks for x in (n * (1 - missed), n * k / ep))
     arriving = [n] * ranks, [n * min(k, each)] * ranks

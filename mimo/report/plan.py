@@ -20,7 +20,7 @@ from mimo.plan.calibrate import calibrate, read_run
 from mimo.plan.forecast import Forecast, forecast
 from mimo.plan.rates import parse_gpu, rates_of_gpu
 from mimo.plan.search import Choice, search, searched_keys
-from mimo.plan.simulate import Deadlock, Timeline
+from mimo.plan.simulate import Timeline
 from mimo.report.tables import Table, number, percent, show, write
 
 _GIB = 2**30
@@ -60,12 +60,7 @@ def main(
         if fixes or to_write is not None:
             raise InputError("--fix and --write belong to a search; give --gpus as well")
         layout = check_recipe(recipe, None)
-        try:
-            result = forecast(recipe, layout, dataset, rates)
-        except Deadlock as deadlock:
-            key = "encoders.<name>.run_ahead"
-            message = f"{path}: this layout deadlocks: {deadlock}; raise {key} or set it to auto"
-            raise InputError(message) from deadlock
+        result = forecast(recipe, layout, dataset, rates)
         show(forecast_table(result), roles_table(result))
         chosen = result
     else:

@@ -50,11 +50,11 @@ def run_of(
     return MeasuredRun("run", recipe, layout, dataset, metrics, cores), made
 
 
-def check_rates(found: Rates, modules: Sequence[str]) -> None:
+def check_rates(fitted: Rates, modules: Sequence[str]) -> None:
     for name in modules:
-        assert found.forward[name] == pytest.approx(FORWARD[name], rel=0.02), name
-        assert found.backward[name] == pytest.approx(BACKWARD[name], rel=0.02), name
-    assert found.call == pytest.approx(TRUE.call, rel=0.02)
+        assert fitted.forward[name] == pytest.approx(FORWARD[name], rel=0.02), name
+        assert fitted.backward[name] == pytest.approx(BACKWARD[name], rel=0.02), name
+    assert fitted.call == pytest.approx(TRUE.call, rel=0.02)
 
 
 @pytest.mark.parametrize("cores", [math.inf, 2.0])
@@ -63,12 +63,12 @@ def test_rates_fitted_to_two_layouts_are_the_true_ones_and_forecast_a_third(
     folder: Path, cores: float, third: list[str]
 ) -> None:
     runs = [run_of(folder, overrides, TRUE, cores)[0] for overrides in (DIRECT, LANES)]
-    found = calibrate(runs, UNKNOWN)
-    check_rates(found, ["vision", "language"])
-    assert found.element == pytest.approx(TRUE.element, rel=0.02)
-    assert found.step == pytest.approx(TRUE.step, rel=0.05)
+    fitted = calibrate(runs, UNKNOWN)
+    check_rates(fitted, ["vision", "language"])
+    assert fitted.element == pytest.approx(TRUE.element, rel=0.02)
+    assert fitted.step == pytest.approx(TRUE.step, rel=0.05)
     expected, _ = run_of(folder, third, TRUE, cores)
-    _, made = run_of(folder, third, found, cores)
+    _, made = run_of(folder, third, fitted, cores)
     seconds = np.mean([step.seconds for step in made.steps])
     assert seconds == pytest.approx(expected.metrics["step_seconds"], rel=0.02)
 
@@ -77,8 +77,8 @@ def test_time_of_assumed_messages_is_not_taken_for_work(folder: Path) -> None:
     linked = replace(TRUE, **LINKS)
     tp = ["language.grid={tp: 2, dp: 1}", "train.micro_batch_size=3"]
     runs = [run_of(folder, overrides, linked)[0] for overrides in (tp, SPLIT)]
-    check_rates(found := calibrate(runs, linked), ["vision", "language"])
-    assert found.step == pytest.approx(TRUE.step, rel=0.05)
+    check_rates(fitted := calibrate(runs, linked), ["vision", "language"])
+    assert fitted.step == pytest.approx(TRUE.step, rel=0.05)
 
 
 @pytest.mark.parametrize("placement", ["disjoint", "colocated"])
@@ -89,8 +89,8 @@ def test_a_generator_gets_rates_of_its_own(folder: Path, placement: str, cores: 
     layouts = [*place, *DIRECT], [*place, *LANES]
     runs = [run_of(folder / "drawn", overrides, TRUE, cores)[0] for overrides in layouts]
     assert {"seconds_image_forward", "seconds_image_backward"} <= runs[0].metrics.keys()
-    found = calibrate(runs, UNKNOWN)
-    check_rates(found, [*FORWARD])
+    fitted = calibrate(runs, UNKNOWN)
+    check_rates(fitted, [*FORWARD])
 
 
 # --------------------------------------------------------------------------- run folders

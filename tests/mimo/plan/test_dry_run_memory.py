@@ -28,7 +28,7 @@ from tests.conftest import RunRanks
 from tests.mimo import tiny
 
 ROWS, TOKENS = (30, 40), 1216
-"""Of the only image of each sample, and of the sample: all but a few tokens stand for items."""
+"""Tokens of each sample's only image, and of the sample: nearly all of them stand for items."""
 
 DECODER = (
     "num_layers: 4, hidden_size: 256, ffn_hidden_size: 768, num_attention_heads: 8, "

@@ -45,8 +45,8 @@ def searched(
 ) -> SearchResult:
     """Search, and check every returned layout: it is valid, fits and keeps fixed values."""
     recipe = load_recipe(folder / "tiny.yaml", [*LAYERS, *overrides])
-    found = search(recipe, tiny.open_sources(recipe), rates, gpu, num_gpus, fixed)
-    for choice in found.choices:
+    result = search(recipe, tiny.open_sources(recipe), rates, gpu, num_gpus, fixed)
+    for choice in result.choices:
         texts = [f"{key}={'null' if v is None else v}" for key, v in choice.overrides.items()]
         again = load_recipe(folder / "tiny.yaml", [*LAYERS, *overrides, *texts])
         layout = check_recipe(again, num_gpus)
@@ -54,7 +54,7 @@ def searched(
         assert num_gpus == len({r for grid in layout.grids.values() for r in grid.ranks})
         assert memory_of(again, layout) == choice.memory <= gpu.memory
         assert fixed.items() <= choice.overrides.items()
-    return found
+    return result
 
 
 def memory_of(recipe: Recipe, layout: Layout) -> float:
@@ -71,8 +71,8 @@ def brute_force(folder: Path, num_gpus: int) -> Iterator[tuple[Recipe, Layout]]:
     for (placement, tower_tp, tower_dp), tp, cp, pp, vpp, dp, batch in product(
         towers, (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), range(1, num_gpus + 1), (1, 2, 4, 8)
     ):
-        own = tower_tp * tower_dp if tower_dp is not None else 0
-        if own + tp * cp * pp * dp != num_gpus or (vpp > 1 and pp == 1) or 4 % (pp * vpp):
+        tower_ranks = tower_tp * tower_dp if tower_dp is not None else 0
+        if tower_ranks + tp * cp * pp * dp != num_gpus or (vpp > 1 and pp == 1) or 4 % (pp * vpp):
             continue
         overrides = [
             *LAYERS,
@@ -107,11 +107,11 @@ def test_the_best_layouts_are_those_of_brute_force(folder: Path, world: tuple[in
     dataset = tiny.open_sources(load_recipe(folder / "tiny.yaml"))
     every = brute_force(folder, num_gpus)
     times = [forecast(*layout, dataset, rates).percentile(50) for layout in every]
-    found = searched(folder, num_gpus, AUTO, rates=rates)
-    best = [choice.forecast.percentile(50) for choice in found.choices]
+    result = searched(folder, num_gpus, AUTO, rates=rates)
+    best = [choice.forecast.percentile(50) for choice in result.choices]
     assert best == pytest.approx(sorted(times)[: len(best)])
     # The search does not try a tower of five GPUs; otherwise it simulates all layouts.
-    assert num_gpus == 6 or found.counts["simulated"] == len(times)
+    assert num_gpus == 6 or result.counts["simulated"] == len(times)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_a_gpu_too_small_for_one_stage_forces_two(folder: Path) -> None:
     sizes = sizes_of(folder, fixed).items()
     least = {pp: min(m for o, m in sizes if ("language.grid.pp", pp) in o) for pp in (1, 2)}
     assert any(c.layout.language.pp == 1 for c in searched(folder, 3, fixed, WIDE).choices)
-    found = searched(folder, 3, fixed, WIDE, gpu=replace(H100, memory=(least[1] + least[2]) / 2))
-    assert {choice.layout.language.pp for choice in found.choices} == {2}
-    assert found.counts["too large"] >= sum(("language.grid.pp", 1) in o for o, _ in sizes)
+    result = searched(folder, 3, fixed, WIDE, gpu=replace(H100, memory=(least[1] + least[2]) / 2))
+    assert {choice.layout.language.pp for choice in result.choices} == {2}
+    assert result.counts["too large"] >= sum(("language.grid.pp", 1) in o for o, _ in sizes)
 
 
 def test_recomputing_is_chosen_only_where_a_layout_does_not_fit_without(folder: Path) -> None:

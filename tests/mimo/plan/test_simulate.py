@@ -16,7 +16,7 @@ Step = tuple[list[Worker], list[Task]]
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Workers, each its own module, and tasks that wait for earlier ones in the list."""
+    """Workers, each its numbers module, and tasks that wait for earlier ones in the list."""
     num_workers, num_tasks = draw(st.integers(1, 5)), draw(st.integers(1, 20))
     workers = [Worker(f"m{n}", ranks=draw(st.integers(1, 3))) for n in range(num_workers)]
     tasks = list[Task]()
@@ -90,10 +90,10 @@ def test_work_waits_and_the_idle_end_of_each_worker_make_up_the_step(step: Step)
     busy, waits = timeline.busy(), timeline.waits()
     idle = timeline.idle(tail=1.0)
     for number, worker in enumerate(workers):
-        own = [n for n, task in enumerate(tasks) if task.worker == number]
+        numbers = [n for n, task in enumerate(tasks) if task.worker == number]
         work = busy.get((worker.module, "forward"), 0.0)
         waited = sum(seconds for (who, _), seconds in waits.items() if who == worker.role)
-        at_end = timeline.seconds - max(timeline.end[own], default=0.0)
+        at_end = timeline.seconds - max(timeline.end[numbers], default=0.0)
         assert work + waited + at_end == pytest.approx(timeline.seconds, abs=1e-9)
         share = (waited + at_end) / (timeline.seconds + 1.0)
         assert idle[worker.role] == pytest.approx(share, abs=1e-9)

@@ -85,17 +85,17 @@ def test_flops_of_all_parts_and_lanes_are_those_of_the_model_with_padding(
 def test_recomputing_repeats_one_forward_in_the_backward(folder: Path, module: str) -> None:
     key = "language" if module == LANGUAGE else "encoders.vision"
     rates = replace(PER_FLOP, forward={"": 1.0}, backward={"": 1.5}, call=3.0)
-    found = {}
+    times = {}
     for recompute in ("none", "selective", "full"):
         work, plan = work_of(folder, f"{key}.recompute={recompute}")
         passes = passes_of(work, plan)[module]
-        found[recompute] = passes.seconds(module, rates)
-    forward, backward = found["none"]
+        times[recompute] = passes.seconds(module, rates)
+    forward, backward = times["none"]
     np.testing.assert_allclose(forward, passes.forward + 2 * 3.0)
     np.testing.assert_allclose(backward, 1.5 * passes.backward + 2 * 2 * 3.0)
-    np.testing.assert_allclose(found["full"][0], forward)
-    np.testing.assert_allclose(found["full"][1], backward + forward)
-    again = (found["selective"][1] - backward) / 1.5
+    np.testing.assert_allclose(times["full"][0], forward)
+    np.testing.assert_allclose(times["full"][1], backward + forward)
+    again = (times["selective"][1] - backward) / 1.5
     if module == LANGUAGE:
         lengths = (m.samples.length for m in plan.microbatches)
         pairs = sum((n * (n + 1) // 2).sum() for n in lengths)

@@ -69,8 +69,8 @@ def run_layer(rank: int, grid: str, routing: str, dtype: torch.dtype) -> dict[st
 
     (ep, etp), ranks = GRIDS[grid], dist.get_world_size()
     part, slice_ = rank // etp, rank % etp
-    one: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    groups: Any = SimpleNamespace(tp=one, cp=one, tp_cp=one, tp_ep=dist.group.WORLD)
+    single: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups: Any = SimpleNamespace(tp=single, cp=single, tp_cp=single, tp_ep=dist.group.WORLD)
     groups.ep, groups.expt_tp = (SimpleNamespace(size=lambda n=n: n) for n in (ep, etp))
     config: Any = SimpleNamespace(params_dtype=dtype, hidden_size=H, num_layers=1)
     config.activation_func, config.sequence_parallel = functional.silu, False
