@@ -12,7 +12,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.memory import RoleMemory, memory_by_role
 from mimo.parallel.build import build_layout
 from tests.conftest import RunRanks
-from tests.test_recipes import CONFIGS, PROCESSORS
+from tests.published import CONFIGS, PROCESSORS
 
 NAME, LANES, LAYERS, TOKENS = "Qwen3-VL-8B-Instruct", 8, 4, 8192
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3_vl_8b_fsdp.yaml"
