@@ -7,8 +7,6 @@ is a sequence, padded to the longest of the lane; sequences are still concatenat
 Letters: n samples and m items of one global microbatch, L language lanes, T tokens of one lane.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -104,7 +102,7 @@ class GlobalMicrobatch:
         """Tokens of the longest sequence, padding included."""
         return int((self.lane_tokens if self.packed else self.segment_length).max())
 
-    def split(self, count: int) -> list[GlobalMicrobatch]:
+    def split(self, count: int) -> "list[GlobalMicrobatch]":
         """Split one microbatch of many lanes into ``count`` microbatches of equally many lanes."""
         lanes = len(self.lane_tokens) // count
         first_samples = np.searchsorted(self.lane, np.arange(count + 1) * lanes)
@@ -120,7 +118,7 @@ class GlobalMicrobatch:
             microbatches.append(replace(self, **parts))
         return microbatches
 
-    def padded_to(self, tokens: int) -> GlobalMicrobatch:
+    def padded_to(self, tokens: int) -> "GlobalMicrobatch":
         """Return the same samples in sequences of ``tokens`` tokens each, on all lanes."""
         assert tokens >= self.longest_sequence, "sequences are padded, not cut"
         if self.packed:
@@ -145,7 +143,7 @@ class GlobalMicrobatch:
         numbers = [self.media.index(name) for name in media if name in self.media]
         return np.flatnonzero(np.isin(self.item_media, numbers))
 
-    def without(self, unusable: Collection[int]) -> GlobalMicrobatch:
+    def without(self, unusable: Collection[int]) -> "GlobalMicrobatch":
         """Return the microbatch with some samples blanked: no items and no loss, tokens kept.
 
         unusable: sample numbers in this microbatch. Every rank must blank the same ones. Shapes do

@@ -6,8 +6,6 @@ shard stays local (packing.py). A run may continue with other sources: another m
 and each source that stays continues where it stood.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -149,7 +147,7 @@ class SampleOrder:
         pairs = zip(last.places(position), last.streams, strict=True)
         return [place / stream.size for place, stream in pairs]
 
-    def after(self, earlier: Sequence[Mixture], end: int) -> SampleOrder:
+    def after(self, earlier: Sequence[Mixture], end: int) -> "SampleOrder":
         """Return the order that is ``earlier`` up to position ``end``, then that of these sources.
 
         A source stays if it keeps its name, or else its number and its size (it was moved). It

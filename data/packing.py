@@ -1,7 +1,5 @@
 """Random permutations, mixing of sources by weight, and packing of samples by budget."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left, bisect_right
@@ -44,7 +42,7 @@ def _finish(x: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=128)
-def permutation(size: int, *salts: int) -> _Sorted | _Feistel:
+def permutation(size: int, *salts: int) -> "_Sorted | _Feistel":
     """Return a random permutation of the numbers below ``size``, a different one for other salts.
 
     `at(slots)` int64 (n,) are the numbers in these slots; `slot_of(number)` is a number's slot.
@@ -197,7 +195,7 @@ class Used:
         earlier = np.array(self.passed_over[:count], np.int64)
         return np.concatenate((earlier, np.arange(self.end, self.end + count - len(earlier))))
 
-    def with_packs(self, packs: Sequence[np.ndarray]) -> Used:
+    def with_packs(self, packs: Sequence[np.ndarray]) -> "Used":
         """Return the state after these packs of unused samples are used, too."""
         taken = np.concatenate(packs)
         end = max(self.end, int(taken.max()) + 1)

@@ -3,9 +3,7 @@
 Items are prepared by the folder's own processor; tensors keep the names of transformers.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from pydantic import Field
@@ -37,7 +35,7 @@ class Settings(EncoderSettings):
     def processor(self, modality: str = "image") -> TransformersMedia:
         return TransformersMedia(self.folder, modality)
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def scaled_down(self, chunks: int, tp: int) -> Self:
         """Raise ValueError: `mimo parity` compares these models, on a tiny copy of their own."""
         raise ValueError("family transformers is compared by `mimo parity`")
 

@@ -1,7 +1,5 @@
 """Index shards: tokenize every sample, read every item's header."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class Problems:
     def add(self, kind: str, line: str, cause: BaseException | None = None) -> None:
         self.merge(Problems({kind: [line]}, [cause] if isinstance(cause, OSError) else []))
 
-    def merge(self, other: Problems) -> None:
+    def merge(self, other: "Problems") -> None:
         for kind, lines in other.lines.items():
             self.lines.setdefault(kind, []).extend(lines)
         self.causes += other.causes

@@ -1,7 +1,5 @@
 """The index file of a shard, and the catalog of a source."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -15,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -291,7 +289,7 @@ class Catalog:
     entries: np.ndarray  # (S,) ENTRY, of their index files
 
     @classmethod
-    def read(cls, path: Path, root: str) -> Catalog:
+    def read(cls, path: Path, root: str) -> Self:
         """Read a catalog. Raises OSError, DamagedFileError."""
         file = ColumnFile(path)
         file.check()

@@ -3,8 +3,6 @@
 Only this file opens shards. A shard is a file of this machine, or has a URL (remote.py).
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import stat
@@ -175,7 +173,7 @@ class ShardFile:
         with suppress(OSError):  # after an outage, the read itself fails
             self.check()
 
-    def stream(self) -> ShardStream:
+    def stream(self) -> "ShardStream":
         return ShardStream(self, _FILE_PART if self._file >= 0 else _URL_PART)
 
     def __del__(self) -> None:
@@ -193,7 +191,7 @@ class ShardStream:
 
         self._parts = Parts(part_size, lambda a, b: shard.read(a, b - a), self.size, _PARTS)
 
-    def member(self, begin: int, size: int) -> ShardStream:
+    def member(self, begin: int, size: int) -> "ShardStream":
         """Return a member as a file that shares the parts of this stream."""
         stream = copy(self)
         stream.begin, stream.size, stream._position = begin, size, 0

@@ -3,8 +3,6 @@
 Letters: `L` tokens of one sample, `I` items (images, videos, ...) in it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -232,7 +230,7 @@ class ChatTokenizer:
         """Return the text of token ids. special: include special tokens."""
         return self._backend.decode([*map(int, ids)], skip_special_tokens=not special)
 
-    def differences(self, other: ChatTokenizer) -> list[str]:
+    def differences(self, other: "ChatTokenizer") -> list[str]:
         """Return which of "tokenizer" and "chat template" differ from another folder's."""
         names = []
         if self._vocabulary() != other._vocabulary():

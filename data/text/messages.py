@@ -1,7 +1,5 @@
 """Chat messages: their form, what can be wrong with them, and what stands for an item."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys
@@ -37,7 +35,7 @@ class PlaceholderError(ValueError):
 class UnknownMediaError(ValueError):
     """A sample has an item that no encoder takes and no generator makes."""
 
-    def __init__(self, key: str, mention: Mention, known: Collection[str]) -> None:
+    def __init__(self, key: str, mention: "Mention", known: Collection[str]) -> None:
         place, maker = "", "an encoder"
         if mention.in_answer:
             place, maker = " in an assistant's message", "a generator or an encoder"

@@ -5,8 +5,6 @@ is then named ``output.<modality>``. Its text is a start token, query positions 
 whatever the chat template writes for items.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -95,7 +93,7 @@ def with_marks(messages: Sequence[Message], outputs: Mapping[str, Any]) -> list[
 
 
 def add_tokens(
-    backend: Tokenizer, outputs: Mapping[str, OutputText], vocab_size: int
+    backend: "Tokenizer", outputs: Mapping[str, OutputText], vocab_size: int
 ) -> tuple[str, ...]:
     """Add the start and end tokens that a tokenizer lacks, in order; return the added ones.
 

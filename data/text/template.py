@@ -1,7 +1,5 @@
 """A chat template, and its special tokens told from text that looks like them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,7 +28,7 @@ class SpecialTokens:
     does not say so, such as placeholders; a text never becomes one of their ids.
     """
 
-    def __init__(self, backend: Tokenizer, needed: Collection[str]) -> None:
+    def __init__(self, backend: "Tokenizer", needed: Collection[str]) -> None:
         from tokenizers import AddedToken, Tokenizer
 
         added = sorted(backend.get_added_tokens_decoder().items())

@@ -4,8 +4,6 @@ A checkpoint is `step_<n>`. While it is written or removed it has a hidden name,
 run that is killed at any moment leaves complete checkpoints, and the next save removes the rest.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -61,7 +59,7 @@ class Progress:
     def used(self) -> Used:
         return Used(self.samples, self.passed_over)
 
-    def after_step(self, step: int, used: Used, is_skipped: bool) -> Progress:
+    def after_step(self, step: int, used: Used, is_skipped: bool) -> "Progress":
         return replace(
             self,
             step=step + 1,
@@ -70,7 +68,7 @@ class Progress:
             skipped_steps=self.skipped_steps + is_skipped,
         )
 
-    def with_skipped(self, samples: Set[tuple[int, int]]) -> Progress:
+    def with_skipped(self, samples: Set[tuple[int, int]]) -> "Progress":
         """Return the progress with these samples skipped too; each counts once."""
         count = self.skipped_samples + len(samples - self.skipped)
         return replace(self, skipped_samples=count, skipped=self.skipped | samples)

@@ -3,10 +3,8 @@
 The keys describe a site, so `mimo launch --cluster my_site.yaml` merges a file over the recipe's.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -124,7 +122,7 @@ class Cluster(Section):
     """Check nodes, network, folders and versions before ranks start."""
 
     @model_validator(mode="after")
-    def _nodes_have_places(self) -> Cluster:
+    def _nodes_have_places(self) -> Self:
         for prefix, nodes in (("", self), ("encoder_nodes.", self.encoder_nodes)):
             if nodes is not None and nodes.gpus_per_node == 0 and nodes.ranks_per_node is None:
                 raise ValueError(

@@ -4,8 +4,6 @@ Every value keeps its origin: a line of the file, or the override that set it. A
 later, such as a grid that does not tile the world, still points at the place to mend.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -119,7 +117,7 @@ class YamlSource:
         self.origins[location] = origin
         self.overridden.append(location)
 
-    def merge_site(self, site: YamlSource) -> None:
+    def merge_site(self, site: "YamlSource") -> None:
         """Merge a file of the keys of `cluster`, with or without that name around them."""
         prefix: Location = () if [*site.data] == ["cluster"] else ("cluster",)
         changes = {"cluster": site.data} if prefix else site.data

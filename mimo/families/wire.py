@@ -3,10 +3,9 @@
 Letters: P patches of all items of a forward, C numbers of each, W numbers of each that are sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class WirePatches:
         items: Sequence[tuple[WireForm, Tensor]],
         join: Callable[[list[Tensor]], Tensor],
         copy: Callable[[Tensor], Tensor],
-    ) -> WirePatches:
+    ) -> Self:
         """Copy items to the device: the form of each and its patches (n, W), at least one item.
 
         join: copies the concatenation of host tensors. copy: copies one.

@@ -4,15 +4,13 @@ When transformers loads a folder it renames tensors, and merges, splits or trans
 (`transformers.conversion_mapping`). This module applies its rules and operations.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -79,7 +77,7 @@ class Conversion:
             self._add(group)
 
     @classmethod
-    def of_folder(cls, folder: Path, stored: Mapping[str, Shape]) -> Conversion:
+    def of_folder(cls, folder: Path, stored: Mapping[str, Shape]) -> Self:
         """Return the conversion for a ``config.json``. Raises InputError if its model fails."""
         from transformers import AutoConfig
 

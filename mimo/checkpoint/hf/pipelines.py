@@ -5,8 +5,6 @@ Beside them lie ``tokenizer``, ``vae``, ``scheduler`` and ``model_index.json``. 
 rest is found from there.
 """
 
-from __future__ import annotations
-
 import importlib
 import shutil
 from pathlib import Path
@@ -87,7 +85,7 @@ def folders_generator(recipe: Recipe) -> str | None:
     return next(name for name, part in recipe.generators.items() if part.family == held[0])
 
 
-def schedule_of(recipe: Recipe, generator: str) -> Schedule:
+def schedule_of(recipe: Recipe, generator: str) -> "Schedule":
     """Return the times of sampling: the folder's, with the recipe's shift if it is constant.
 
     Raises ValueError for a scheduler that we do not compute.

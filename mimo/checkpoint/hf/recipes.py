@@ -1,7 +1,5 @@
 """Recipes that start from a Hugging Face folder: what they leave out is filled in from it."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Sequence
@@ -230,7 +228,7 @@ def _fill_module(
         model.setdefault(key, copy.deepcopy(value))
 
 
-def config_of_folder(folder: Path) -> PretrainedConfig:
+def config_of_folder(folder: Path) -> "PretrainedConfig":
     """Return a whole model's configuration. Raises InputError if it is unknown, or code."""
     from transformers import AutoConfig  # late: it takes seconds to import
 

@@ -4,11 +4,9 @@ The settings hold its whole configuration. Tensors of a decoder with pre-norms, 
 names, so that adapters fit; others keep the names of transformers.
 """
 
-from __future__ import annotations
-
 import functools
 import json
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -44,7 +42,7 @@ class Settings(LanguageSettings):
     config: dict[str, Any] = Field(default={"model_type": "llama"}, max_length=500)
     """The configuration of transformers, without the sizes."""
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def scaled_down(self, chunks: int, tp: int) -> Self:
         sizes = {**self._scaled_sizes(tp), "num_layers": chunks, "init_std": 0.1}
         return self.model_copy(update=sizes)
 

@@ -3,9 +3,7 @@
 The settings hold the whole model's configuration; tensors keep the names of transformers.
 """
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -26,7 +24,7 @@ class Settings(LanguageSettings):
     config: dict[str, Any] = Field(default={}, max_length=500)
     """The whole model's configuration in transformers."""
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def scaled_down(self, chunks: int, tp: int) -> Self:
         """Raise ValueError: `mimo parity` compares these models, on a tiny copy of their own."""
         raise ValueError("family transformers is compared by `mimo parity`")
 
