@@ -55,7 +55,6 @@ MAY_IMPORT_LATE = {
     "mimo/checkpoint/hf/pipelines.py:schedule_of": "it loads torch",
     "mimo/checkpoint/hf/recipes.py:item_keys": "data loads numpy",
     "mimo/families/hf_config.py:image_defaults_of_processor": "data loads numpy",
-    "mimo/config/modules.py:_item_text": "data loads numpy",
     "mimo/config/training.py:_has_no_credentials": "data loads numpy",
 }
 

@@ -146,13 +146,6 @@ class MediaText:
         return self.item_text.replace(PLACEHOLDER_SLOT, self.placeholder)
 
 
-def item_text_problem(item_text: str) -> str:
-    """Why a text cannot stand for an item, or nothing."""
-    if item_text.count(PLACEHOLDER_SLOT) == 1:
-        return ""
-    return f"needs {PLACEHOLDER_SLOT} exactly once, where the rows go"
-
-
 def write_items(
     rendered: str,
     parts: Sequence[tuple[str, str]],

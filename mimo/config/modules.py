@@ -1,6 +1,7 @@
 """Sections of a recipe about modules: family, grid, adapters, modalities."""
 
 import re
+from collections.abc import Callable
 from fnmatch import fnmatchcase as fnmatch
 from typing import Annotated, Any, Literal
 
@@ -8,9 +9,8 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     Field,
-    PlainValidator,
-    TypeAdapter,
     ValidationError,
+    WrapValidator,
     model_validator,
 )
 
@@ -150,21 +150,27 @@ class Module(Section):
         return self
 
 
-Names = tuple[str, ...]
+def one_of(choices: str) -> WrapValidator:
+    """Report one error, which names the `choices`; pydantic would report one for each of them."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:  # if a number is possible, the first is about it
+            reason = error.errors()[0]["msg"].removeprefix("Input ")
+            hint = f"; a number {reason}" if "number" in choices else ""
+            raise ValueError(f"needs {choices}{hint}") from None
+
+    return WrapValidator(check)
 
 
-def _freeze(choices: str, kind: Any) -> PlainValidator:
-    """Accept a value of `kind`; `choices` are its words."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, bool) or (value == "tower" and value in choices):
-            return value
-        is_list = isinstance(value, list | tuple) and 0 < len(value) <= MAX_ENTRIES
-        if is_list and all(isinstance(name, str) for name in value):
-            return tuple(value)
-        raise ValueError(f"needs {choices} or a list of patterns of names, such as ['*.gate.*']")
-
-    return PlainValidator(check, kind)
+Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=MAX_ENTRIES)]
+_PATTERNS = "a list of patterns of names, such as ['*.gate.*']"
+Freeze = Annotated[bool | Names, one_of(f"true, false or {_PATTERNS}")]
+FreezeEncoder = Annotated[
+    bool | Names | Literal["tower"],
+    one_of(f"true, false, 'tower' (all but the projector) or {_PATTERNS}"),
+]
 
 
 class Language(Module):
@@ -172,29 +178,13 @@ class Language(Module):
 
     family: bounds.Word = "qwen3"
     """Name of a file in `mimo/families/languages/`."""
-    freeze: Annotated[bool | Names, _freeze("true, false", bool | Names)] = False
+    freeze: Freeze = False
     """`true` freezes all weights; a list freezes weights by patterns of names: `["*.gate.*"]`."""
 
 
-def word_or_number(choices: str, kind: Any) -> PlainValidator:
-    """Accept a value of `kind`, which `choices` describes; pydantic would report two errors."""
-
-    def check(value: Any) -> Any:
-        try:
-            return TypeAdapter(kind).validate_python(value, strict=True)
-        except ValidationError as error:  # the first is about the number
-            reason = error.errors()[0]["msg"].removeprefix("Input ")
-            raise ValueError(f"needs {choices}; a number {reason}") from None
-
-    return PlainValidator(check, kind)
-
-
 def _item_text(value: str) -> str:
-    from data.text.messages import item_text_problem  # late: loads numpy
-
-    problem = item_text_problem(value)
-    if problem:
-        raise ValueError(problem)
+    if value.count("{placeholder}") != 1:
+        raise ValueError("needs {placeholder} exactly once, where the rows go")
     return value
 
 
@@ -220,20 +210,15 @@ class Encoder(MediaTokens, Module):
     """Further modalities that the same weights encode, and how each appears in the text."""
     placement: Literal["disjoint", "colocated"] = "disjoint"
     """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
-    freeze: Annotated[
-        bool | Names | Literal["tower"],
-        _freeze("true, false, 'tower' (all but the projector)", bool | Names | Literal["tower"]),
-    ] = False
+    freeze: FreezeEncoder = False
     """Freeze all weights (`true`), all but the projector's (`tower`), or by patterns of names."""
     run_ahead: Annotated[
-        int | Literal["auto"],
-        word_or_number("'auto' or a number of microbatches", bounds.Microbatches | Literal["auto"]),
+        bounds.Microbatches | Literal["auto"], one_of("'auto' or a number of microbatches")
     ] = "auto"
     """Microbatches that a disjoint encoder encodes before the first gradient returns; `auto` is one
     more than the fewest that cannot deadlock."""
     encode_group: Annotated[
-        int | Literal["all"],
-        word_or_number("'all' or a number of microbatches", bounds.Batch | Literal["all"]),
+        bounds.Batch | Literal["all"], one_of("'all' or a number of microbatches")
     ] = "all"
     """Microbatches that a colocated encoder encodes at once."""
 
@@ -253,7 +238,7 @@ class Generator(Module):
     targets."""
     placement: Literal["disjoint", "colocated"] = "disjoint"
     """`disjoint` runs on separate ranks, `colocated` on those of the language model."""
-    freeze: Annotated[bool | Names, _freeze("true, false", bool | Names)] = False
+    freeze: Freeze = False
     """`true` freezes all weights; a list freezes weights by patterns of names."""
     condition: Literal["queries", "prompt"] = "queries"
     """Hidden states that it gets: those of learned `queries`, or of the `prompt` (the tokens before

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from mimo.config import bounds
-from mimo.config.modules import Section, word_or_number
+from mimo.config.modules import Section, one_of
 
 
 class Bridge(Section):
@@ -205,8 +205,7 @@ class Train(Section):
     validation_batches: bounds.Steps = 4
     """Global batches of a validation, of each source in `data.validation`."""
     save_every: Annotated[
-        int | Literal["auto"] | None,
-        word_or_number("'auto', null or a number of steps", bounds.Steps | Literal["auto"] | None),
+        bounds.Steps | Literal["auto"] | None, one_of("'auto', null or a number of steps")
     ] = "auto"
     """Steps between saves; `auto` is a tenth of the run (100 to 500); null saves at the end."""
     keep_checkpoints: Annotated[int, Field(ge=1, le=10**6)] = 2

@@ -146,6 +146,7 @@ def test_all_errors_are_reported_at_once(path: Path) -> None:
         ("data.sources=[]", "data.sources: needs at least one entry with a path"),
         ("language.grid.tp=1", "language.grid: sp: true shards the sequence over the tp ranks"),
         ("encoders.vision.item_text=<image>", "encoders.vision.item_text: needs {placeholder} ex"),
+        ("encoders.vision.item_text='{placeholder}{placeholder}'", "{placeholder} exactly once"),
         ("encoders.language={family: x}", "encoders.language: this name is reserved; choose"),
         ("data.tokens_per_microbatch=31", "31 is below sequence_length 32, so the longest"),
         ("data.rows_per_microbatch=64", "but tokens_per_microbatch is not set; set it, or remove"),
