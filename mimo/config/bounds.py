@@ -64,9 +64,10 @@ Stds = Annotated[tuple[ChannelStd, ChannelStd, ChannelStd], Field(strict=False)]
 # ------------------------------------------------------------------- names
 
 
-def _path(text: str) -> str:
+def _line(text: str) -> str:
+    """Refuse what would end a line of a job script or a log; scripts quote everything else."""
     if any(letter < " " or letter == "\x7f" for letter in text):
-        raise ValueError("a path has no control characters")
+        raise ValueError("has a line break or another control character")
     return text
 
 
@@ -76,4 +77,5 @@ RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_leng
 ModuleName = Annotated[str, Field(pattern=rf"^{_PLAIN}*$", max_length=64)]
 PHASE_NAME = rf"{_PLAIN}{{0,63}}"
 Word = Annotated[str, Field(min_length=1, max_length=256)]  # a token, family or modality
-PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]
+Line = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_line)]
+PathText = Line

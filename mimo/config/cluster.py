@@ -11,14 +11,6 @@ from pydantic import AfterValidator, Field, model_validator
 from mimo.config import bounds
 from mimo.config.modules import Section
 
-
-def _line(text: str) -> str:
-    """Refuse what would end a directive of SLURM; scripts quote everything else."""
-    if not text.isprintable():
-        raise ValueError("has a line break or another unprintable character")
-    return text
-
-
 # Variables of job scripts, SLURM, torchrun and bash; a test reads the scripts for them.
 _RESERVED = re.compile(
     r"SLURMD?_.*|TORCHELASTIC_.*|BASH.*|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID"
@@ -46,8 +38,7 @@ def _mount(text: str) -> str:
 
 # One word of an `#SBATCH` line: a name, a list of names, or a condition such as `a100&ib`.
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:&|*@()\[\]-]*$", max_length=256)]
-Line = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_line)]
-Mount = Annotated[str, Field(max_length=4096), AfterValidator(_line), AfterValidator(_mount)]
+Mount = Annotated[bounds.Line, AfterValidator(_mount)]
 VariableName = Annotated[str, Field(max_length=256), AfterValidator(_variable)]
 TimeLimit = Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", max_length=32)]
 Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s'\"\\`$#;]+)?$", max_length=1024)]
@@ -59,7 +50,7 @@ class Container(Section):
 
     runtime: Literal["pyxis", "apptainer"]
     """enroot by srun's pyxis plugin, or apptainer."""
-    image: Annotated[Line, Field(pattern="^[^-]")]
+    image: Annotated[bounds.Line, Field(pattern="^[^-]")]
     """A `.sqsh` file or a name in a registry for pyxis, a `.sif` file for apptainer."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False, max_length=100)] = ()
     """Folders of the node inside the container, such as `/data:/data:ro`. Folders that the recipe
@@ -108,9 +99,9 @@ class Cluster(Section):
     """The image that ranks run in; null for none."""
     venv: bounds.PathText | None = None
     """Virtual environment on the nodes; null for that of `mimo launch`."""
-    modules: Annotated[tuple[Line, ...], Field(strict=False, max_length=100)] = ()
+    modules: Annotated[tuple[bounds.Line, ...], Field(strict=False, max_length=100)] = ()
     """Environment modules to load, in order."""
-    environment: Annotated[dict[VariableName, Line], Field(max_length=1000)] = {}
+    environment: Annotated[dict[VariableName, bounds.Line], Field(max_length=1000)] = {}
     """Environment variables of all ranks."""
     log_dir: bounds.PathText | None = None
     """Folder for the output of jobs and ranks, by run; null for `launch` in the run folder."""
@@ -136,7 +127,5 @@ class Cluster(Section):
 
     @property
     def places_per_encoder_node(self) -> int:
-        nodes = self.encoder_nodes
-        if nodes is None:
-            return self.places_per_node
+        nodes = self.encoder_nodes or EncoderNodes()
         return nodes.ranks_per_node or nodes.gpus_per_node or self.places_per_node

@@ -103,7 +103,7 @@ def test_a_folder_and_a_device_are_no_recipes(tmp_path: Path) -> None:
         ("language.freeze=['*.gaet.*']", "no parameter has such a name"),
         ("language.freeze=['*']", "its patterns freeze everything; set it to true"),
         ("train.run_dir=''", "at least 1 character"),
-        ('train.run_dir="a\\0b"', "no control characters"),
+        ('train.run_dir="a\\0b"', "another control character"),
         ("data.sequence_length=16777216", "tokens of a microbatch, but at most"),
     ],
 )
