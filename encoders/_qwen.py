@@ -76,11 +76,10 @@ class QwenSettings(PatchSettings):
         """M·D, the size of the hidden states of a row."""
         return self.hidden_size * self.merge_size**2
 
-    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         patch_size = min(self.patch_size, 4)
         row = (patch_size * self.merge_size) ** 2  # pixels
-        return {
-            **super()._scaled_sizes(tp),
+        return super()._scaled_sizes(chunks, tp) | {
             "patch_size": patch_size,
             "min_pixels": row,
             "max_pixels": 16 * row,
@@ -173,6 +172,7 @@ def _video_limits(
     if processors.image:
         # Frames are cut and normalised as images are.
         expect(normalisation(videos), where, **normalisation(processors.image))
-    if processors.share_a_file and pixel_limits(videos) == pixel_limits(processors.image):
+    share_a_file = processors.video is processors.files.get("preprocessor_config.json")
+    if share_a_file and pixel_limits(videos) == pixel_limits(processors.image):
         return {}  # a recipe that changes one then changes both, as in that file
     return pixel_limits(videos, prefix="video_")

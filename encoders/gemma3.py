@@ -87,20 +87,16 @@ class Settings(PatchSettings):
     def merge_size(self) -> int:
         return self.patches_per_side // math.isqrt(self.mm_tokens_per_image)
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         """Scale down to images of four rows, of one patch each if rows have one, else of four."""
         patch_size = min(self.patch_size, 4)
-        return self.model_copy(
-            update={
-                **self._scaled_sizes(tp),
-                "num_layers": chunks,
-                "image_size": 2 * patch_size * min(self.merge_size, 2),
-                "patch_size": patch_size,
-                "mm_tokens_per_image": 4,
-                "pan_and_scan": False,  # crops are items like any other
-                "init_std": 0.3,
-            }
-        )
+        return super()._scaled_sizes(chunks, tp) | {
+            "image_size": 2 * patch_size * min(self.merge_size, 2),
+            "patch_size": patch_size,
+            "mm_tokens_per_image": 4,
+            "pan_and_scan": False,  # crops are items like any other
+            "init_std": 0.3,
+        }
 
     def processor(self, modality: str = "image") -> SquareImageProcessor:
         """Return the processor of images; every modality is taken as images."""

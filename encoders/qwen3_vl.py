@@ -63,7 +63,7 @@ class Settings(QwenSettings):
     def num_levels(self) -> int:
         return len(self.deepstack_visual_indexes)
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         """Scale down to images of 1 to 16 rows.
 
         Up to three levels stay, after the last blocks: a tiny language model has no more layers,
@@ -71,15 +71,11 @@ class Settings(QwenSettings):
         """
         levels = min(self.num_levels, 3)
         layers = chunks * max(1, -(-levels // chunks))
-        return self.model_copy(
-            update={
-                **self._scaled_sizes(tp),
-                "num_layers": layers,
-                "deepstack_visual_indexes": tuple(range(layers - levels, layers)),
-                "num_grid_per_side": 5,
-                "init_std": 0.2,
-            }
-        )
+        return super()._scaled_sizes(layers, tp) | {
+            "deepstack_visual_indexes": tuple(range(layers - levels, layers)),
+            "num_grid_per_side": 5,
+            "init_std": 0.2,
+        }
 
     def processor(self, modality: str = "image") -> ImageProcessor:
         images = self._images(self.hidden_size)

@@ -78,22 +78,15 @@ class Settings(QwenSettings):
         windows = self.window_layers
         return tuple("window" if i in windows else "full" for i in range(self.num_layers))
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         """Scale down to images of 1 to 16 rows, and windows of 2 × 2 rows."""
-        sizes = self._scaled_sizes(tp)
+        kinds = len(set(self.layer_kinds()))
+        sizes = super()._scaled_sizes(kinds * chunks, tp)
         if self.window_size is not None:
             sizes["window_size"] = 2 * sizes["patch_size"] * self.merge_size
             sizes["min_pixels"] *= 3
-        kinds = len(set(self.layer_kinds()))
         full = range(kinds - 1, kinds * chunks, kinds) if self.full_attention_layers else ()
-        return self.model_copy(
-            update={
-                **sizes,
-                "num_layers": kinds * chunks,
-                "full_attention_layers": tuple(full),
-                "init_std": 0.1,
-            }
-        )
+        return sizes | {"full_attention_layers": tuple(full), "init_std": 0.1}
 
     def processor(self, modality: str = "image") -> ImageProcessor:
         # The cost grows with the square of a frame's size only in layers with full attention. The

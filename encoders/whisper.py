@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,21 +55,14 @@ class Settings(EncoderSettings):
                 f"hidden_size {self.hidden_size} must be even and a multiple of "
                 f"num_attention_heads, {self.num_attention_heads}"
             )
-        if self.hidden_size < 4:
-            raise ValueError(f"hidden_size {self.hidden_size} must be at least 4")
-        self.processor()  # raises ValueError for limits that cannot be
         return self
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
-        return self.model_copy(
-            update={
-                **self._scaled_sizes(tp),
-                "num_layers": chunks,
-                "num_mel_bins": min(self.num_mel_bins, 8),
-                "tokens_per_row": min(self.tokens_per_row, 3),
-                "init_std": 0.2,
-            }
-        )
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
+        return super()._scaled_sizes(chunks, tp) | {
+            "num_mel_bins": min(self.num_mel_bins, 8),
+            "tokens_per_row": min(self.tokens_per_row, 3),
+            "init_std": 0.2,
+        }
 
     def processor(self, modality: str = "audio") -> AudioClips:
         """Return the processor of clips; every modality is taken as clips."""

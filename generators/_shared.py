@@ -80,24 +80,22 @@ class TransformerSettings(GeneratorSettings):
                 f"channels it has {4 * channels} numbers",
             )
 
-    def scaled_down(self, chunks: int, tp: int) -> Self:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         """Scale down to images of up to 16 tokens, without an autoencoder.
 
         There are two layers: parts of the last may have no gradient.
         """
-        return self.model_copy(
-            update={
-                "num_layers": 2 * chunks,
-                "hidden_size": 32,
-                "ffn_hidden_size": 128,
-                "num_attention_heads": 2,
-                "axes_dims_rope": (4, 6, 6),
-                "in_channels": 12 if self.autoencoder else self.in_channels,
-                "condition_size": 32,
-                "max_pixels": 16 * 2**2,
-                "autoencoder": None,
-            }
-        )
+        return {
+            "num_layers": 2 * chunks,
+            "hidden_size": 32,
+            "ffn_hidden_size": 128,
+            "num_attention_heads": 2,
+            "axes_dims_rope": (4, 6, 6),
+            "in_channels": 12 if self.autoencoder else self.in_channels,
+            "condition_size": 32,
+            "max_pixels": 16 * 2**2,
+            "autoencoder": None,
+        }
 
     def counts(self, grids: np.ndarray, condition_rows: np.ndarray) -> dict[str, float]:
         image, condition = grids.prod(1).astype(np.float64), condition_rows.astype(np.float64)

@@ -62,10 +62,10 @@ class Settings(_shared.TransformerSettings):
     def latent_format(config: Config) -> tuple[int, int]:
         return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         groups = 2 if self.num_query_groups == self.num_attention_heads else 1
         sizes = {"num_query_groups": groups, "num_refiner_layers": 1}
-        return super().scaled_down(chunks, tp).model_copy(update=sizes)
+        return super()._scaled_sizes(chunks, tp) | sizes
 
     def layers(self) -> list[tuple[str, str]]:
         """Return the name and the kind of each layer, in the order of a forward."""

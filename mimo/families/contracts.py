@@ -72,9 +72,10 @@ class EncoderSettings(FamilySettings):
         layers = layer_products("blocks.layers", kinds, per, size, ffn, gated, attention)
         return [*layers, Product("blocks.final_layernorm.weight", per)]
 
-    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         heads = math.lcm(2, tp)
         return {
+            "num_layers": chunks,
             "hidden_size": 8 * heads,
             "ffn_hidden_size": math.lcm(24, tp),
             "num_attention_heads": heads,
@@ -145,18 +146,12 @@ class LanguageSettings(FamilySettings):
     def products(self, vocab_size: int) -> list[Product]:
         """Return all matrices and attention, in the order of a forward. vocab_size: V."""
         embedding = "embedding.word_embeddings.weight"
-        layers = layer_products(
-            "decoder.layers",
-            self.layer_kinds(),
-            "token",
-            self.hidden_size,
-            self.ffn_hidden_size,
-            gated=True,
-            attention=self.attention_products,
-        )
+        kinds, size, ffn = self.layer_kinds(), self.hidden_size, self.ffn_hidden_size
+        attention = self.attention_products
+        layers = layer_products("decoder.layers", kinds, "token", size, ffn, True, attention)
         head = embedding if self.tie_word_embeddings else "output_layer.weight"
-        size = (vocab_size, self.hidden_size)
-        return [Product(embedding, "token"), *layers, Product(head, "loss token", size)]
+        head_product = Product(head, "loss token", (vocab_size, size))
+        return [Product(embedding, "token"), *layers, head_product]
 
     def attention_products(self, name: str, kind: str) -> list[Product]:
         """Return the attention of a layer of this kind, by the name of its parameters."""
@@ -176,11 +171,12 @@ class LanguageSettings(FamilySettings):
             "attention pair": causal_pairs(lengths),
         }
 
-    def _scaled_sizes(self, tp: int) -> dict[str, Any]:
-        """Return the sizes of a tiny copy without its layers; grouped queries stay grouped."""
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
+        """Return the sizes of a tiny copy; grouped queries stay grouped."""
         groups = self.num_query_groups if self.num_query_groups == 1 else math.lcm(2, tp)
         grouped = self.num_attention_heads > self.num_query_groups
         return {
+            "num_layers": chunks,
             "hidden_size": 32,
             "ffn_hidden_size": math.lcm(48, tp),
             "num_attention_heads": math.lcm(groups * (2 if grouped else 1), tp),
@@ -188,6 +184,7 @@ class LanguageSettings(FamilySettings):
             "head_size": 8,
             "vocab_size": None,
             "vocab_multiple": math.lcm(16, tp),
+            "init_std": 0.1,
         }
 
 

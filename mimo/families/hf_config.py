@@ -16,6 +16,8 @@ from typing import Any
 from mimo.errors import InputError, kind_of, shown
 
 Config = Mapping[str, Any]
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of ``from_pretrained`` of transformers: nothing is downloaded or run."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -83,9 +85,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        ).to_dict()
+        config = AutoConfig.from_pretrained(str(folder), **LOCAL).to_dict()
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         reason = f"cannot be understood: {error}"
         if "auto_map" in stored:  # transformers would tell people to run it
@@ -178,11 +178,6 @@ class Processors:
     whole: Config
     files: Mapping[str, Config] = field(default_factory=dict)
 
-    @property
-    def share_a_file(self) -> bool:
-        """True if one file holds the settings of images and videos, as in old versions."""
-        return self.video is self.files.get(_FILES["image"][0])
-
 
 def read_processors(folder: Path) -> Processors:
     """Read settings as `AutoProcessor` does. Raises InputError for files that it refuses."""
@@ -212,9 +207,7 @@ def _effective_image(folder: Path) -> dict[str, Any]:
     from transformers import AutoImageProcessor
 
     try:
-        processor: Any = AutoImageProcessor.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, backend="pil"
-        )
+        processor: Any = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **LOCAL)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise kind_of(error)(
             f"{folder}: the image processor's configuration cannot be understood: {error}"

@@ -119,15 +119,11 @@ class Weight:
         }
 
 
-def plain(name: str, key: str, *shape: int, transposed: bool = False) -> Weight:
-    """Map a parameter to one tensor of this shape."""
-    source = Source(key, shape, transposed)
-    return Weight(name, (Run(source, 0, source.num_rows),))
-
-
-def expert_matrices(name: str, key: str, *shape: int) -> Weight:
-    """Map the matrices of all experts, one below the other, to one tensor of shape (E, R', C)."""
-    source = Source(key, shape, stacked=True)
+def plain(
+    name: str, key: str, *shape: int, transposed: bool = False, stacked: bool = False
+) -> Weight:
+    """Map a parameter to one tensor of this shape. transposed, stacked: see `Source`."""
+    source = Source(key, shape, transposed, stacked)
     return Weight(name, (Run(source, 0, source.num_rows),))
 
 
@@ -169,28 +165,19 @@ def interleaved(name: str, parts: Sequence[tuple[Source, int, int]], num_groups:
 
     parts: a source, the first of its rows, and its rows for a group, which follow each other.
     """
-    return Weight(
-        name,
-        tuple(
-            Run(source, start + group * count, count)
-            for group in range(num_groups)
-            for source, start, count in parts
-        ),
+    runs = (
+        Run(source, start + group * count, count)
+        for group in range(num_groups)
+        for source, start, count in parts
     )
+    return Weight(name, tuple(runs))
 
 
 def fused_qkv(name: str, key: str, num_heads: int, head_size: int, *columns: int) -> Weight:
     """Reorder a fused projection of all queries, then all keys, then all values."""
     size = num_heads * head_size
     source = Source(key, (3 * size, *columns))
-    return Weight(
-        name,
-        tuple(
-            Run(source, part * size + head * head_size, head_size)
-            for head in range(num_heads)
-            for part in range(3)
-        ),
-    )
+    return interleaved(name, [(source, part * size, head_size) for part in range(3)], num_heads)
 
 
 def num_elements(weights: Sequence[Weight]) -> int:

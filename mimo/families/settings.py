@@ -74,13 +74,17 @@ class FamilySettings(BaseModel):
         keys = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
         return {**self.model_dump(include=keys), "layernorm_epsilon": self.norm_eps}
 
-    @abstractmethod
     def scaled_down(self, chunks: int, tp: int) -> Self:
         """Return the smallest settings of the same character, for `mimo verify`.
 
         ``tp`` ranks and ``chunks`` of all pipeline stages divide them, and every chunk has a layer
         of every kind. Weights are large enough for every part to affect the loss.
         """
+        return self.model_copy(update=self._scaled_sizes(chunks, tp))
+
+    @abstractmethod
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
+        """Return the settings that `scaled_down` changes."""
 
     def grid_problems(self, tp: int, chunks: int) -> Iterator[str]:
         """Yield sizes that ``tp`` ranks or the chunks of all pipeline stages do not divide."""

@@ -13,7 +13,7 @@ from mimo.config.phases import PhasedRecipe, read_phases
 from mimo.config.schema import Recipe, read_recipe
 from mimo.config.source import Location
 from mimo.errors import InputError, StartError, kind_of
-from mimo.families.hf_config import Config, read_config, read_json, read_processors
+from mimo.families.hf_config import LOCAL, Config, read_config, read_json, read_processors
 from mimo.families.registry import GENERAL
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _DEFAULT_ENCODER, _DEFAULT_GENERATOR = "vision", "image"
 _UNREAD = "unread"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -238,6 +237,6 @@ def config_of_folder(folder: Path) -> "PretrainedConfig":
                 "config.json has auto_map: the model is code of its own, which is not run; give a "
                 "model that transformers itself has, or set engine: megatron"
             )
-        return AutoConfig.from_pretrained(str(folder), **_LOCAL)
+        return AutoConfig.from_pretrained(str(folder), **LOCAL)
     except (OSError, ValueError, KeyError) as error:
         raise kind_of(error)(f"{folder}: {error}") from error

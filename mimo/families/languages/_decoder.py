@@ -203,12 +203,10 @@ class MRopeSettings(DecoderSettings):
     def rotary(self) -> nn.Module:
         return MRope(type(self).axes_of(self.mrope_section), self.rotary_base)
 
-    def scaled_down(self, chunks: int, tp: int) -> Self:
-        sizes = self._scaled_sizes(tp)
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
+        sizes = super()._scaled_sizes(chunks, tp)
         section = proportional(self.mrope_section, sizes["head_size"] // 2)
-        return self.model_copy(
-            update={**sizes, "num_layers": chunks, "mrope_section": section, "init_std": 0.1}
-        )
+        return sizes | {"mrope_section": section}
 
 
 def mrope_settings_from_hf(config: Config, section: tuple[int, int, int]) -> dict[str, Any]:

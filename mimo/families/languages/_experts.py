@@ -14,7 +14,7 @@ from mimo.engines import megatron as engine
 from mimo.families.contracts import LanguageSettings
 from mimo.families.flops import Product
 from mimo.families.hf_config import Config, expect
-from mimo.families.keymap import Weight, expert_matrices, plain
+from mimo.families.keymap import Weight, plain
 from mimo.families.languages._decoder import DecoderSettings
 
 _CHOSEN = "chosen expert"  # the unit of products: one expert of one token
@@ -106,9 +106,9 @@ class ExpertSettings(DecoderSettings):
         counts = super().counts(lengths, item_rows, loss_tokens)
         return counts | {_CHOSEN: counts["token"] * self.experts_per_token}
 
-    def scaled_down(self, chunks: int, tp: int) -> Self:
-        small_sizes = {"num_experts": 8, "experts_per_token": min(self.experts_per_token, 3)}
-        return super().scaled_down(chunks, tp).model_copy(update=small_sizes)
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
+        experts = {"num_experts": 8, "experts_per_token": min(self.experts_per_token, 3)}
+        return super()._scaled_sizes(chunks, tp) | experts
 
 
 def expert_sizes(config: Config) -> dict[str, Any]:
@@ -130,6 +130,6 @@ def expert_weights(settings: ExpertSettings, ours: str, theirs: str) -> list[Wei
     first, last = f"{ours}.experts.linear_fc1.weight", f"{ours}.experts.linear_fc2.weight"
     return [
         plain(f"{ours}.router.weight", f"{theirs}.gate.weight", count, size),
-        expert_matrices(first, f"{theirs}.experts.gate_up_proj", count, 2 * inner, size),
-        expert_matrices(last, f"{theirs}.experts.down_proj", count, size, inner),
+        plain(first, f"{theirs}.experts.gate_up_proj", count, 2 * inner, size, stacked=True),
+        plain(last, f"{theirs}.experts.down_proj", count, size, inner, stacked=True),
     ]

@@ -6,7 +6,7 @@ names, so that adapters fit; others keep the names of transformers.
 
 import functools
 import json
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -42,10 +42,6 @@ class Settings(LanguageSettings):
     config: dict[str, Any] = Field(default={"model_type": "llama"}, max_length=500)
     """The configuration of transformers, without the sizes."""
 
-    def scaled_down(self, chunks: int, tp: int) -> Self:
-        sizes = {**self._scaled_sizes(tp), "num_layers": chunks, "init_std": 0.1}
-        return self.model_copy(update=sizes)
-
     def configuration(self) -> dict[str, Any]:
         """Return transformers' configuration of the model with these sizes."""
         sizes = {key: getattr(self, ours) for key, ours in _SIZES.items()}
@@ -67,11 +63,10 @@ def settings_from_hf(config: Config) -> dict[str, Any]:
     text, usual = config["text_config"], PreTrainedConfig().to_dict()
     stored = {ours: text[key] for key, ours in _SIZES.items() if text.get(key) is not None}
     sizes = stored | named_sizes(config)
-    configuration = {
+    configuration = {"model_type": text["model_type"]} | {
         key: value
         for key, value in text.items()
-        if key == "model_type" or key not in {*_SIZES, *_NOT_THE_MODEL}
-        if key not in usual or usual[key] != value or key == "model_type"
+        if key not in {*_SIZES, *_NOT_THE_MODEL} and (key not in usual or usual[key] != value)
     }
     whole = _on_meta(json.dumps(Settings(**sizes, config=configuration).configuration()))
     if problems := list(structure_problems(whole)):

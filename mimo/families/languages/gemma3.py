@@ -68,23 +68,19 @@ class Settings(DecoderSettings):
         numbers["sliding pair"] = causal_pairs(lengths, self.sliding_window) + later
         return numbers
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         """Scale down; the share of query_pre_attn_scalar in head_size stays."""
         kinds = len(set(self.layer_kinds()))
         pattern = 1 if self.sliding_window_pattern == 1 else 2
         if kinds == 1 and pattern > 1:  # fewer layers than the pattern: none is global
             pattern = chunks + 1
-        sizes, scalar = self._scaled_sizes(tp), self.query_pre_attn_scalar
-        return self.model_copy(
-            update={
-                **sizes,
-                "num_layers": kinds * chunks,
-                "query_pre_attn_scalar": scalar and scalar * sizes["head_size"] / self.head_size,
-                "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
-                "sliding_window_pattern": pattern,
-                "init_std": 0.2,
-            }
-        )
+        sizes, scalar = super()._scaled_sizes(kinds * chunks, tp), self.query_pre_attn_scalar
+        return sizes | {
+            "query_pre_attn_scalar": scalar and scalar * sizes["head_size"] / self.head_size,
+            "sliding_window": min(self.sliding_window, _SMALL_WINDOW),
+            "sliding_window_pattern": pattern,
+            "init_std": 0.2,
+        }
 
     def stack_shape(self) -> dict[str, Any]:
         scalar = self.query_pre_attn_scalar

@@ -135,7 +135,7 @@ class Settings(MRopeSettings):
         keys = self.linear_num_key_heads * self.linear_key_size
         return keys, self.linear_num_value_heads * self.linear_value_size
 
-    def scaled_down(self, chunks: int, tp: int) -> Self:
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
         """Scale down; rotate half of each head, and keep enough key heads for cp of 2.
 
         A smaller norm_eps would amplify the rounding noise of states near 0.
@@ -144,21 +144,16 @@ class Settings(MRopeSettings):
         interval = 2 if has_both_kinds else 1 if self.full_attention_interval == 1 else chunks + 1
         heads = 2 * math.lcm(2, tp)
         grouped = self.linear_num_value_heads > self.linear_num_key_heads
-        return self.model_copy(
-            update={
-                **self._scaled_sizes(tp),
-                "head_size": 16,
-                "num_layers": (1 + has_both_kinds) * chunks,
-                "full_attention_interval": interval,
-                "mrope_section": proportional(self.mrope_section, 4),
-                "linear_num_key_heads": heads,
-                "linear_num_value_heads": heads * (2 if grouped else 1),
-                "linear_key_size": 8,
-                "linear_value_size": 12,
-                "norm_eps": 0.01,
-                "init_std": 0.1,
-            }
-        )
+        return super()._scaled_sizes((1 + has_both_kinds) * chunks, tp) | {
+            "head_size": 16,
+            "full_attention_interval": interval,
+            "mrope_section": proportional(self.mrope_section, 4),
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": heads * (2 if grouped else 1),
+            "linear_key_size": 8,
+            "linear_value_size": 12,
+            "norm_eps": 0.01,
+        }
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from mimo.config.bounds import Width
 from mimo.engines import megatron as engine
@@ -51,9 +51,8 @@ class Settings(ExpertSettings, qwen3_5.Settings):
                 ]
         return products
 
-    def scaled_down(self, chunks: int, tp: int) -> Self:
-        size = {"shared_expert_size": math.lcm(20, tp)}
-        return super().scaled_down(chunks, tp).model_copy(update=size)
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
+        return super()._scaled_sizes(chunks, tp) | {"shared_expert_size": math.lcm(20, tp)}
 
 
 def settings_from_hf(config: Config) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class Settings(GeneratorSettings):
     def counts(self, grids: np.ndarray, condition_rows: np.ndarray) -> dict[str, float]:
         return {}
 
-    def scaled_down(self, chunks: int, tp: int) -> Settings:
-        return self
+    def _scaled_sizes(self, chunks: int, tp: int) -> dict[str, Any]:
+        return {}
 
 
 @pytest.fixture(autouse=True)
