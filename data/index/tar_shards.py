@@ -17,14 +17,6 @@ from data.index.shards import Shard, ShardFile
 MAX_JSON_BYTES = 2**24
 MAX_ITEM_BYTES = 2**29
 _MAX_HEADER = 2**20  # bytes, with long names
-_NO_FILES = {
-    tarfile.LNKTYPE: "a hard link",
-    tarfile.SYMTYPE: "a symbolic link",
-    tarfile.CHRTYPE: "a device",
-    tarfile.BLKTYPE: "a device",
-    tarfile.DIRTYPE: "a folder",
-    tarfile.FIFOTYPE: "a pipe",
-}
 
 
 class TarError(ValueError):
@@ -137,4 +129,5 @@ def _problem(member: tarfile.TarInfo) -> str:
         return "is a sparse file: need the file itself"
     if member.isreg():
         return ""
-    return f"is {_NO_FILES.get(member.type, 'of an unknown kind')}: need the file itself"
+    kind = "a link" if member.linkname else "a folder, a device or a pipe"
+    return f"is {kind}: need the file itself"

@@ -216,17 +216,21 @@ BAD: dict[str, Bad] = {
         lambda: (
             member("bad.json", about("image")) + member("bad.0.png", b"", b"2", link=b"/etc/passwd")
         ),
-        "bad.0.png is a symbolic link",
+        "bad.0.png is a link",
     ),
     "a hard link as text": Bad(
-        lambda: member("bad.json", b"", b"1", link=b"good0.json"), "bad.json is a hard link"
+        lambda: member("bad.json", b"", b"1", link=b"good0.json"), "bad.json is a link"
     ),
     "a pipe as item": Bad(
         lambda: member("bad.json", about("image")) + member("bad.0.png", b"", b"6"),
-        "bad.0.png is a pipe",
+        "bad.0.png is a folder, a device or a pipe",
     ),
-    "a device as text": Bad(lambda: member("bad.json", b"", b"3"), "bad.json is a device"),
-    "a folder as text": Bad(lambda: member("bad.json/", b"", b"5"), "bad.json is a folder"),
+    "a device as text": Bad(
+        lambda: member("bad.json", b"", b"3"), "is a folder, a device or a pipe"
+    ),
+    "a folder as text": Bad(
+        lambda: member("bad.json/", b"", b"5"), "is a folder, a device or a pipe"
+    ),
     "a sparse text": Bad(lambda: member("bad.json", chat(), b"S"), "bad.json is a sparse file"),
     "a sparse text of PAX": Bad(
         lambda: (
