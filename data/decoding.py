@@ -129,6 +129,7 @@ TasksOfStep = Callable[
 order of use."""
 
 
+@dataclass(eq=False)
 class Decoding:
     """A rank's means to decode, for one run; a context manager.
 
@@ -139,30 +140,26 @@ class Decoding:
     worker_seconds: limit for one text or item. peer_seconds: limit for another rank's.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[SampleReader],
-        tasks_of_step: TasksOfStep,
-        rank: int = 0,
-        root: Path | None = None,
-        job: str = "",
-        num_workers: int = 0,
-        ahead_bytes: int = 0,
-        worker_seconds: float = 150.0,
-        peer_seconds: float = 600.0,
-    ) -> None:
-        self.readers, self.tasks_of_step, self.rank = tuple(readers), tasks_of_step, rank
-        self.ahead_bytes = ahead_bytes
-        self.worker_seconds, self.peer_seconds = worker_seconds, peer_seconds
+    readers: Sequence[SampleReader]
+    tasks_of_step: TasksOfStep
+    rank: int = 0
+    root: Path | None = None
+    job: str = ""
+    num_workers: int = 0
+    ahead_bytes: int = 0
+    worker_seconds: float = 150.0
+    peer_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
         self.num_loaders = 0  # the same on all ranks, so that their files have the same names
         self.folder = Path()
         self.pool: WorkerPool | None = None  # None: decode in this process
         self._handover: HandoverFolder | None = None
-        if root is not None:
-            self._handover = HandoverFolder(root, job)
+        if self.root is not None:
+            self._handover = HandoverFolder(self.root, self.job)
             self.folder = self._handover.path
-            if num_workers:
-                self.pool = WorkerPool(self.folder, self.readers, num_workers)
+            if self.num_workers:
+                self.pool = WorkerPool(self.folder, self.readers, self.num_workers)
 
     def __enter__(self) -> Self:
         return self

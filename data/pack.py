@@ -66,7 +66,12 @@ def read_rows(file: str) -> Iterator[Row]:
         with open(file, "rb") as opened:
             is_array = opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
             opened.seek(0)
-            yield from (_of_array if is_array else _of_lines)(opened, file)
+            if not is_array:
+                yield from _of_lines(opened, file)
+                return
+            documents = json.load(opened)
+            for number, document in enumerate(documents, 1):
+                yield Row(file, number, document, number / len(documents))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
@@ -83,12 +88,6 @@ def _of_lines(opened: IO[bytes], file: str) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             problem = f"malformed JSON: {error}"
         yield Row(file, number, document, done / size, problem)
-
-
-def _of_array(opened: IO[bytes], file: str) -> Iterator[Row]:
-    documents = json.load(opened)
-    for number, document in enumerate(documents, 1):
-        yield Row(file, number, document, number / len(documents))
 
 
 def _of_parquet(file: str) -> Iterator[Row]:
@@ -233,8 +232,7 @@ def _list_bad(out: Path, row: Row, reason: str, packed: Packed) -> None:
     reason = reason[:_MAX_REASON]
     packed.first_bad = packed.first_bad or f"{row.file}, row {row.number}: {reason}"
     with (out / BAD_SAMPLES).open("a", encoding="utf-8") as file:
-        line = {"file": row.file, "row": row.number, "reason": reason}
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps({"file": row.file, "row": row.number, "reason": reason}) + "\n")
 
 
 def _sample(row: Row, key: str, root: str) -> dict[str, str | bytes]:

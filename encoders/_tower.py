@@ -52,8 +52,7 @@ def row_mlp(
     config: engine.TransformerConfig, ctx: engine.ModuleContext, width: int, output_size: int
 ) -> nn.Module:
     """Build the MLP that projects the tokens of a row, side by side: (N, width) -> (N, H)."""
-    gelu = nn.functional.gelu
-    return engine.ParallelMLP(config, ctx.groups, width, width, output_size, gelu)
+    return engine.ParallelMLP(config, ctx.groups, width, width, output_size, nn.functional.gelu)
 
 
 def mlp_products(name: str, width: int, output_size: int) -> list[Product]:

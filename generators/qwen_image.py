@@ -156,8 +156,7 @@ def predict(
 
 def settings_from_folder(folder: Path) -> dict[str, Any] | None:
     """Return settings by key of a folder in Qwen-Image's layout. Raises ValueError."""
-    plain_model = dict.fromkeys(_PLAIN, False)
-    read = _shared.folder_settings(folder, _CLASS, _KEYS, **plain_model)
+    read = _shared.folder_settings(folder, _CLASS, _KEYS, **dict.fromkeys(_PLAIN, False))
     if read is None:
         return None
     settings, config = read

@@ -155,8 +155,7 @@ class ShardFile:
 
     def check(self) -> None:
         """Raise ShardChangedError if the shard has changed; OSError if that is unknown."""
-        is_local = self._file >= 0
-        now = _state(os.fstat(self._file)) if is_local else remote.describe(self.path)
+        now = _state(os.fstat(self._file)) if self._file >= 0 else remote.describe(self.path)
         if now != (self.shard.size, self.shard.version):
             raise ShardChangedError(
                 f"the shard {self.path} has changed since it was indexed: it had "

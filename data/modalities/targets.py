@@ -52,5 +52,4 @@ class TargetImages(StillImages):
         return columns * self.patch_size, lines * self.patch_size
 
     def plan(self, part: Part) -> PartPlan:
-        whole = super().plan(part)
-        return replace(whole, row_grid=(1, 1, self.num_queries), is_output=True)
+        return replace(super().plan(part), row_grid=(1, 1, self.num_queries), is_output=True)

@@ -306,11 +306,6 @@ def media_tokens(folder: str, modality: str) -> MediaText:
     return MediaText(processor.tokenizer.convert_ids_to_tokens(token_id), str(written))
 
 
-@lru_cache(_MAX_PROCESSORS)
-def _processor(folder: str) -> Any:
-    return load_processor(folder)
-
-
 def load_processor(folder: str | Path) -> Any:
     """Return the processor of `AutoProcessor.from_pretrained`, with pillow for images.
 
@@ -325,6 +320,9 @@ def load_processor(folder: str | Path) -> Any:
         parts.append(AUTO[name].from_pretrained(folder, **backend, **_LOCAL))
     settings, _ = base.get_processor_dict(folder, **_LOCAL)
     return base.from_args_and_dict(parts, settings)
+
+
+_processor = lru_cache(_MAX_PROCESSORS)(load_processor)
 
 
 def processor_class(folder: str | Path) -> Any:

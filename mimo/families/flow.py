@@ -58,7 +58,8 @@ class Schedule:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read ``scheduler_config.json``. Raises ValueError for what we do not compute."""
-        for key in ("invert_sigmas", "stochastic_sampling", *_OTHER_SIGMAS):
+        others = [f"use_{kind}_sigmas" for kind in ("karras", "exponential", "beta")]
+        for key in ("invert_sigmas", "stochastic_sampling", *others):
             if config.get(key):
                 raise ValueError(f"scheduler: {key} is {config[key]!r}; only false is supported")
         known = {field.name for field in fields(cls)}
@@ -81,9 +82,6 @@ class Schedule:
         if self.shift_terminal and num_steps > 1:
             times = 1 - (1 - times) * ((1 - self.shift_terminal) / (1 - times[-1]))
         return torch.cat([times, times.new_zeros(1)]).float()
-
-
-_OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 
 
 def guided(with_condition: Tensor, without: Tensor, scale: float) -> Tensor:

@@ -147,8 +147,7 @@ def trainable_names(recipe: Recipe, module: str) -> Callable[[str], bool]:
     """
     part = recipe.module(module)
     if isinstance(part.freeze, tuple):
-        patterns = part.freeze
-        frozen = [*patterns] if part.lora is None else ["*"]
+        frozen = part.freeze if part.lora is None else ("*",)
         return lambda name: (
             name.startswith(QUERIES)
             or is_adapter(name)

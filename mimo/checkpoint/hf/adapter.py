@@ -35,21 +35,17 @@ def convert_adapter(run: Path, target: Path, average: bool = False) -> None:
     without adapters, or if other weights than adapters and a projector's were trained.
     """
     trained = open_trained(run, average)
+    adapted = [weight.weight for weight in trained.weights if weight.lora]
+    problem = None
     if trained.generator is not None:
-        raise InputError(
-            f"{trained.checkpoint}: its model has a generator, which peft's form has no place for; "
-            f"leave --adapter out to write the whole model"
-        )
-    if not any(weight.lora for weight in trained.weights):
-        raise InputError(
-            f"{trained.checkpoint}: its recipe has no lora, so there is no adapter to write; leave "
-            f"--adapter out to write the whole model"
-        )
-    if any(weight.lora and weight.weight.sources[0].stacked for weight in trained.weights):
-        raise InputError(
-            f"{trained.checkpoint}: its experts have adapters, which peft's form has no place for; "
-            f"leave --adapter out to write the whole model"
-        )
+        problem = "its model has a generator, which peft's form has no place for"
+    elif not adapted:
+        problem = "its recipe has no lora, so there is no adapter to write"
+    elif any(weight.sources[0].stacked for weight in adapted):
+        problem = "its experts have adapters, which peft's form has no place for"
+    if problem is not None:
+        way_out = "leave --adapter out to write the whole model"
+        raise InputError(f"{trained.checkpoint}: {problem}; {way_out}")
     with new_folder(target) as folder:
         tensors, loras = _adapters(trained)
         changed = _changed_modules(trained)

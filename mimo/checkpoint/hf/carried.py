@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from data.index.shards import first_three
 from mimo.checkpoint.assets import RECORD, contents_of
 from mimo.checkpoint.hf.conversion import Conversion
 from mimo.checkpoint.hf.initial import COMPUTED
@@ -43,15 +44,11 @@ class Carried:
         for kind, carried in (("tensors", self.tensors), ("files", sizes)):
             if carried:
                 size = f"{sum(carried.values()):,} bytes"
-                what = f"{len(carried)} {kind} ({_first(carried)}), {size}"
+                what = f"{len(carried)} {kind} ({first_three([*carried])}), {size}"
                 print(f"carried unchanged from {self.folder}: {what}")
         if gone := [name for name in self.files if name not in sizes]:
-            print(f"no longer in {self.folder}, so not carried: {len(gone)} files ({_first(gone)})")
-
-
-def _first(names: Iterable[str]) -> str:
-    names = [*names]
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            what = f"{len(gone)} files ({first_three(gone)})"
+            print(f"no longer in {self.folder}, so not carried: {what}")
 
 
 def carried_of(folder: Path, assets: Path, trained: list[Source]) -> Carried:
@@ -81,7 +78,7 @@ def carried_of(folder: Path, assets: Path, trained: list[Source]) -> Carried:
     if lost := [name for name in names if name not in kept and not name.endswith(COMPUTED)]:
         raise InputError(
             f"init_from is {folder}, which no longer has {len(lost)} tensors that are not trained "
-            f"but belong to the model ({_first(lost)}): put the folder back"
+            f"but belong to the model ({first_three(lost)}): put the folder back"
         )
     dtypes = stored.dtypes if stored else {}
     tensors = {n: math.prod(shapes[n]) * dtypes[n].itemsize for n in names if n in kept}

@@ -147,8 +147,7 @@ def _visual(config: PretrainedConfig, modality: str, names: set[str], number: in
         others["pixel_attention_mask"] = torch.ones(1, 2, dtype=torch.bool)
     elif "pixel_attention_mask" in names:
         shape = (1, 1, 3, height, width)
-        mask = torch.ones(1, 1, height, width, dtype=torch.int64)
-        others["pixel_attention_mask"] = mask
+        others["pixel_attention_mask"] = torch.ones(1, 1, height, width, dtype=torch.int64)
     elif "image_sizes" in names and getattr(config, "image_grid_pinpoints", None):
         # An overview and the two tiles of a picture twice as wide or twice as high as a tile.
         size = [[height, 2 * width], [2 * height, width]][number % 2]

@@ -21,9 +21,9 @@ from mimo.checkpoint.assets import ASSETS, copy_assets, move_tokenizer
 from mimo.checkpoint.hf import pipelines
 from mimo.checkpoint.hf.architectures import Architecture
 from mimo.checkpoint.hf.carried import carried_of
-from mimo.checkpoint.hf.conversion import Conversion
+from mimo.checkpoint.hf.conversion import Conversion, SameNames
 from mimo.checkpoint.hf.trained import TrainedModel, TrainedWeight, open_trained
-from mimo.checkpoint.hf.weights_folder import STEM, index_name, single_name
+from mimo.checkpoint.hf.weights_folder import STEM, index_name
 from mimo.checkpoint.reading import shards_of
 from mimo.config.schema import LANGUAGE, Recipe
 from mimo.config.source import dotted
@@ -78,7 +78,8 @@ def convert_to_hf(
     files = files_of(trained.weights, carried.to_disk)
     shards = shards_of(carried.tensors.items(), shard_bytes)
     files += [partial(carried.read, shard) for shard in shards]
-    names = trained.generator_names
+    beside = (*trained.generator_weights, *trained.queries)
+    names = SameNames({s.key: s.shape for w in beside for s in w.weight.sources})
     generator_files = files_of(trained.generator_weights, names)
     num_files = len(files) + len(generator_files)
     with new_folder(target) as whole, counter_of("files", num_files) as advance:
@@ -133,8 +134,8 @@ def _write_files(
     weight_map: dict[str, str] = {}
     total = 0
     for number, read_tensors in enumerate(files, start=1):
-        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        path = folder / (single_name(stem) if len(files) == 1 else name)
+        part = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        path = folder / f"{stem}{part}.safetensors"
         tensors = read_tensors()
         save_file(tensors, path, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", path)  # else only its owner may read it

@@ -233,5 +233,4 @@ def _shape(weight: Weight, num_rows: int) -> tuple[int, ...]:
     first = weight.sources[0]
     if len(first.shape) == 1:
         return (num_rows,)
-    elements = torch.Size(first.shape).numel()
-    return (num_rows, elements // first.num_rows)
+    return (num_rows, torch.Size(first.shape).numel() // first.num_rows)

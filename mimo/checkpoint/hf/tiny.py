@@ -21,7 +21,7 @@ import yaml
 from data.text.digits import DIGITS, chat_template, words
 from mimo.checkpoint.hf import pipelines
 from mimo.errors import InputError, suggestion
-from mimo.families.hf_config import new_folder
+from mimo.families.hf_config import new_folder, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -154,7 +154,7 @@ def write_tiny(settings: TinyCheckpoint, directory: str | Path) -> int:
         _draw_weights(model, settings.seed, _MATRIX_STD / settings.width**0.5)
         _save(settings, folder, model, tokenizer, processors)
         tokenizer.save_pretrained(str(folder))
-        _write_sorted(folder / _MARKER, asdict(settings))
+        write_json(folder / _MARKER, asdict(settings))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -187,7 +187,7 @@ def _write_pipeline(settings: TinyCheckpoint, folder: Path) -> int:
     for name, part in parts.items():
         part.save_pretrained(folder / name)
     pipelines.write_index(folder, sizes["pipeline"])
-    _write_sorted(folder / _MARKER, asdict(settings))
+    write_json(folder / _MARKER, asdict(settings))
     return sum(weight.numel() for weight in (*weights, *text_encoder.parameters()))
 
 
@@ -230,11 +230,7 @@ def _save(
     )
     model.save_pretrained(str(directory), max_shard_size=settings.shard_size)
     for name, content in processors.items():
-        _write_sorted(directory / name, content)
-
-
-def _write_sorted(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(directory / name, content)
 
 
 def tiny_config(

@@ -10,7 +10,6 @@ from mimo.checkpoint.assets import ASSETS
 from mimo.checkpoint.folder import find_checkpoint
 from mimo.checkpoint.hf import pipelines
 from mimo.checkpoint.hf.architectures import Architecture
-from mimo.checkpoint.hf.conversion import Conversion, SameNames
 from mimo.checkpoint.hf.recipes import architecture_of_folder, load_recipe
 from mimo.checkpoint.reading import read
 from mimo.checkpoint.resume import open_checkpoint
@@ -68,12 +67,6 @@ class TrainedModel:
     generator: str | None = None
     generator_weights: list[TrainedWeight] = field(default_factory=list)
     queries: list[TrainedWeight] = field(default_factory=list)
-
-    @property
-    def generator_names(self) -> Conversion:
-        """The names on disk of the weights of the generator and of queries."""
-        weights = (*self.generator_weights, *self.queries)
-        return SameNames({s.key: s.shape for w in weights for s in w.weight.sources})
 
     def print_left_out(self) -> None:
         for name in self.recipe.generators:

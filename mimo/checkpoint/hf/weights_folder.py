@@ -100,11 +100,6 @@ def index_name(stem: str = STEM) -> str:
     return f"{stem}.safetensors.index.json"
 
 
-def single_name(stem: str = STEM) -> str:
-    """Return the name of the file of a model that has no others."""
-    return f"{stem}.safetensors"
-
-
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the file name of each tensor by the index; empty if there is none."""
     if not index.is_file():
@@ -123,7 +118,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _files(path: Path, stem: str, weight_map: Mapping[str, str]) -> list[Path]:
-    index, single = index_name(stem), single_name(stem)
+    index, single = index_name(stem), f"{stem}.safetensors"
     if not path.is_dir():
         raise InputError(f"{path}: no such folder; give one in Hugging Face format")
     if weight_map:
