@@ -60,7 +60,6 @@ class BridgeSender(SteppedEnd):
         self.lane = lane
         self.run_ahead = run_ahead
         self._memory = RowMemory(end.device)
-        self._without_gradient: set[int] = set()
 
     def send(self, microbatch: int, rows: ItemRows) -> Tensor:
         """Send this lane's rows (N, H) and return a scalar token.
@@ -85,8 +84,6 @@ class BridgeSender(SteppedEnd):
         while not self._expects_gradients and len(self._sent) >= max(1, self.run_ahead):
             self._sent.popleft().wait()
         self._sent.append(start_sending(end, microbatch, "rows", exchange, values.detach()))
-        if self._expects_gradients:
-            self._without_gradient.add(microbatch)
         return values.new_zeros(())
 
     def _backward(self, microbatch: int, token: Tensor) -> Tensor:
@@ -95,7 +92,6 @@ class BridgeSender(SteppedEnd):
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
         collects = plan.collects(end.rank)
         start_receiving(end, microbatch, "gradients", collects, gradient).wait()
-        self._without_gradient.remove(microbatch)
         # A gradient came back, so its rows have arrived: their buffer may be used again.
         self._sent.popleft().wait()
         if end.gather is None:  # all other rows are padding
@@ -106,8 +102,8 @@ class BridgeSender(SteppedEnd):
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
+        assert not (self._expects_gradients and self._sent), "a microbatch's backward was skipped"
         super().finish()
-        assert not self._without_gradient, "a microbatch's backward was skipped"
 
 
 class BridgeReceiver(SteppedEnd):
@@ -186,16 +182,20 @@ class BridgeReceiver(SteppedEnd):
 
 
 class Crossing(torch.autograd.Function):
-    """Autograd function that calls `_forward` and `_backward` of a bridge end."""
+    """Autograd function that calls `_forward` and `_backward` of an object such as a bridge end.
+
+    number: of the microbatch or chunk, passed to both. `_forward` also gets the tensor, and
+    `_backward` the gradient of what it returned; it returns that of the tensor, or None.
+    """
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, end: Any, microbatch: int) -> Tensor:
-        ctx.end, ctx.microbatch = end, microbatch
-        return end._forward(microbatch, tensor)
+    def forward(ctx, tensor: Tensor, end: Any, number: int) -> Tensor:
+        ctx.end, ctx.number = end, number
+        return end._forward(number, tensor)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
-        return ctx.end._backward(ctx.microbatch, gradients[0]), None, None
+        return ctx.end._backward(ctx.number, gradients[0]), None, None
 
 
 class RowMemory:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bridge.communicator import BridgeReceiver
+from bridge.communicator import BridgeReceiver, Crossing
 from bridge.plan import BridgePlan
 
 
@@ -49,8 +49,19 @@ class _Held:
 
     rows: Tensor
     positions: Tensor
+    chunks: tuple[int, ...]
     waiting: set[int]
     gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def _forward(self, chunk: int, anchor: Tensor) -> Tensor:
+        return take_chunk(self.rows.detach(), self.chunks, chunk).contiguous()
+
+    def _backward(self, chunk: int, gradient: Tensor) -> None:
+        self.gradients[chunk] = gradient
+        if self.gradients.keys() == set(self.chunks):
+            whole = torch.cat([self.gradients[c] for c in sorted(self.gradients)], dim=1)
+            self.gradients.clear()
+            torch.autograd.backward(self.rows, whole)
 
 
 class LevelReceiver:
@@ -80,35 +91,16 @@ class LevelReceiver:
         """
         if microbatch not in self._held:
             rows, positions = self.receiver.receive(microbatch)
-            self._held[microbatch] = _Held(rows, positions, set(self.chunks))
+            self._held[microbatch] = _Held(rows, positions, self.chunks, set(self.chunks))
         held = self._held[microbatch]
         held.waiting.remove(chunk)
         if not held.waiting:
             del self._held[microbatch]
         if len(set(self.chunks)) == 1 or not held.rows.requires_grad:
             return take_chunk(held.rows, self.chunks, chunk), held.positions
-        return _Part.apply(self._anchor, self, held, chunk), held.positions
+        return Crossing.apply(self._anchor, held, chunk), held.positions
 
     def finish(self) -> None:
         """Wait until all gradients have left; call it after the module's schedule."""
         assert not self._held, "rows arrived that a chunk never took"
         self.receiver.finish()
-
-    def _gradient(self, held: _Held, chunk: int, gradient: Tensor) -> None:
-        held.gradients[chunk] = gradient
-        if held.gradients.keys() == set(self.chunks):
-            whole = torch.cat([held.gradients[c] for c in sorted(held.gradients)], dim=1)
-            held.gradients.clear()
-            torch.autograd.backward(held.rows, whole)
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, anchor: Tensor, receiver: LevelReceiver, held: _Held, chunk: int) -> Tensor:
-        ctx.receiver, ctx.held, ctx.chunk = receiver, held, chunk
-        return take_chunk(held.rows.detach(), receiver.chunks, chunk).contiguous()
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
-        ctx.receiver._gradient(ctx.held, ctx.chunk, gradients[0])
-        return None, None, None, None

@@ -18,7 +18,6 @@ of a generator lane, H hidden, T positions on this rank.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from bridge.communicator import Crossing, check_gradient_path
@@ -77,8 +76,7 @@ class OutputSender(SteppedEnd):
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
-        is_complete = not (self._expects_gradients and self._sent)
-        assert is_complete, "a microbatch's backward was skipped"
+        assert not (self._expects_gradients and self._sent), "a microbatch's backward was skipped"
         super().finish()
 
 
@@ -133,6 +131,7 @@ class ColocatedOutput(SteppedEnd):
     def __init__(self, end: BridgeEnd, lane: int) -> None:
         super().__init__(end)
         self.lane = lane
+        self._gradients: dict[int, Tensor] = {}  # arrived ones, for the backward of their token
 
     def exchange(self, microbatch: int, hidden: Tensor) -> Tensor:
         """Send rows of hidden states (T, H); return the rows (N, H) of this lane's items.
@@ -165,17 +164,13 @@ class ColocatedOutput(SteppedEnd):
         if end.gather is not None:
             share_out(end, end.gather, microbatch, "gradients", arrived, end.row_shares(plan))
         rows = hidden.index_select(0, end.positions(plan))
-        token = _Answer.apply(rows, arrived.to(end.dtype))
+        self._gradients[microbatch] = arrived.to(end.dtype)
+        token = Crossing.apply(rows, self, microbatch)
         check_gradient_path(end, microbatch, token, True)
         return token
 
-
-class _Answer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
+    def _forward(self, microbatch: int, rows: Tensor) -> Tensor:
         return rows.new_zeros(())
 
-    @staticmethod
-    def backward(ctx, *gradients: Tensor):  # type: ignore[override]
-        return ctx.saved_tensors[0], None
+    def _backward(self, microbatch: int, token: Tensor) -> Tensor:
+        return self._gradients.pop(microbatch)
