@@ -63,21 +63,12 @@ class ColocatedBridge(SteppedEnd):
         starts, _ = self._held(plans)
         check_rows(self.end, microbatches.start, plans, self.lane, rows)
         end = self.end
-        sends = [plan.sends(end.rank) for plan in plans]
+        sends = _merged([plan.sends(end.rank) for plan in plans], starts)
         # The rows of all sharers, microbatch by microbatch; this rank receives its share of them.
         sizes = ints([end.bounds(plan)[-1] for plan in plans])
-        firsts = offsets(sizes)[:-1]
-        incoming = [end.incoming(plan) for plan in plans]
-        arrived = end.empty(int(sizes.sum()))
-        start_exchanging(
-            end,
-            microbatches,
-            "rows",
-            _merged(sends, starts),
-            rows.values.detach(),
-            _merged(incoming, firsts),
-            arrived,
-        ).wait()
+        incoming = _merged([end.incoming(plan) for plan in plans], offsets(sizes)[:-1])
+        values, arrived = rows.values.detach(), end.empty(int(sizes.sum()))
+        start_exchanging(end, microbatches, "rows", sends, values, incoming, arrived).wait()
         if not self.receives:
             return
         for m, plan, part in zip(microbatches, plans, arrived.split(sizes.tolist()), strict=True):
@@ -101,32 +92,25 @@ class ColocatedBridge(SteppedEnd):
         """
         plans, end = [self._plans[m] for m in microbatches], self.end
         starts, num_rows = self._held(plans)
-        collects = [plan.collects(end.rank) for plan in plans]
-        returns = [plan.returns(end.rank) for plan in plans]
         firsts = offsets(ints([plan.receives(end.rank).num_rows for plan in plans]))[:-1]
+        returns = _merged([plan.returns(end.rank) for plan in plans], firsts)
+        collects = _merged([plan.collects(end.rank) for plan in plans], starts)
         received = torch.zeros(0, end.hidden_size, device=end.device)
         if self.receives:
             received = torch.cat([self._received_gradient(m) for m in microbatches])
         gradient = end.empty(num_rows)
-        start_exchanging(
-            end,
-            microbatches,
-            "gradients",
-            _merged(returns, firsts),
-            received,
-            _merged(collects, starts),
-            gradient,
-        ).wait()
+        kind = "gradients"
+        start_exchanging(end, microbatches, kind, returns, received, collects, gradient).wait()
         replicas = self.encoder_gather
         if replicas is None:  # all other rows are padding
-            gradient[sum(exchange.num_rows for exchange in collects) :].zero_()
+            gradient[collects.num_rows :].zero_()
         else:
             by_rank = [
                 [plan.collects(rank) for plan in plans]
                 for rank in dist.get_process_group_ranks(replicas)
             ]
             shares = [_merged(held, starts).merged_places for held in by_rank]
-            share_out(end, replicas, microbatches.start, "gradients", gradient, shares)
+            share_out(end, replicas, microbatches.start, kind, gradient, shares)
         return gradient.to(end.dtype)
 
     def finish(self) -> None:

@@ -235,17 +235,13 @@ class ReplicatedSource:
 
     A rank that needs a row which it holds copies it. The lane's ranks send all other rows in even
     shares, of the second copy after all of the first.
-    rows: (L,) rows per lane. ranks: (L, tp).
+    held: (L,) rows per lane. ranks: (L, tp).
     """
 
-    rows: Ints
+    held: Ints
     ranks: Ints
 
     parts = 1
-
-    @property
-    def held(self) -> Ints:
-        return self.rows
 
     def split(
         self, lane: Ints, row: Ints, length: Ints, copy: Ints, destination: Ints
@@ -261,7 +257,7 @@ class ReplicatedSource:
         is_copied = (self.ranks[lane] == destination[:, None]).any(axis=1)
         copied, sent = np.flatnonzero(is_copied), np.flatnonzero(~is_copied)
         copies = int(copy.max(initial=0)) + 1
-        line = offsets(self.rows)[lane] * copies + copy * self.rows[lane] + row
+        line = offsets(self.held)[lane] * copies + copy * self.held[lane] + row
         sent = sent[np.argsort(line[sent], kind="stable")]
         lengths = length[sent]
         num_sent = totals(lane[sent], lengths, lanes)
@@ -290,9 +286,6 @@ class SequenceShardedSource:
     ranks: Ints
     before: Ints
     total: Ints
-
-    def __post_init__(self) -> None:
-        assert self.parts > 1, "rows of a lane with one rank are not cut: use ReplicatedSource"
 
     @property
     def parts(self) -> int:

@@ -92,11 +92,8 @@ class BridgeEnd:
 
     def bounds(self, plan: BridgePlan) -> list[int]:
         """Return where each sharer's rows begin among those of all; the last is their number."""
-
-        def bounds() -> list[int]:
-            return offsets(ints([plan.receives(rank).num_rows for rank in self.sharers()])).tolist()
-
-        return plan.cached("bounds", self.rank, bounds)
+        sizes = (plan.receives(rank).num_rows for rank in self.sharers())
+        return plan.cached("bounds", self.rank, lambda: offsets(ints([*sizes])).tolist())
 
     def own_rows(self, plan: BridgePlan) -> slice:
         """Return which of the rows of all sharers this rank receives itself."""

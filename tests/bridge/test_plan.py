@@ -18,7 +18,7 @@ from bridge import (
     imbalance,
     sharded_destination,
 )
-from tests.bridge.layouts import Case, Traffic, cases, cut_alone, filled, lanes_of, simulate
+from tests.bridge.layouts import Case, Traffic, cases, filled, lanes_of, simulate
 
 
 def rows_by_peer(exchange: Exchange) -> list[np.ndarray]:
@@ -233,11 +233,6 @@ def test_lengths_that_do_not_divide_are_named() -> None:
         sharded_destination(lanes_of([[4], [8, 6]]), case.language_ranks, False, case.runs)
     with pytest.raises(ValueError, match="lane 1: 6 tokens are not a multiple of cp 1 × tp 4"):
         sharded_destination(lanes_of([[4], [6]]), np.arange(8).reshape(2, 1, 4), True, case.runs)
-
-
-def test_rows_of_a_lane_with_one_rank_are_not_cut() -> None:
-    with pytest.raises(AssertionError, match="one rank are not cut"):
-        cut_alone(np.array([4, 2]), np.array([[0], [1]]))
 
 
 @settings(max_examples=100, deadline=None)
