@@ -202,13 +202,10 @@ def pieces(chat: ChatTokenizer, sample: EncodedSample) -> list[Piece]:
     return parts
 
 
-def read_some(dataset: Dataset, columns: SampleColumns) -> tuple[list[Facts], list[Facts], int]:
-    """Decode samples in random places; return readable ones, unreadable ones and their number.
-
-    Of readable ones: key, shard, numbers of tokens, text pieces, pictures uint8 (height, width, 3).
-    """
+def read_some(dataset: Dataset, columns: SampleColumns) -> tuple[list[Sample], list[Facts], int]:
+    """Decode samples in random places; return readable ones, unreadable ones and their number."""
     places = np.random.default_rng(_SEED).permutation(len(columns.sample))[:_READ]
-    readable, bad = list[Facts](), list[Facts]()
+    readable, bad = list[Sample](), list[Facts]()
     for place in places.tolist():
         reader, sample = dataset.readers[columns.source[place]], int(columns.sample[place])
         index = reader.index
@@ -223,19 +220,15 @@ def read_some(dataset: Dataset, columns: SampleColumns) -> tuple[list[Facts], li
             bad.append(vars(error.sample))
             continue
         if len(readable) < _RENDERED:
-            facts = {
-                "key": index.key(sample),
-                "shard": index.shard_of(sample),
-                "tokens": len(encoded.input_ids),
-                "loss_tokens": int(encoded.loss_mask.sum()),
-                "pieces": pieces(reader.chat, encoded),
-                "pictures": pictures[:_PICTURES],
-            }
-            readable.append(facts)
+            learned, num_tokens = int(encoded.loss_mask.sum()), len(encoded.input_ids)
+            note = f"{index.shard_of(sample)} · {num_tokens} tokens, {learned} learned"
+            images = [thumbnail_url(picture, _PICTURE_SIDE) for picture in pictures[:_PICTURES]]
+            texts = [*_cut(pieces(reader.chat, encoded), _SHOWN_CHARACTERS)]
+            readable.append(Sample(index.key(sample), note, images, texts))
     return readable, bad, len(places)
 
 
-def examine(recipe: Recipe, num_ranks: int | None) -> tuple[Facts, list[Facts]]:
+def examine(recipe: Recipe, num_ranks: int | None) -> tuple[Facts, list[Sample]]:
     """Return all figures of a recipe's data, for JSON, and samples to show. Raises RecipeError."""
     layout = build_layout(recipe, num_ranks)
     chat, processors = open_tokenizer(recipe), item_processors(recipe)
@@ -285,13 +278,13 @@ def main(
     return 0
 
 
-def render_reports(reports: Sequence[tuple[str, tuple[Facts, list[Facts]]]]) -> str:
+def render_reports(reports: Sequence[tuple[str, tuple[Facts, list[Sample]]]]) -> str:
     """Return the page about phases. reports: of each its title, and what `examine` returns."""
     parts = [_part(name if len(reports) > 1 else "", *report) for name, report in reports]
     return render(f"Data of {reports[0][1][0]['recipe']}", parts)
 
 
-def _part(title: str, figures: Facts, samples: list[Facts]) -> Part:
+def _part(title: str, figures: Facts, samples: list[Sample]) -> Part:
     plan, bad = figures["packing"], figures["bad"]
     tiles = {name: number(figures[name]) for name in ("samples", "items", "shards")} | {
         "tokens per sample": f"{figures['tokens_per_sample']:,.0f}",
@@ -344,7 +337,7 @@ def _part(title: str, figures: Facts, samples: list[Facts]) -> Part:
             "Samples as the model sees them",
             note="Green is what the model learns to write, orange are special tokens, and the loss "
             "leaves out what is grey.",
-            samples=[_sample(sample) for sample in samples],
+            samples=samples,
         ),
     ]
     return Part(title, tiles, [section for section in sections if section.has_content])
@@ -359,12 +352,6 @@ def _chart(title: str, counts: Facts) -> Chart:
     least, most, median = (number(counts[name]) for name in ("least", "most", "median"))
     below = number(counts["percentile_99"])
     return Chart(title, bars, f"{least} to {most}, median {median}, 99 % below {below}")
-
-
-def _sample(sample: Facts) -> Sample:
-    note = f"{sample['shard']} · {sample['tokens']} tokens, {sample['loss_tokens']} learned"
-    images = [thumbnail_url(picture, _PICTURE_SIDE) for picture in sample["pictures"]]
-    return Sample(sample["key"], note, images, [*_cut(sample["pieces"], _SHOWN_CHARACTERS)])
 
 
 def _cut(pieces: Sequence[Piece], left: int) -> Iterator[Piece]:

@@ -177,8 +177,10 @@ def write_page(
         _losses(results, experiment.reference, precision),
         _times(results),
         _bridges(results),
-        _forecasts(compared),
     ]
+    if compared:
+        tables = [forecasts_table(compared)]
+        sections.append(Section("Forecasts", (), tables, forecasts_verdict(compared)))
     sections = [section for section in sections if section.has_content]
     for section in sections:
         name = section.title.lower().replace(" ", "_")
@@ -241,12 +243,6 @@ def _times(results: Sequence[Result]) -> Section:
         spreads("Peak of the memory of a module's ranks", "GiB", memory),
     ]
     return Section("Where the time goes", pictures if rows else [], [Table(columns, rows)])
-
-
-def _forecasts(compared: Sequence[Comparison]) -> Section:
-    if not compared:
-        return Section("Forecasts")
-    return Section("Forecasts", (), [forecasts_table(compared)], forecasts_verdict(compared))
 
 
 def _bridges(results: Sequence[Result]) -> Section:

@@ -16,7 +16,7 @@ from mimo.checkpoint.folder import phase_folders
 from mimo.errors import InputError
 from mimo.report.runs import job_folders
 from mimo.report.status import one_line, output_of, read_view
-from mimo.runtime.processes import looks_like_a_consequence
+from mimo.runtime.processes import CONSEQUENCE
 
 _END_BYTES = 2**14  # of each file, if several are shown
 _LINE_LENGTH = 2**16
@@ -107,7 +107,7 @@ class _Error:
     @property
     def follows(self) -> bool:
         """True if it follows from the end of another rank."""
-        return looks_like_a_consequence(self.text[-1]) or any(map(_FOLLOWS.match, self.text))
+        return bool(CONSEQUENCE.search(self.text[-1])) or any(map(_FOLLOWS.match, self.text))
 
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.seconds).isoformat(sep=" ", timespec="seconds")

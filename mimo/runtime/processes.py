@@ -37,7 +37,7 @@ _STACKS_SECONDS = 0.5  # that ranks get to write their stacks
 _POLL_SECONDS = 0.5
 
 # Once a rank is gone, its peers fail in their next collective; those errors hide the cause.
-_CONSEQUENCE = re.compile(
+CONSEQUENCE = re.compile(
     r"connection (closed|reset)|broken pipe|timed out|timeout|gloo|nccl", re.IGNORECASE
 )
 # How long to wait for a cause after its consequence or, when a rank died silently, for what its
@@ -81,9 +81,6 @@ class RanksFailed(RuntimeError):
 
         self.errors = sorted(errors, key=distance_to_cause)
         super().__init__(f"{self.errors[0].traceback}{self.errors[0]}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.errors,)
 
 
 class RanksHung(RuntimeError):
@@ -299,12 +296,7 @@ def is_consequence(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and error.filename is not None:
         return False  # about a file, which may be called anything
-    return bool(getattr(error, "waits_for", ())) or looks_like_a_consequence(str(error))
-
-
-def looks_like_a_consequence(message: str) -> bool:
-    """Whether an error with this ``message`` is caused by another rank, as far as that tells."""
-    return bool(_CONSEQUENCE.search(message))
+    return bool(getattr(error, "waits_for", ()) or CONSEQUENCE.search(str(error)))
 
 
 def _send_and_exit(pipe: Connection, message: bytes, code: int) -> None:

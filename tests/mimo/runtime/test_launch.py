@@ -1,6 +1,5 @@
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -115,11 +114,9 @@ def test_a_rank_that_fails_or_dies_is_the_cause_and_not_its_peers_lost_connectio
     run_ranks: RunRanks, target: Callable[[int], None], cause: str
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(RanksFailed, match=cause) as caught:
+    with pytest.raises(RanksFailed, match=cause):
         run_ranks(target, 3)
     assert time.monotonic() - began < 10
-    copied = pickle.loads(pickle.dumps(caught.value))  # as it leaves a process pool
-    assert (str(copied), copied.errors) == (str(caught.value), caught.value.errors)
     assert not multiprocessing.active_children()
 
 
