@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +152,7 @@ def _slurm_environment() -> RankEnv | None:
     if world_size < 2:
         return None
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
-    host = variables.get("MASTER_ADDR") or next(hosts_of(nodes), "127.0.0.1")
+    host = variables.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1"
     # Jobs and steps that share a node get different ports, the same one on all their ranks.
     job_id, step_id = int(variables.get("SLURM_JOB_ID", "0")), int(variables["SLURM_STEP_ID"])
     port = variables.get("MASTER_PORT") or 20000 + (job_id * 37 + step_id) % 10000
@@ -165,14 +165,10 @@ def _slurm_environment() -> RankEnv | None:
     )
 
 
-def hosts_of(nodes: str) -> Iterator[str]:
-    """Yield the hosts of a SLURM node list: `gpu[03-04],a` gives `gpu03`, `gpu04` and `a`."""
-    for before, ranges, after in re.findall(r"([^\[,]+)(?:\[([^\]]*)\])?([^\[,]*)", nodes):
-        for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else ()
-            for number in numbers or ("",):
-                yield f"{before}{str(number).zfill(len(first))}{after}"
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list, such as `gpu03-ib` of `gpu[03-04,9]-ib,a`."""
+    first, _, _ = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")
+    return first
 
 
 def node_name() -> str:

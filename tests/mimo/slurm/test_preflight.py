@@ -16,7 +16,7 @@ from mimo.device import Gpu
 from mimo.errors import StartError
 from mimo.model.recipe_checks import unreadable_inputs
 from mimo.parallel.connections import sender_receiver_pairs
-from mimo.runtime.ranks import hosts_of, run_on_cpu
+from mimo.runtime.ranks import first_host, run_on_cpu
 from mimo.slurm import preflight
 from mimo.slurm.preflight import Facts, find_faults, report
 from tests.conftest import RunRanks
@@ -53,10 +53,19 @@ def test_ranks_of_a_node_that_share_a_gpu_are_named() -> None:
     ]
 
 
-def test_a_node_list_is_expanded() -> None:
-    hosts = ["gpu03", "gpu04", "gpu05", "gpu9", "login1", "n09-ib", "n10-ib"]
-    assert [*hosts_of("gpu[03-05,9],login1,n[09-10]-ib")] == hosts
-    assert not [*hosts_of("")]
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("n[09-10]-ib,gpu[03-05]", "n09-ib"),
+        ("gpu[7,9]", "gpu7"),
+        ("login1,gpu[03-05]", "login1"),
+        ("login1", "login1"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_node_list_is_found(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
 
 
 def test_a_wrong_clock_is_a_note_that_keeps_no_job_from_starting(
