@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import shutil
@@ -71,8 +70,8 @@ def launch(
         raise InputError("--hosts is for hosts without SLURM; remove the options of SLURM jobs")
     jobs = [prepare(path, overrides, cluster, hetjob) for path in (recipe, *others)]
     job = jobs[0]
-    groups = (split_groups(each.layouts, each.placement) for each in jobs)
-    for line in dict.fromkeys(itertools.chain.from_iterable(groups)):
+    lines = (line for each in jobs for line in split_groups(each.layouts, each.placement))
+    for line in dict.fromkeys(lines):
         print(f"warning: {line}", file=sys.stderr)
     if explain:
         for each in jobs:

@@ -98,10 +98,8 @@ def checkpoint_verify(path: RunArgument) -> int:
         with progress_of(checkpoint.name) as progress:
             problems = problems_of(checkpoint, progress)
         damaged += bool(problems)
-        for problem in problems:
-            print(f"{checkpoint}: {problem}")
-        if not problems:
-            print(f"{checkpoint}: intact")
+        for line in problems or ["intact"]:
+            print(f"{checkpoint}: {line}")
     return 1 if damaged else 0
 
 

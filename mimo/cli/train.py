@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,7 +50,7 @@ def check(
             _print_flops(phase.recipe, layout)
             if dry_run:
                 _print_dry_run(phase.recipe, layout, role, memory)
-        for note in dict.fromkeys(itertools.chain.from_iterable(notes)):
+        for note in dict.fromkeys(note for of_phase in notes for note in of_phase):
             print(note)
     finally:
         gc.enable()
