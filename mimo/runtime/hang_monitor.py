@@ -25,16 +25,7 @@ from typing import Any
 import psutil
 
 from mimo.errors import InputError
-from mimo.runtime.heartbeat import (
-    ACTIVITIES,
-    CRASH,
-    HANG,
-    RANKS,
-    RankState,
-    Work,
-    read_states,
-    summarize_hang,
-)
+from mimo.runtime import heartbeat
 from mimo.runtime.processes import is_consequence
 from mimo.runtime.ranks import Variable
 from mimo.runtime.run_files import record
@@ -64,7 +55,7 @@ def flight_recorder_variables(run_dir: Path) -> tuple[Variable, ...]:
 
     `torchfrtrace --prefix collectives_ <run folder>/ranks` reads the dumps.
     """
-    prefix = str(run_dir.resolve() / RANKS / "collectives_")
+    prefix = str(run_dir.resolve() / heartbeat.RANKS / "collectives_")
     return (
         Variable("TORCH_FR_BUFFER_SIZE", "2000", ("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
         Variable("TORCH_FR_DUMP_ON_TIMEOUT", "1", ("TORCH_NCCL_DUMP_ON_TIMEOUT",)),
@@ -103,13 +94,13 @@ class HangMonitor:
         step_timeout_seconds: float | None = None,
     ) -> None:
         self._run_dir, self._rank, self._size = run_dir, rank, num_ranks
-        self._folder, self._hang_folder = run_dir / RANKS, run_dir / HANG
-        self.work: Callable[[], Work] = Work
+        self._folder, self._hang_folder = run_dir / heartbeat.RANKS, run_dir / heartbeat.HANG
+        self.work: Callable[[], heartbeat.Work] = heartbeat.Work
         self.memory: Callable[[], dict[str, dict[str, int]]] = dict
         self.format_memory: Callable[[Mapping[str, Mapping[str, int]]], str] = str
         self.dump_collectives: Callable[[], object] = lambda: None
-        self._place = self._last_place = (0, ACTIVITIES[0])
-        self._state = RankState(rank, who, socket.gethostname(), *self._place)
+        self._place = self._last_place = (0, heartbeat.ACTIVITIES[0])
+        self._state = heartbeat.RankState(rank, who, socket.gethostname(), *self._place)
         self._timeout, self._step_timeout = timeout_seconds, step_timeout_seconds
         shortest = min(timeout_seconds, step_timeout_seconds or math.inf)
         least, most = _BEAT_SECONDS
@@ -122,7 +113,7 @@ class HangMonitor:
 
     def at(self, step: int, activity: str) -> None:
         """Set where this rank is from now on; it costs nothing, because the thread writes it."""
-        assert activity in ACTIVITIES, f"{activity!r} is no activity"
+        assert activity in heartbeat.ACTIVITIES, f"{activity!r} is no activity"
         self._place = (step, activity)
 
     @contextmanager
@@ -179,7 +170,7 @@ class HangMonitor:
     def _record(self, kind: str, text: str, **facts: Any) -> None:
         """Keep an incident if it is the first since the ranks started: others follow from it."""
         with suppress(OSError):
-            (self._run_dir / CRASH).open("x").close()
+            (self._run_dir / heartbeat.CRASH).open("x").close()
             state = self._now()
             facts = {"rank": self._rank, "activity": state.activity, "doing": state.doing, **facts}
             record(self._run_dir, kind, text, state.step, **facts)
@@ -251,7 +242,7 @@ class HangMonitor:
             _wait_until(summary.exists, patience)
             return summary.read_text()
         states = self._read()
-        origins, lines = summarize_hang(states, self._size)
+        origins, lines = heartbeat.summarize_hang(states, self._size)
         state = max([self._now(), *states.values()], key=lambda state: state.seconds)
         limit = f"bridge.timeout_seconds {self._timeout:g}"
         if self._step_timeout is not None:
@@ -283,7 +274,7 @@ class HangMonitor:
     def _stacks(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}.stacks"
 
-    def _now(self) -> RankState:
+    def _now(self) -> heartbeat.RankState:
         (step, activity), work = self._place, self.work()
         return replace(
             self._state,
@@ -305,15 +296,15 @@ class HangMonitor:
                 partial.write_text(json.dumps(asdict(state)))
                 os.replace(partial, self._file(self._rank))
 
-    def _read(self) -> dict[int, RankState]:
+    def _read(self) -> dict[int, heartbeat.RankState]:
         """Return the states of all ranks that have a file. A rank that ended well has none."""
         try:
             now = self._file(self._rank).stat().st_mtime
         except OSError:  # a full disk, or the folder is gone: nothing is known of others
             return {}
-        return read_states(self._run_dir, now, range(self._size))
+        return heartbeat.read_states(self._run_dir, now)
 
-    def _find_culprits(self) -> list[RankState]:
+    def _find_culprits(self) -> list[heartbeat.RankState]:
         """Return the ranks that failed, else those that are silent; empty if all are well."""
         deadline = time.monotonic() + self._silent_seconds + self._beat_seconds
         while True:
@@ -324,7 +315,7 @@ class HangMonitor:
                 return []
             time.sleep(self._beat_seconds / 2)
 
-    def _silent(self) -> list[RankState]:
+    def _silent(self) -> list[heartbeat.RankState]:
         self._write()
         return [s for s in self._read().values() if s.age_seconds > self._silent_seconds]
 

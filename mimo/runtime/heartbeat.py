@@ -5,7 +5,7 @@ Ages are differences between file times, so the hosts' clocks do not matter.
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,25 +92,19 @@ class RankState:
         )
 
 
-def read_states(
-    run_dir: Path, now: float, ranks: Iterable[int] | None = None
-) -> dict[int, RankState]:
-    """Return what ranks last wrote, by rank; a rank that ended well has no file.
+def read_states(run_dir: Path, now: float) -> dict[int, RankState]:
+    """Return what ranks last wrote, in their order; a rank that ended well has no file.
 
-    now: seconds, by the file system's clock. ranks: those to read; None for all with a file.
+    now: seconds, by the file system's clock.
     """
-    folder = run_dir / RANKS
-    if ranks is None:
-        names = (path.stem.removeprefix("rank_") for path in folder.glob("rank_*.json"))
-        ranks = sorted(int(name) for name in names if name.isdecimal())
     states = {}
-    for rank in ranks:
-        path = folder / f"rank_{rank}.json"
+    for path in (run_dir / RANKS).glob("rank_*.json"):
         # It may have just ended, or be in the middle of a write.
         with suppress(OSError, ValueError, TypeError), path.open() as file:
             age = now - os.fstat(file.fileno()).st_mtime
-            states[rank] = RankState(**{**json.load(file), "age_seconds": age})
-    return states
+            state = RankState(**{**json.load(file), "age_seconds": age})
+            states[state.rank] = state
+    return dict(sorted(states.items()))
 
 
 def summarize_hang(

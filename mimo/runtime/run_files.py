@@ -81,10 +81,9 @@ def write_environment(
 def starts_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return all starts of a run, oldest first; none if the file is absent or damaged."""
     try:
-        starts = json.loads((run_dir / ENVIRONMENT).read_text(errors="replace"))
+        return json.loads((run_dir / ENVIRONMENT).read_text(errors="replace"))
     except (OSError, ValueError):
         return []
-    return [start for start in starts if isinstance(start, dict)] if type(starts) is list else []
 
 
 def versions() -> dict[str, str]:
