@@ -87,6 +87,7 @@ class Batches:
     sum. used: the samples of the order before the first batch; later, those up to the last batch
     that `next` returned. num_prepared: how many batches are prepared while another is in use, 1 or
     0; the one after these is read meanwhile, and more of what follows as ``decoding`` allows.
+    prepared: these batches, the next one first.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Batches:
         self._loader = StepLoader(self._planner, dataset.readers, decoding, steps.start, steps.stop)
         self._num_unread = len(steps)
         self._read: list[LoadedStep] = []
-        self._prepared: deque[PreparedBatch] = deque()
+        self.prepared: deque[PreparedBatch] = deque()
         self._stream = copy_stream()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="preparer")
         self._waited_seconds = 0.0
@@ -143,13 +144,9 @@ class Batches:
         self._loader.close()
         self._preparer.shutdown(wait=True, cancel_futures=True)
 
-    @property
-    def upcoming(self) -> PreparedBatch:
-        return self._prepared[0]
-
     def next(self) -> RankBatch:
         """Wait for the next batch and return it. Raises what its preparation raised."""
-        prepared = self._prepared.popleft()
+        prepared = self.prepared.popleft()
         with self._waiting():
             batch, staging = prepared.batch.result()
         self.used = prepared.used
@@ -176,7 +173,7 @@ class Batches:
         for loaded, flags in zip(self._read, unusable_flags, strict=True):
             unusable = np.flatnonzero(flags > 0).tolist()
             batch = self._preparer.submit(self._prepare, loaded, unusable)
-            self._prepared.append(PreparedBatch(loaded.used, loaded.addresses(unusable), batch))
+            self.prepared.append(PreparedBatch(loaded.used, loaded.addresses(unusable), batch))
         self._read.clear()
         return sums
 

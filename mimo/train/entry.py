@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from data.index.build import IndexTask, build_here
 from mimo.checkpoint.manifest import Unreadable
@@ -18,6 +18,7 @@ from mimo.checkpoint.resume import (
     Choice,
     Listed,
     Run,
+    Start,
     choose,
     files_to_compare,
     split_by_bytes,
@@ -45,12 +46,21 @@ _RENDEZVOUS_SECONDS = 600.0
 _LOCK_SECONDS = 120.0
 
 
-def run_rank(recipe: Recipe, layout: Layout, run_dir: Path, *args: Any) -> int:
-    """Be one rank of a job launched on this machine; see `mimo.train.rank.run_rank`."""
-    prepare_process(layout, run_dir)
-    from mimo.train.rank import run_rank as run
+def run_rank(
+    recipe: Recipe, layout: Layout, run_dir: Path, start: Start, locked: Path, job_start: float
+) -> int:
+    """Be one rank of a job launched on this machine; returns an exit code.
 
-    return run(recipe, layout, run_dir, *args)
+    locked: the folder whose lock the launcher holds. job_start: on the monotonic clock.
+    """
+    keep_lock(locked)
+    prepare_process(layout, run_dir)
+    from mimo.train.rank import join_world, leave_world, train_in_world
+
+    join_world(recipe)
+    code = train_in_world(recipe, layout, run_dir, start, job_start)
+    leave_world()
+    return code
 
 
 def prepare_process(layout: Layout, run_dir: Path) -> None:

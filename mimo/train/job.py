@@ -16,15 +16,9 @@ from mimo.model.recipe_checks import check_data, check_recipe, check_room
 from mimo.parallel.grids import Layout
 from mimo.runtime.processes import warm_up
 from mimo.runtime.ranks import RankEnv
+from mimo.train import run_folder
 from mimo.train.loggers import check_loggers
 from mimo.train.restarts import record_restart, start_time
-from mimo.train.run_folder import (
-    check_start,
-    is_at_end,
-    make_run_dirs,
-    print_save_intervals,
-    report_choice,
-)
 
 # Imported once by the fork server, so that ranks start in a tenth of a second.
 PRELOAD = ("mimo.engines.megatron.preload", "mimo.train.rank", "transformers")
@@ -83,8 +77,8 @@ class Job:
             choice = choose(self.candidates())
         runs = runs_to_do(self.phased, self.layouts, choice.checkpoint)
         first = runs[0]  # later runs follow from it
-        changes = check_start(first)
-        if is_at_end(first):
+        changes = run_folder.check_start(first)
+        if run_folder.is_at_end(first):
             return []
         with naming(self.phased.run_dir):
             if self.resume_from is None and choice.checkpoint is not None:
@@ -93,11 +87,11 @@ class Job:
                 return_to(choice.checkpoint, choice.damaged)
             elif choice.checkpoint is not None and first.resumes:
                 return_to(choice.checkpoint.resolve(), ())  # `latest` of another run stays as it is
-            make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
-        report_choice(choice, first.recipe.run_dir)
+            run_folder.make_run_dirs(self.phased, runs, self.resume or self.resume_from is not None)
+        run_folder.report_choice(choice, first.recipe.run_dir)
         for line in changes:
             print(line, flush=True)
-        print_save_intervals(runs)
+        run_folder.print_save_intervals(runs)
         return runs
 
     def after_failure(self) -> Job:

@@ -131,8 +131,8 @@ class Loggers:
 
 def check_loggers(recipe: Recipe) -> None:
     """Raise RecipeError for loggers whose packages are not installed."""
-    wanted = [name for name in _PACKAGES if name in recipe.train.loggers]
-    if missing := [name for name in wanted if find_spec(name) is None]:
+    wanted = recipe.train.loggers
+    if missing := [name for name in _PACKAGES if name in wanted and find_spec(name) is None]:
         message = f"got {', '.join(missing)}, not installed here; pip install {' '.join(missing)}"
         raise RecipeError(recipe.problem(("train", "loggers"), message))
 

@@ -96,7 +96,7 @@ class Trainer:
                 yield {"step": steps.start, **self.validate(validation, decoding)}
             for step in steps:
                 profile_step(step)
-                self._count_skipped(step, batches.upcoming, dataset, bad_samples)
+                self._count_skipped(step, batches.prepared[0], dataset, bad_samples)
                 # The sum in `train_step` tells all ranks; the next save raises the reason.
                 self.early_stop.local_reasons = (SAVE_FAILED,) if self.saver.has_failed else ()
                 result = train_step(
@@ -239,9 +239,6 @@ def with_synchronized_gc[T](steps: Iterable[T], every: int = 50) -> Iterator[T]:
     By default Python collects when a process has made enough objects: on each rank in another step,
     and each time all the others wait in their next exchange.
     """
-    if not gc.isenabled():
-        yield from steps
-        return
     gc.collect()
     gc.disable()
     try:

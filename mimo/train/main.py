@@ -45,9 +45,8 @@ def main(
         return train_here(job, max_restarts, start)
 
 
-def train_here(job: Job, max_restarts: int = 0, start: float | None = None) -> int:
+def train_here(job: Job, max_restarts: int, start: float) -> int:
     """Train on ranks of this machine, restarting them after failures; returns an exit code."""
-    start = time.monotonic() if start is None else start
     runs, failures, restarts = job.begin(), list[RankError](), 0
     if runs:
         note_start(job.phased.run_dir, start)

@@ -4,32 +4,20 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import override
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _dump_fr_trace_file
 
 from data.index.samples import Index
+from mimo import device
 from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.load import load_start, read_start_index
 from mimo.checkpoint.reading import from_rank_0
 from mimo.checkpoint.resume import FromScratch, Start
 from mimo.config.schema import Recipe
-from mimo.device import (
-    backend,
-    barrier,
-    device_name,
-    gpu_memory,
-    has_gpu,
-    initialize_distributed,
-    local_device,
-    release_memory,
-    set_threads,
-)
 from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_failed, format_memory
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.model.modules import MimoModel
@@ -40,7 +28,6 @@ from mimo.runtime.hang_monitor import COLLECTIVE_FACTOR, HangMonitor
 from mimo.runtime.heartbeat import Work
 from mimo.runtime.ranks import RankEnv, rank_environment
 from mimo.runtime.run_files import record, write_environment
-from mimo.runtime.run_lock import keep_lock
 from mimo.runtime.signals import EarlyStop
 from mimo.spans import SPANS
 from mimo.train.anomalies import BadSamples
@@ -62,26 +49,6 @@ _WAITS = {
 }
 
 
-def run_rank(
-    recipe: Recipe,
-    layout: Layout,
-    run_dir: Path,
-    start: Start,
-    locked: Path | None = None,
-    job_start: float | None = None,
-) -> int:
-    """Be one rank of a job launched on this machine; returns an exit code.
-
-    locked: the folder whose lock the launcher holds. job_start: on the monotonic clock; None: now.
-    """
-    if locked is not None:
-        keep_lock(locked)
-    join_world(recipe)
-    code = train_in_world(recipe, layout, run_dir, start, job_start)
-    leave_world()
-    return code
-
-
 def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> RankEnv:
     """Join torch.distributed as the rank that the environment names.
 
@@ -89,13 +56,9 @@ def join_world(recipe: Recipe, *later: Recipe, store: Store | None = None) -> Ra
     """
     environment = rank_environment()
     assert environment is not None, "ranks run inside a launched job"
-    initialize_distributed(
-        environment.rank,
-        environment.world_size,
-        store or environment.rendezvous,
-        max(collective_timeout(recipe) for recipe in (recipe, *later)),
-        environment.local_rank,
-    )
+    rank, size, local_rank = environment.rank, environment.world_size, environment.local_rank
+    timeout = max(collective_timeout(recipe) for recipe in (recipe, *later))
+    device.initialize_distributed(rank, size, store or environment.rendezvous, timeout, local_rank)
     return environment
 
 
@@ -106,19 +69,8 @@ def collective_timeout(recipe: Recipe) -> float:
 
 def leave_world() -> None:
     """End this rank; every rank of the world calls it."""
-    barrier()
+    device.barrier()
     dist.destroy_process_group()
-
-
-class MonitoredSteps(StepObserver):
-    """Tells the hang monitor where this rank is."""
-
-    def __init__(self, monitor: HangMonitor) -> None:
-        self._monitor = monitor
-
-    @override
-    def at(self, step: int, activity: str) -> None:
-        self._monitor.at(step, activity)
 
 
 def _work(model: MimoModel) -> Work:
@@ -147,35 +99,35 @@ def train_in_world(
 ) -> int:
     """Train, from building the model to the last checkpoint; every rank of the world calls it.
 
-    layout: the recipe's, for a world of this size. job_start: see `run_rank`. Returns 0, or
-    EXIT_CONTINUE if the run was asked to stop early and has saved. Afterwards only the world's
-    group is left, so that another run can follow.
+    layout: the recipe's, for a world of this size. job_start: on the monotonic clock; None: now.
+    Returns 0, or EXIT_CONTINUE if the run was asked to stop early and has saved. Afterwards only
+    the world's group is left, so that another run can follow.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    set_threads(recipe.train.threads_per_rank, ranks_here)
+    device.set_threads(recipe.train.threads_per_rank, ranks_here)
     rank = dist.get_rank()
-    with _logging_to(run_dir / f"log_rank_{rank}.txt"):
-        if (memory := gpu_memory()) is not None:
-            check_memory(recipe, layout, range(rank, rank + 1), memory)
-        grids = [(name, grid) for name, grid in layout.grids.items() if rank in grid.ranks]
-        monitor = HangMonitor(
-            run_dir,
-            rank,
-            layout.world_size,
-            " and ".join(f"{name}, lane {grid.coords(rank).dp}" for name, grid in grids),
-            recipe.bridge.timeout_seconds,
-            recipe.train.step_timeout_seconds,
-        )
-        # A failure is reported before the save in flight is waited for.
-        with ExitStack() as saves, monitor.watched():
-            topology = build_topology(layout, collective_timeout(recipe))
-            deadline = None
-            if (minutes := recipe.train.max_minutes) is not None and rank == 0:
-                deadline = 60 * minutes + (time.monotonic() if job_start is None else job_start)
-            early_stop = EarlyStop(deadline)
-            code = _train(recipe, topology, run_dir, start, monitor, early_stop, saves)
-            topology.close()
-    release_memory()
+    # force: without the console handlers that libraries have added.
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(
+        filename=run_dir / f"log_rank_{rank}.txt", format=form, level=logging.INFO, force=True
+    )
+    logging.captureWarnings(True)
+    if (memory := device.gpu_memory()) is not None:
+        check_memory(recipe, layout, range(rank, rank + 1), memory)
+    grids = [(name, grid) for name, grid in layout.grids.items() if rank in grid.ranks]
+    who = " and ".join(f"{name}, lane {grid.coords(rank).dp}" for name, grid in grids)
+    timeout, step_timeout = recipe.bridge.timeout_seconds, recipe.train.step_timeout_seconds
+    monitor = HangMonitor(run_dir, rank, layout.world_size, who, timeout, step_timeout)
+    # A failure is reported before the save in flight is waited for.
+    with ExitStack() as saves, monitor.watched():
+        topology = build_topology(layout, collective_timeout(recipe))
+        deadline = None
+        if (minutes := recipe.train.max_minutes) is not None and rank == 0:
+            deadline = 60 * minutes + (time.monotonic() if job_start is None else job_start)
+        early_stop = EarlyStop(deadline)
+        code = _train(recipe, topology, run_dir, start, monitor, early_stop, saves)
+        topology.close()
+    device.release_memory()
     return code
 
 
@@ -195,8 +147,9 @@ def _train(
     trainer = Trainer(recipe, topology, run_dir, initial, stored, early_stop)
     monitor.work = partial(_work, trainer.model)
     monitor.memory, monitor.format_memory = trainer.model.memory, format_memory
-    if has_gpu():
-        monitor.dump_collectives = partial(_dump_fr_trace_file, topology.rank, backend=backend())
+    if device.has_gpu():
+        dump = partial(_dump_fr_trace_file, topology.rank, backend=device.backend())
+        monitor.dump_collectives = dump
     on_setup_progress = partial(monitor.at, 0, "setup")
     on_setup_progress()
     dataset = _open_together(recipe, "sources", trainer)
@@ -207,7 +160,7 @@ def _train(
     del stored  # of a large model it takes much memory
     on_setup_progress()
     dataset, trainer.progress, notes = continue_order(dataset, progress)
-    logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], local_device())
+    logger.info("rank %d owns %s on %s", topology.rank, [*topology.modules], device.local_device())
     saves.enter_context(trainer.saver)
     with changed_shards_named(), ExitStack() as stack:
         writer = bad_samples = None
@@ -215,7 +168,8 @@ def _train(
             splits = {"sources": dataset, "validation": validation}
             first_step, vocabulary = trainer.progress.step, trainer.chat.vocab_size
             facts = summary_of(recipe, topology.layout, vocabulary, trainer.progress, splits)
-            write_environment(run_dir, topology.layout.world_size, first_step, device_name(), facts)
+            num_ranks, place = topology.layout.world_size, device.device_name()
+            write_environment(run_dir, num_ranks, first_step, place, facts)
             writer = stack.enter_context(MetricsWriter(recipe, run_dir, first_step))
             bad_samples = BadSamples(run_dir, first_step)
             bad_samples.list_of_indexes(splits)
@@ -225,7 +179,8 @@ def _train(
                 logger.info(line)
         lacks = float(writer is not None and writer.lacks_validation)
         owes_validation = validation is not None and sum_over_world(lacks) > 0
-        observer = MonitoredSteps(monitor)
+        observer = StepObserver()
+        observer.at = monitor.at
         steps = trainer.train(dataset, validation, observer, bad_samples, owes_validation)
         for metrics in with_synchronized_gc(steps):
             if writer is not None and "validation_loss" in metrics:
@@ -263,20 +218,3 @@ def _open_together(recipe: Recipe, split: str, trainer: Trainer) -> Dataset | No
         kind = StartError if num_failed == num_sick else InputError
         raise kind(problem or f"data.{split}: {num_failed:g} ranks cannot open its index")
     return dataset_of(recipe, split, indexes, trainer.chat, trainer.processors) if indexes else None
-
-
-@contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Write log and warnings to a file, not to console handlers that libraries have added."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    others, root.handlers = root.handlers, list[logging.Handler]([handler])
-    logging.captureWarnings(True)
-    try:
-        yield
-    finally:
-        root.handlers = others
-        with suppress(OSError):  # other writes report a full disk; this could hide their error
-            handler.close()

@@ -84,14 +84,6 @@ def is_requeued() -> bool:
     return requeued or "SLURM_JOB_DEPENDENCY" in os.environ
 
 
-def _find_failure(run_dir: Path) -> tuple[int | None, str]:
-    """Return a rank that failed, if it is known, and the cause, as the ranks' files say."""
-    for rank, state in sorted(read_states(run_dir, time.time()).items()):
-        if state.failure:
-            return rank, f"rank {rank} failed: {state.failure}"
-    return None, "a rank was killed or ended without a word"
-
-
 def _steps_done(run_dir: Path) -> list[int]:
     """Return the number of steps in the metrics, as a list; empty if there is none."""
     try:
@@ -127,10 +119,12 @@ def record_restart(
         raise NotRestarted(f"{of_job[-1]['text']}: not started again", code)
     newest = latest_checkpoint(run_dir)
     checkpoint = newest and newest.name
-    if not cause:
-        rank, cause = _find_failure(run_dir)
-    # Ranks write where they are now and then, but metrics have each step that is done.
     states = read_states(run_dir, time.time()).values()
+    if not cause:
+        cause = "a rank was killed or ended without a word"
+        for failed in [state for state in states if state.failure][:1]:
+            rank, cause = failed.rank, f"rank {failed.rank} failed: {failed.failure}"
+    # Ranks write where they are now and then, but metrics have each step that is done.
     steps = [state.step for state in states if state.activity != "setup"] + _steps_done(run_dir)
     step, source = max(steps, default=None), checkpoint or "the beginning"
     text = f"restart {len(of_job) + 1} of {max_restarts}, from {source}: {cause}"
@@ -153,7 +147,7 @@ def record_killed_rank(run_dir: Path, error: RankError) -> None:
     """Record a rank that ended without reporting, with where it last was; its launcher calls it."""
     if error.traceback:
         return  # it has reported itself
-    state = read_states(run_dir, time.time(), [error.rank]).get(error.rank)
+    state = read_states(run_dir, time.time()).get(error.rank)
     if state is None:  # it ended too early
         record(run_dir, "crash", str(error), rank=error.rank)
         return

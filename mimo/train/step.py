@@ -141,7 +141,8 @@ def train_step(
     with SPANS.span(RANK, "sync"):
         sums = batches.sum_over_world(terms)
     waited += time.perf_counter() - sum_started + model.take_waited_seconds()
-    losses, grad_norms = mean_losses(plan, sums.losses), _roots(sums.squared_norms)
+    counts, grad_norms = plan.num_losses, _roots(sums.squared_norms)
+    losses = {name: float(sums.losses[name]) / max(n, 1) for name, n in counts.items()}
     loss = total_loss(recipe, losses)
     norm = math.sqrt(sum(sums.squared_norms.values()))
 
@@ -226,13 +227,11 @@ def run_modules(
     return {name: losses.get(name, 0.0) for name in batch.plan.num_losses}
 
 
-def mean_losses(plan: StepPlan, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Return the language model's mean loss per token, and each generator's per item."""
-    return {name: float(sums[name]) / max(count, 1) for name, count in plan.num_losses.items()}
-
-
 def total_loss(recipe: Recipe, losses: Mapping[str, float]) -> float:
-    """Return the training loss: the text's plus the weighted losses of generators."""
+    """Return the training loss: the text's plus the weighted losses of generators.
+
+    losses: means, per token of the language model and per item of each generator.
+    """
     weights = {name: generator.loss_weight for name, generator in recipe.generators.items()}
     return sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
 

@@ -41,12 +41,12 @@ def disturbing(patch: pytest.MonkeyPatch, disturb: str, fault: Any) -> Train:
 
 def run_rank(disturb: str, fault: Any, attempt: int, args: tuple[Any, ...]) -> int:
     """Runs inside ranks."""
-    from mimo.train import rank
+    from mimo.train import entry
 
     run_dir, start = args[2:4]
     (run_dir / f"pid_{attempt}_{os.environ['RANK']}").write_text(str(os.getpid()))
     pkgutil.resolve_name(disturb)(fault, attempt, run_dir, start)
-    return rank.run_rank(*args)
+    return entry.run_rank(*args)
 
 
 def running_ranks(run_dir: Path) -> list[int]:

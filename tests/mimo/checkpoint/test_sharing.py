@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -215,8 +216,8 @@ def test_a_broken_file_that_rank_0_reads_ends_all_ranks_with_one_message(
     layout, run_dir = check_recipe(recipe, None), make_run_dir(recipe, resumes=False)
     checkpoint = small_checkpoint(tmp_path / "checkpoints", 1)
     (checkpoint / name).write_text("{")
-    args = (recipe, layout, run_dir, Resume(checkpoint))
-    assert launch("mimo.train.rank:run_rank", args, layout.world_size, PRELOAD, run_dir) == 2
+    args = (recipe, layout, run_dir, Resume(checkpoint), run_dir, time.monotonic())
+    assert launch("mimo.train.entry:run_rank", args, layout.world_size, PRELOAD, run_dir) == 2
     errors = capfd.readouterr().err
     assert errors.count("is damaged") == 1, errors
     assert name in errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def mount(folder: Path, *options: str) -> bool:
 
 def run_spoilt_rank(fault: str, recipe: Recipe, layout: Layout, run_dir: Path) -> None:
     """Runs inside ranks: train, and spoil the folder before the second save, of step 20."""
-    from mimo.train.rank import run_rank
+    from mimo.train.entry import run_rank
 
     environment, begin = rank_environment(), Saver.begin
     assert environment is not None
@@ -58,7 +59,7 @@ def run_spoilt_rank(fault: str, recipe: Recipe, layout: Layout, run_dir: Path) -
         return begin(self, progress)
 
     Saver.begin = spoil  # type: ignore[method-assign]
-    run_rank(recipe, layout, run_dir, FromScratch())
+    run_rank(recipe, layout, run_dir, FromScratch(), run_dir, time.monotonic())
 
 
 @pytest.mark.parametrize("case", quick_values(CASES, "limit, async"))

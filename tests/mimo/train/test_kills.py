@@ -70,16 +70,16 @@ def disturb(kills: list[Kill], attempt: int, run_dir: Path, start: Start) -> Non
 
 def note_samples(file: Path) -> None:
     from mimo.model.step_plan import StepPlan
-    from mimo.train.rank import MonitoredSteps
+    from mimo.train.step import StepObserver
 
-    def planned(self: MonitoredSteps, step: int, plan: StepPlan) -> None:
+    def planned(self: StepObserver, step: int, plan: StepPlan) -> None:
         samples = [
             (m.samples.source.tolist(), m.samples.sample.tolist()) for m in plan.microbatches
         ]
         with file.open("a") as lines:
             lines.write(json.dumps([step, samples]) + "\n")
 
-    MonitoredSteps.planned = planned  # type: ignore[method-assign]
+    StepObserver.planned = planned  # type: ignore[method-assign]
 
 
 def die() -> None:

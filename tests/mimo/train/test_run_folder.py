@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -269,7 +270,7 @@ def test_a_run_at_or_past_its_last_step_is_done_and_says_so(
 ) -> None:
     trained(recipe)
     before = files_in(recipe.parent / "runs")
-    assert job.train_here(job_of(recipe, f"train.steps={steps}")) == 0
+    assert job.train_here(job_of(recipe, f"train.steps={steps}"), 0, time.monotonic()) == 0
     assert f"already at step 2 of {steps};" in capsys.readouterr().out
     assert files_in(recipe.parent / "runs") == before
 
@@ -283,5 +284,8 @@ def test_a_job_past_the_last_step_of_its_last_phase_is_done(
     plain.write_text(phase.to_yaml())
     trained(plain)
     for steps in (2, 1):
-        assert job.train_here(job_of(recipe, f"phases.1.train.steps={steps}")) == 0
+        assert (
+            job.train_here(job_of(recipe, f"phases.1.train.steps={steps}"), 0, time.monotonic())
+            == 0
+        )
         assert f"phase 2 of 2, two: already at step 2 of {steps};" in capsys.readouterr().out
