@@ -297,6 +297,7 @@ def test_importing_a_family_imports_neither_torch_nor_diffusers() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_importing_diffusers_prints_nothing() -> None:
     code = "from generators import _shared; _shared.diffusers_class('QwenImageTransformer2DModel')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

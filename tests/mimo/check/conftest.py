@@ -16,6 +16,12 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
     return Verifier(tmp_path_factory.mktemp("verify"), "fp32")
 
 
+@pytest.fixture(scope="session")
+def exact_verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
+    """In fp64 at once, for models whose fp32 errors are so often doubtful that fp64 decides."""
+    return Verifier(tmp_path_factory.mktemp("verify-fp64"), "fp64")
+
+
 class ParityRunners(dict[str, ParityRunner]):
     """By family, made when first used: transformers runs once for layouts with equal samples."""
 

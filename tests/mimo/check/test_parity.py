@@ -98,7 +98,7 @@ def first(comparison: Comparison) -> Difference:
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "one rank"))
-@pytest.mark.parametrize("family", quick((*FAMILIES, "qwen3_5"), "qwen3_vl", "gemma3", "qwen3_5"))
+@pytest.mark.parametrize("family", quick((*FAMILIES, "qwen3_5"), "qwen3_vl", "qwen3_5"))
 def test_every_point_loss_and_gradient_is_that_of_transformers(
     family: str, layout: str, runners: dict[str, ParityRunner]
 ) -> None:
@@ -178,9 +178,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", quick(BROKEN, "rotary base of the language model", "windows of the tower")
-)
+@pytest.mark.parametrize("what", quick(BROKEN, "windows of the tower"))
 def test_a_setting_that_is_wrong_is_found_where_it_first_matters(
     what: str, runners: dict[str, ParityRunner]
 ) -> None:
@@ -218,7 +216,7 @@ OVERLOOKED = {
 }
 
 
-@pytest.mark.parametrize("what", quick(OVERLOOKED, "all of Gemma", "all of Qwen"))
+@pytest.mark.parametrize("what", quick(OVERLOOKED, "all of Gemma"))
 def test_a_setting_that_the_importer_overlooks_is_found(
     what: str, runners: dict[str, ParityRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import LANGUAGE, GridSpec
-from tests.cases import quick, quick_values
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.check.cells import RECIPE, check_equal, plan_first_step, run_cell
 from tests.mimo.check.minimums import check_minimums
@@ -79,10 +79,8 @@ TWO_ENCODERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "cell",
-    quick_values({c.name: c for c in REPRESENTATIVE}, "colocated → tp2 cp2 · adapters · recompute"),
-)
+@pytest.mark.slow  # `test_verify_command.py` and `test_parity.py` of the model have quick ones
+@pytest.mark.parametrize("cell", REPRESENTATIVE, ids=lambda cell: cell.name)
 def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(
     verifier: Verifier, cell: SweepCell
 ) -> None:
@@ -90,6 +88,7 @@ def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(
     check_equal(run_cell(verifier, cell))
 
 
+@pytest.mark.slow  # `test_text_only.py` trains one
 def test_a_language_model_without_encoders_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, ["encoders={}", "language.grid={tp: 2, sp: true}"])
     (cell,) = recipe_cells(recipe, 8, full=False).cells
@@ -236,8 +235,16 @@ def scaled_to(
 @pytest.mark.parametrize(
     ("lanes", "encoder_lanes", "packing"),
     [
-        *((lanes, (1, 2, 3, 4, 7, 16), []) for lanes in (1, 2, 3, 4, 5, 8, 16)),
-        *((lanes, (1, 2, 3, 7), BY_TOKENS) for lanes in (1, 2, 3, 4, 8)),
+        (2, (3,), []),
+        (3, (2,), BY_TOKENS),
+        *(
+            pytest.param(lanes, (1, 2, 3, 4, 7, 16), [], marks=pytest.mark.slow)
+            for lanes in (1, 2, 3, 4, 5, 8, 16)
+        ),
+        *(
+            pytest.param(lanes, (1, 2, 3, 7), BY_TOKENS, marks=pytest.mark.slow)
+            for lanes in (1, 2, 3, 4, 8)
+        ),
     ],
 )
 def test_the_data_differ_between_lanes_for_any_number_of_them(

@@ -52,13 +52,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.mark.parametrize(
     "cell",
-    quick_values(
-        CELLS,
-        "dp2 → dp2 → dp2 · clipped",
-        "dp2 → tp2 sp pp2 → dp2 · prompt",
-        "colocated → tp2 sp → colocated · recompute",
-        "fsdp → fsdp tp2 sp → dp3 · recompute",
-    ),
+    # `test_nccl.py` has the quick one with a generator on ranks of its own.
+    quick_values(CELLS, "colocated fsdp → fsdp tp2 sp → colocated · prompt"),
 )
 def test_a_layout_with_a_generator_takes_the_steps_of_one_rank(
     verifier: Verifier, recipe: Recipe, cell: SweepCell
@@ -118,6 +113,7 @@ def test_every_tensor_of_the_scaled_generator_counts(verifier: Verifier, recipe:
     assert weak == {name for name in gradients if name.startswith(last)}
 
 
+@pytest.mark.slow
 def test_the_command_compares_the_losses_of_a_recipe_with_a_generator(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -319,7 +315,8 @@ CASES = by_fault(
 )
 
 
-@pytest.mark.parametrize("case", quick_values(CASES, "shift_condition_rows"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, recipe: Recipe, case: Case
 ) -> None:

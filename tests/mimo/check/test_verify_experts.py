@@ -15,18 +15,17 @@ from mimo.check.layouts import SWEEP, SweepCell, sweep_cells
 from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
-from tests.cases import quick_values
 from tests.mimo.check.cells import RECIPE, SPARSE, check_equal, run_cell
 
 CELLS = [cell for cell in SWEEP if cell.needs_experts]
-QUICK = ["dp2 → tp2 sp ep2 dp2 · router losses", "colocated → tp2 cp2 ep4 · router losses"]
 
 
 def sparse(*overrides: str) -> Recipe:
     return load_recipe(RECIPE, [*SPARSE, *overrides])
 
 
-@pytest.mark.parametrize("cell", quick_values({c.name: c for c in CELLS}, *QUICK))
+@pytest.mark.slow  # `test_verify_sparse_hybrid.py` has quick ones
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_layout_with_experts_takes_the_steps_of_one_rank(
     verifier: Verifier, cell: SweepCell
 ) -> None:
@@ -152,9 +151,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", quick_values(FAULTS, "scale_router_losses_by_lanes", "count_experts_twice_in_norm")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAULTS.values(), ids=FAULTS)
 def test_a_fault_of_experts_is_reported(verifier: Verifier, case: Any) -> None:
     fault, cell, overrides = case
     result = run_cell(verifier, cell, fault, recipe=sparse(*overrides))
@@ -170,6 +168,7 @@ def test_a_fault_of_experts_is_reported(verifier: Verifier, case: Any) -> None:
         assert result.comparison.first.error > 10 * TOLERANCE["fp32"]
 
 
+@pytest.mark.slow
 def test_without_a_fault_weights_that_are_not_normalized_are_right(verifier: Verifier) -> None:
     recipe = sparse("language.model.normalize_weights=false")
     check_equal(run_cell(verifier, SweepCell("dp2 ep2", "dp2"), recipe=recipe))

@@ -15,7 +15,6 @@ from encoders.qwen_vl import PROJECTOR
 from mimo.check.layouts import SweepCell
 from mimo.check.verify import Verifier
 from mimo.families.keymap import is_adapter
-from tests.cases import quick_values
 from tests.mimo.check.cells import Case, by_fault, check_equal, check_fault, run_cell
 
 # --------------------------------------------------------- faults, applied inside ranks
@@ -206,7 +205,8 @@ CASES = by_fault(
 )
 
 
-@pytest.mark.parametrize("case", quick_values(CASES, "average_encoder_gradients"))
+@pytest.mark.slow  # `test_verify_command.py` has one of them
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, case: Case
 ) -> None:

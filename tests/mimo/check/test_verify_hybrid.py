@@ -20,7 +20,6 @@ from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
 from mimo.model.recipe_checks import check_recipe
 from tests.cases import quick_values
-from tests.conftest import RunRanks
 from tests.mimo.check.cells import RECIPES, Case, by_fault, check_equal, check_fault, run_cell
 
 NAMES = (
@@ -57,13 +56,13 @@ def hybrid_recipe(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(path, [f"init_from={folder / 'qwen3_5'}", *overrides])
 
 
-@pytest.mark.parametrize(
-    "cell", quick_values(CELLS, "colocated → tp2 cp2 sp dp2 · recompute", "dp2 → cp2 pp2 vpp2")
-)
+@pytest.mark.slow  # `test_verify_sparse_hybrid.py` has such layers with experts
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_layout_of_hybrid_layers_takes_the_steps_of_one_rank(
-    verifier: Verifier, recipe: Recipe, cell: SweepCell
+    verifier: Verifier, exact_verifier: Verifier, recipe: Recipe, cell: SweepCell
 ) -> None:
-    check_equal(run_cell(verifier, cell, recipe=recipe))
+    in_fp32 = "distributed optimizer" in cell.options  # it has no fp64
+    check_equal(run_cell(verifier if in_fp32 else exact_verifier, cell, recipe=recipe))
 
 
 def test_every_layout_is_one_of_the_matrix() -> None:
@@ -71,11 +70,10 @@ def test_every_layout_is_one_of_the_matrix() -> None:
 
 
 @pytest.mark.slow
-def test_in_fp64_errors_are_those_of_fp64(
-    run_ranks: RunRanks, recipe: Recipe, tmp_path: Path
+def test_in_fp32_an_error_above_the_tolerance_is_found_to_be_rounding(
+    verifier: Verifier, recipe: Recipe
 ) -> None:
-    for name in ("dp3 → tp2 cp2 · replicated", "dp3 → tp2 sp pp2 · unpacked · recompute"):
-        check_equal(run_cell(Verifier(tmp_path, "fp64"), CELLS[name], recipe=recipe))
+    check_equal(run_cell(verifier, CELLS["1 rank → pp2 vpp2"], recipe=recipe))
 
 
 # --------------------------------------------------------- faults, applied inside ranks
@@ -150,11 +148,12 @@ CASES = by_fault(
 )
 
 
-@pytest.mark.parametrize("case", quick_values(CASES, "leak_states", "forget_norm_of_other_heads"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
-    verifier: Verifier, recipe: Recipe, case: Case
+    exact_verifier: Verifier, recipe: Recipe, case: Case
 ) -> None:
-    check_fault(verifier, case, recipe)
+    check_fault(exact_verifier, case, recipe)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def plain_adam(run_ranks: RunRanks) -> language_steps.Outcome:
 @pytest.mark.parametrize(
     "overlap", quick_values({"at once": False, "overlapped": True}, "overlapped")
 )
-@pytest.mark.parametrize("grid", quick_values(GRIDS, "dp2 cp2", "dp2 tp2 sp"))
+@pytest.mark.parametrize("grid", quick_values(GRIDS, "dp2 tp2 sp"))
 def test_two_steps_equal_plain_adam_on_one_rank(
     run_ranks: RunRanks, plain_adam: language_steps.Outcome, grid: dict[str, Any], overlap: bool
 ) -> None:
@@ -75,7 +75,7 @@ GRIDS_OF_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("grid", quick_values(GRIDS_OF_EXPERTS, "ep2 dp2 tp2 sp"))
+@pytest.mark.parametrize("grid", quick_values(GRIDS_OF_EXPERTS, "ep2 dp2"))
 @pytest.mark.parametrize("overlap", quick_values({"at once": False, "late": True}, "at once"))
 def test_with_experts_two_steps_equal_plain_adam_on_one_rank(
     run_ranks: RunRanks, grid: dict[str, Any], overlap: bool
@@ -95,7 +95,7 @@ def test_each_rank_keeps_only_its_share_of_the_state_of_experts(run_ranks: RunRa
 
 
 @pytest.mark.parametrize(
-    "grid", quick_values({k: GRIDS[k] for k in ("dp2", "dp2 tp2 sp", "dp2 pp2")}, "dp2 tp2 sp")
+    "grid", quick_values({k: GRIDS[k] for k in ("dp2", "dp2 tp2 sp", "dp2 pp2")}, "dp2")
 )
 def test_gathering_weights_during_the_next_step_changes_nothing(
     run_ranks: RunRanks, grid: dict[str, Any]

@@ -136,9 +136,8 @@ PAIRS = [
     ("experts by fsdp", "ep2, optimizer shared"),
 ]
 QUICK = [
-    "megatron dp2 -> fsdp hybrid",
+    "megatron dp2 -> fsdp tp2 sp",
     "dp2, optimizer shared -> 3 to 2 lanes",
-    "one generator lane -> generator colocated with tp2 sp",
     "ep2, optimizer shared -> ep4",
 ]
 

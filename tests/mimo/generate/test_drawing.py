@@ -28,6 +28,7 @@ from mimo.errors import InputError
 from mimo.families.flow import pack
 from mimo.generate.drawing import Drawing, parse_size
 from mimo.report.run import report
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import drawings, tiny
 from tests.mimo.runs import ADAM, run
@@ -114,7 +115,7 @@ CASES = {
 ANSWERS = [[(8, 8)], [(8, 8), (8, 8)], [], [(4, 8)], [(8, 4)]]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=quick(CASES, "queries"))
 def trained(
     request: pytest.FixtureRequest, run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

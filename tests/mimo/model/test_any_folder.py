@@ -35,7 +35,7 @@ from tests.mimo.model.test_fsdp_runs import FSDP, read, trained
 from tests.mimo.model.test_videos import write_samples
 
 TOLERANCE = 1e-5
-QUICK = ("qwen3_5", "internvl", "llava_next")
+QUICK = "internvl"
 # Both sides compute in fp64, where rounding hides nothing.
 FP64 = (
     *("aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "deepseek_vl"),
@@ -74,7 +74,7 @@ def test_every_class_of_mimo_tiny_is_compared_or_refused() -> None:
     assert {*FP64, *FP32, *ROUNDED} == {*SUPPORTED} - {*REFUSED}
 
 
-@pytest.mark.parametrize("model_type", quick([*FP64, *FP32], *QUICK))
+@pytest.mark.parametrize("model_type", quick([*FP64, *FP32], QUICK))
 def test_three_ranks_train_and_export_a_folder_as_plain_transformers_does(
     model_type: str, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -116,7 +116,8 @@ def assert_exported(base: Path, exported: Path, weights: dict[str, Tensor]) -> N
             assert text == file.read_text(), file.name
 
 
-@pytest.mark.parametrize("with_videos", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("with_videos", [False, True])
 def test_two_halves_learn_as_the_family_with_code_of_its_own(
     run_ranks: RunRanks, tmp_path: Path, with_videos: bool
 ) -> None:
@@ -156,6 +157,7 @@ def reference_of_family(recipe: Recipe, ranks: list[RankSteps]) -> Reference:
 # -------------------------------------------------------------------------------- resume
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_by_bit_and_with_other_lanes(run_ranks: RunRanks, tmp_path: Path) -> None:
     path = make("qwen3_5", tmp_path)
     settings = ["train.steps=4", "train.save_every=2", "train.keep_checkpoints=9"]

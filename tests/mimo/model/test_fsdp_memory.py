@@ -11,6 +11,7 @@ import pytest
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.model.memory import RoleMemory, memory_by_role
 from mimo.parallel.build import build_layout
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.published import CONFIGS, PROCESSORS
 
@@ -112,7 +113,7 @@ def peak_of_a_step(_: int, reduce: Any) -> int:
     return peak["Total"]
 
 
-@pytest.mark.parametrize("reduce", ["microbatch", "step"])
+@pytest.mark.parametrize("reduce", quick(["microbatch", "step"], "step"))
 def test_the_estimate_bounds_a_steps_peak(run_ranks: RunRanks, tmp_path: Path, reduce: str) -> None:
     (peak,) = run_ranks(peak_of_a_step, 1, reduce)
     one = language_memory(tmp_path, reduce)

@@ -299,7 +299,7 @@ def kills_of(seed: int) -> list[Kill]:
 
 @pytest.mark.parametrize(
     "seed",
-    quick_values({str(n): n for n in range(CASES)}, "1", "2", "5", "6", "7", "8", "11", "15"),
+    quick_values({str(n): n for n in range(CASES)}, "2", "6", "8"),
 )
 def test_a_run_that_is_killed_at_any_moment_ends_as_an_undisturbed_one(
     folder: Path, undisturbed, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -258,7 +258,7 @@ def run_legs(path: Path, folder: Path, runs: list[Leg]) -> list[Key]:
     [st.just(FIXED), pytest.param(ANY_SOURCES, marks=pytest.mark.slow)],
     ids=["same sources", "other sources"],
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_a_run_that_goes_on_with_other_lanes_batches_budgets_or_sources_loses_no_sample(
     path: Path, tmp_path_factory: pytest.TempPathFactory, sources: Any, data: st.DataObject

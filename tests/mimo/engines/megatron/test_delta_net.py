@@ -106,16 +106,23 @@ def test_a_neighbours_tokens_change_no_bit_of_a_packed_samples_losses(
     assert seen == sum(LENGTHS) * grid.get("tp", 1) * grid.get("dp", 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
-def test_four_context_parallel_ranks_take_the_steps_of_one(
-    run_ranks: RunRanks, dense: bool
+@pytest.mark.parametrize(
+    ("grid", "dense"),
+    [
+        ({"tp": 2}, False),
+        pytest.param({"cp": 4}, False, marks=pytest.mark.slow),
+        pytest.param({"cp": 4}, True, marks=pytest.mark.slow),
+    ],
+    ids=["tp2", "cp4", "cp4, dense"],
+)
+def test_ranks_that_share_heads_take_the_steps_of_one(
+    run_ranks: RunRanks, grid: dict[str, int], dense: bool
 ) -> None:
     results = [
-        outcome(run_ranks(train, size(grid), job))
-        for grid in ({}, {"cp": 4})
+        outcome(run_ranks(train, size(axes), job))
+        for axes in ({}, grid)
         for job in [
-            Job(grid=grid, settings=HYBRID, family="qwen3_5", dense=dense, dtype=torch.float64)
+            Job(grid=axes, settings=HYBRID, family="qwen3_5", dense=dense, dtype=torch.float64)
         ]
     ]
     assert_same(results[1], results[0], 1e-10)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import language_steps
-from tests.cases import quick_values
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.language_steps import Job, Outcome, assert_same, outcome
 
@@ -61,8 +61,8 @@ def one_rank(run_ranks: RunRanks) -> Any:
     return of
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
-@pytest.mark.parametrize("grid", quick_values(GRIDS, "cp2", "cp2 tp2 sp"))
+@pytest.mark.parametrize("dense", quick_values({"packed": False, "dense": True}, "packed"))
+@pytest.mark.parametrize("grid", quick_values(GRIDS, "cp2 tp2 sp"))
 def test_context_parallel_ranks_take_the_steps_of_one(
     run_ranks: RunRanks, one_rank: Any, grid: dict[str, Any], dense: bool
 ) -> None:
@@ -70,7 +70,7 @@ def test_context_parallel_ranks_take_the_steps_of_one(
     assert_same(run(run_ranks, job), one_rank(job), TOLERANCE)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", quick(["selective", "full"], "selective"))
 def test_recomputed_activations_change_nothing_under_context_parallelism(
     run_ranks: RunRanks, one_rank: Any, recompute: str
 ) -> None:
@@ -96,7 +96,9 @@ def test_in_fp64_any_grid_equals_one_rank_to_ten_digits(
     assert_same(got, one_rank(job), FP64_TOLERANCE)
 
 
-@pytest.mark.parametrize("scatter_embedding", [True, False])
+@pytest.mark.parametrize(
+    "scatter_embedding", quick_values({"scattered": True, "whole": False}, "whole")
+)
 def test_token_ids_alone_keep_their_length_under_sequence_parallelism(
     run_ranks: RunRanks, one_rank: Any, scatter_embedding: bool
 ) -> None:
@@ -105,7 +107,8 @@ def test_token_ids_alone_keep_their_length_under_sequence_parallelism(
 
 
 @pytest.mark.parametrize(
-    "grid", [{"tp": 2, "sp": True}, {"tp": 2, "sp": True, "cp": 2}], ids=["tp2 sp", "tp2 sp cp2"]
+    "grid",
+    quick_values({k: {**GRIDS, **FP64_GRIDS}[k] for k in ("tp2 sp", "cp2 tp2 sp")}, "tp2 sp"),
 )
 def test_distilling_the_language_tower_alone_equals_one_rank(
     run_ranks: RunRanks, one_rank: Any, grid: dict[str, Any]
