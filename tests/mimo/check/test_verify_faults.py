@@ -213,19 +213,20 @@ def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     check_fault(verifier, case)
 
 
-@pytest.mark.slow  # the same layouts are in `test_verify.py`
-@pytest.mark.parametrize(
-    "cell", dict.fromkeys(case.cell for case in CASES.values()), ids=lambda c: c.name
-)
-def test_without_a_fault_the_same_layouts_are_equal(verifier: Verifier, cell: SweepCell) -> None:
-    comparison = check_equal(run_cell(verifier, cell))
-    compared, weights = comparison.gradients.keys(), comparison.weights.keys()
-    if "adapters" in cell.options:
-        assert compared == {
-            n for n in weights if is_adapter(n) or n.removeprefix("vision.").startswith(PROJECTOR)
-        }
-    else:
-        assert compared == weights
+@pytest.mark.slow
+def test_without_a_fault_layouts_are_equal_and_only_what_learns_has_a_gradient(
+    verifier: Verifier,
+) -> None:
+    whole, adapters = (
+        check_equal(run_cell(verifier, SweepCell("tp2", "dp2", options)))
+        for options in ((), ("adapters",))
+    )
+    assert whole.gradients.keys() == whole.weights.keys()
+    assert adapters.gradients.keys() == {
+        name
+        for name in adapters.weights
+        if is_adapter(name) or name.removeprefix("vision.").startswith(PROJECTOR)
+    }
 
 
 def fail_on_last_rank() -> None:

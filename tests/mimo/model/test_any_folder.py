@@ -28,7 +28,7 @@ from mimo.config.schema import Recipe
 from mimo.model.recipe_checks import check_data, check_recipe
 from tests.cases import quick
 from tests.conftest import RunRanks
-from tests.mimo.checkpoint.hf.test_tiny_class import SUPPORTED
+from tests.mimo.checkpoint.hf.test_tiny_class import SUPPORTED, UNTRAINED
 from tests.mimo.model import any_folder
 from tests.mimo.model.any_folder import SAMPLES, in_our_names, make, open_model, take_steps
 from tests.mimo.model.test_fsdp_runs import FSDP, read, trained
@@ -72,6 +72,7 @@ _NOT_EXPORTED = "mimo_tiny.json"
 
 def test_every_class_of_mimo_tiny_is_compared_or_refused() -> None:
     assert {*FP64, *FP32, *ROUNDED} == {*SUPPORTED} - {*REFUSED}
+    assert {*ROUNDED, *REFUSED} == {*UNTRAINED}
 
 
 @pytest.mark.parametrize("model_type", quick([*FP64, *FP32], QUICK))

@@ -19,10 +19,9 @@ from mimo.checkpoint.hf.shrink import TABLES
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.checkpoint.hf.tiny_class import classes, encode
 from mimo.cli.main import app
-from tests.mimo.checkpoint.hf.folders import FAMILIES
 from tests.mimo.model.tiny_classes import REFUSALS
 
-QUICK = (*FAMILIES, "qwen3_5", "internvl", "gemma4", "llava_next", "idefics3", "ovis2")
+QUICK = ("internvl", "gemma4", "ovis2")
 SUPPORTED = (
     *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "deepseek_ocr2"),
     *("deepseek_vl", "deepseek_vl_hybrid", "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma4"),
@@ -34,6 +33,12 @@ SUPPORTED = (
     *("paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl"),
     *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
     *("qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "video_llama_3", "vipllava"),
+)
+# What `test_any_folder.py`, which trains all others, does not; it says why.
+UNTRAINED = (
+    *("gemma4", "glm5_next", "got_ocr2", "granite4_vision", "idefics2", "muse_spark", "ovis2"),
+    *("paligemma", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen3_5_moe", "qwen4_exp"),
+    "unlimited_ocr",
 )
 
 
@@ -69,8 +74,8 @@ def test_processor_and_model_of_the_folder_agree(model_type: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [name for name in SUPPORTED if name not in QUICK])
-def test_processor_and_model_agree_for_every_supported_class(
+@pytest.mark.parametrize("model_type", [name for name in UNTRAINED if name not in QUICK])
+def test_processor_and_model_agree_for_every_class_that_is_not_trained(
     model_type: str, tmp_path: Path
 ) -> None:
     check(model_type, tmp_path / "folder")
