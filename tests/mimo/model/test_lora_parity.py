@@ -103,9 +103,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", quick(LAYOUTS, "cp2", "encoder pp2 tp2 with sp, recomputed", "colocated tp2 with sp")
-)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "cp2", "encoder pp2 tp2 with sp, recomputed"))
 def test_steps_equal_those_of_one_rank(run_ranks: RunRanks, recipe: Path, layout: str) -> None:
     check(run_ranks, recipe, LAYOUTS[layout])
 
