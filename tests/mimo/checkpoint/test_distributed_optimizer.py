@@ -55,6 +55,7 @@ def test_two_steps_equal_plain_adam_on_one_rank(
     assert_same(got, plain_adam, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_interleaved_stages_and_recomputation_change_nothing(run_ranks: RunRanks) -> None:
     job = replace(ADAM, settings={"num_layers": 4}, steps=2)
     expected = outcome(run(run_ranks, job))
@@ -121,6 +122,7 @@ def test_a_forward_and_a_save_wait_for_the_weights_in_flight(
         assert in_checkpoint == after_forward == 0
 
 
+@pytest.mark.slow
 def test_each_rank_keeps_only_its_share_of_the_state(run_ranks: RunRanks) -> None:
     (whole,) = run(run_ranks, ADAM, language_steps.state_sizes)
     shares = run(

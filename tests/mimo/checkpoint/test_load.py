@@ -23,7 +23,7 @@ from mimo.config.schema import Recipe
 from mimo.engines.contract import EMA, key_of, kind_of
 from mimo.families.keymap import is_adapter
 from mimo.parallel.groups import Topology
-from tests.cases import quick_values
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.mimo.model.test_fsdp_runs import FSDP, make
 from tests.mimo.runs import metrics, run_from, save
@@ -173,8 +173,8 @@ BF16 = [
 ENGINES = {"megatron": [], "shared": [SHARED], "fsdp": FSDP}
 
 
-def save_and_begin(rank: int, path: Path) -> None:
-    """Write three checkpoints for each engine: of a step, and of what the other runs have."""
+def save_and_begin(rank: int, path: Path, name: str) -> None:
+    """Write three checkpoints of an engine: of a step, and of what the other runs have."""
     from mimo.model.dataset import open_dataset
     from mimo.parallel.build import build_layout
     from mimo.parallel.groups import build_topology
@@ -182,28 +182,27 @@ def save_and_begin(rank: int, path: Path) -> None:
 
     class Observer(StepObserver): ...
 
-    for name, settings in ENGINES.items():
-        recipe = load_recipe(path, [*BF16, *settings, f"name={name}"])
-        topology = build_topology(build_layout(recipe))
-        trainer = trainer_of(recipe, topology, "step")
-        dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
-        steps = trainer.train(dataset, None, Observer())
-        next(steps)
-        steps.close()
-        save(trainer.saver, trainer.progress)
-        checkpoint = recipe.run_dir / "step" / "checkpoints" / "step_1"
+    recipe = load_recipe(path, [*BF16, *ENGINES[name], f"name={name}"])
+    topology = build_topology(build_layout(recipe))
+    trainer = trainer_of(recipe, topology, "step")
+    dataset = open_dataset(recipe, "sources", trainer.chat, trainer.processors)
+    steps = trainer.train(dataset, None, Observer())
+    next(steps)
+    steps.close()
+    save(trainer.saver, trainer.progress)
+    checkpoint = recipe.run_dir / "step" / "checkpoints" / "step_1"
 
-        resumed = trainer_of(recipe, topology, "resumed", Resume(checkpoint))
-        save(resumed.saver, resumed.progress)
+    resumed = trainer_of(recipe, topology, "resumed", Resume(checkpoint))
+    save(resumed.saver, resumed.progress)
 
-        begun = trainer_of(recipe, topology, "begun", FromWeights(checkpoint))
-        for module in begun.model.modules.values():
-            module.begin_step(forward_only=False)
-            module.finish_gradients(1)
-            module.squared_norm()
-            module.update(learning_rate=0.0, gradient_factor=1.0)
-        save(begun.saver, begun.progress)
-        topology.close()
+    begun = trainer_of(recipe, topology, "begun", FromWeights(checkpoint))
+    for module in begun.model.modules.values():
+        module.begin_step(forward_only=False)
+        module.finish_gradients(1)
+        module.squared_norm()
+        module.update(learning_rate=0.0, gradient_factor=1.0)
+    save(begun.saver, begun.progress)
+    topology.close()
 
 
 def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | None = None) -> Any:
@@ -218,18 +217,16 @@ def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | Non
     return trainer
 
 
-@pytest.fixture(scope="module")
-def folders(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the runs by engine."""
-    path = make(tmp_path_factory.mktemp("contents"), "qwen3_vl")
-    run_ranks(save_and_begin, 2, path)
-    return path.parent / "runs"
+@pytest.fixture(scope="module", params=quick(ENGINES, "megatron", "fsdp"))
+def folder(request: pytest.FixtureRequest, run_ranks: RunRanks, recipe: Path) -> Path:
+    """Of an engine's runs."""
+    run_ranks(save_and_begin, 2, recipe, request.param)
+    return recipe.parent / "runs" / request.param
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_resumes_with_every_tensor_of_a_checkpoint(folders: Path, engine: str) -> None:
-    stored = read(folders / engine / "step" / "checkpoints" / "step_1")
-    loaded = read(folders / engine / "resumed" / "checkpoints" / "step_1")
+def test_a_run_resumes_with_every_tensor_of_a_checkpoint(folder: Path) -> None:
+    stored = read(folder / "step" / "checkpoints" / "step_1")
+    loaded = read(folder / "resumed" / "checkpoints" / "step_1")
     weights = {key for key in stored if not kind_of(key)[0]}
     averages = {key for key in stored if kind_of(key)[0] == EMA}
     assert averages == {key_of(EMA, key) for key in weights}
@@ -238,10 +235,9 @@ def test_a_run_resumes_with_every_tensor_of_a_checkpoint(folders: Path, engine: 
     assert [key for key in stored if not torch.equal(loaded[key], stored[key])] == []
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_initial_weights_survive_a_step_at_rate_zero(folders: Path, engine: str) -> None:
-    stored = read(folders / engine / "step" / "checkpoints" / "step_1")
-    loaded = read(folders / engine / "begun" / "checkpoints" / "step_0")
+def test_initial_weights_survive_a_step_at_rate_zero(folder: Path) -> None:
+    stored = read(folder / "step" / "checkpoints" / "step_1")
+    loaded = read(folder / "begun" / "checkpoints" / "step_0")
     for key in (key for key in stored if not kind_of(key)[0]):
         assert torch.equal(loaded[key], stored[key]), key
         assert torch.equal(loaded[key_of(EMA, key)], stored[key].float()), key

@@ -134,7 +134,7 @@ def test_async_saving_needs_one_copy_of_the_state_and_reuses_it(
         assert measured["next"] <= 0.2 * measured["held"], "the copy's memory is used again"
 
 
-@pytest.mark.parametrize("job", quick_values(JOBS, "plain", "distributed"))
+@pytest.mark.parametrize("job", quick_values(JOBS, "distributed"))
 def test_saving_and_loading_need_at_most_a_fifth_of_the_state_on_top(
     run_ranks: RunRanks, tmp_path: Path, job: Job
 ) -> None:

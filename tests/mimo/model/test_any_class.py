@@ -25,7 +25,7 @@ from tests.mimo.model.tiny_classes import (
     write_recipe,
 )
 
-QUICK = ["qwen3_5", "mistral3"]
+QUICK = ["qwen3_5"]
 ACCEPTED = [name for name in CLASSES if name not in REFUSALS]
 PAGE = Path("docs/models.md")
 

@@ -93,6 +93,7 @@ def test_a_generator_that_stands_still_is_the_origin_of_the_hang(
     assert re.match(r"the run hangs: rank \d .*\norigin: rank 2 ", text), text
 
 
+@pytest.mark.slow
 def test_a_job_whose_generator_was_killed_ends_as_an_undisturbed_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

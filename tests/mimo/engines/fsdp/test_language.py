@@ -288,6 +288,7 @@ def bf16_keeps_plans() -> None:
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
 
 
+@pytest.mark.slow  # `test_module_language.py` has a step on such ranks
 def test_with_fsdp2_data_tensor_and_sequence_parallel_ranks_are_exact(run_ranks: RunRanks) -> None:
     run_ranks(exact_on_four_ranks, 4, timeout_seconds=150)
 
