@@ -134,7 +134,7 @@ def simulate(_: int, recipe: Recipe, layout: Layout) -> tuple[list[Any], list[An
     return ranks, [(run.formula.role, run.total, run.formula.total) for run in runs]
 
 
-@pytest.mark.parametrize("overrides", quick_values(LAYOUTS, "colocated"))
+@pytest.mark.parametrize("overrides", quick_values(LAYOUTS, "disjoint"))
 def test_formula_dry_run_and_tensors_of_real_ranks_agree(
     tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
 ) -> None:
