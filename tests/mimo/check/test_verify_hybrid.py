@@ -70,7 +70,7 @@ def test_every_layout_is_one_of_the_matrix() -> None:
 
 
 @pytest.mark.slow
-def test_in_fp32_an_error_above_the_tolerance_is_found_to_be_rounding(
+def test_in_fp32_rounding_above_the_tolerance_counts_as_equal(
     verifier: Verifier, recipe: Recipe
 ) -> None:
     check_equal(run_cell(verifier, CELLS["1 rank → pp2 vpp2"], recipe=recipe))
