@@ -148,7 +148,7 @@ def test_a_recipe_states_the_memory_of_each_role_that_the_formula_gives(
 
 
 def formula_beside_dry_run(_: int, path: Path, folder: Path) -> list[tuple[str, float, float]]:
-    """Each role of a recipe's first layout under Megatron, its formula and its dry run."""
+    """Each role of a recipe's first layout, its formula and its dry run."""
     import torch.distributed as dist
 
     from mimo.plan.dry_run_verdict import run_roles
@@ -162,9 +162,7 @@ def formula_beside_dry_run(_: int, path: Path, folder: Path) -> list[tuple[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [path for path in LARGE if "fsdp" not in path.stem], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_the_formula_agrees_with_a_dry_run(path: Path, models: Path, run_ranks: RunRanks) -> None:
     folder = models / init_from_of(path).name
     (roles,) = run_ranks(formula_beside_dry_run, 1, path, folder)

@@ -213,6 +213,7 @@ class Activations:
             kept, rotated = kept + queries + keys, head
         if module.mean("q_layernorm.weight")[0] and groups > self.grid.tp:
             kept += queries  # a copy, because those of several groups are not adjacent
+        kept += self._kept_for_items(queries, keys)
         channels = module.mean("conv_weight")[0]
         if channels:
             kept += 3 * queries  # their gates, before and after the sigmoid, and the product
@@ -223,6 +224,18 @@ class Activations:
         values = module.mean("self_attention.linear_proj.weight")[1] - share * queries
         linear = 3 * channels + (6.5 + 4 / self.size) * values
         return share * kept + linear, share * rotated
+
+    def _kept_for_items(self, queries: float, keys: float) -> float:
+        """Elements of a token where those of an item see each other: gathered inputs, and results.
+
+        An item gathers its own keys and values, and those of a window before it.
+        """
+        is_whole = self.module.part.recompute != "selective"
+        if not (is_whole and self.name == LANGUAGE and self.settings.item_rules.bidirectional):
+            return 0.0
+        rows = min((item_plan(self.recipe, n).num_rows for n in self.layout.encoders), default=0)
+        window = getattr(self.settings, "sliding_window", 0)
+        return 3 * queries + 2 * keys * (1 + window / rows) if rows else 0.0
 
     def _kept_after_layers(self) -> float:
         """On the last stage: by the norm and the head, or the projector's linears."""
@@ -274,68 +287,108 @@ class Activations:
 
 
 class FsdpActivations(Activations):
-    """The estimate for a module of transformers.
+    """The estimate for a module of transformers under FSDP2.
 
-    A layer keeps, of each token, the inputs of both norms, in fp32 too, and what they return;
-    gathered inputs of all linears, and outputs of the first linears; rotated queries and keys, and
-    the activated half of the MLP.
+    The most is needed in the backward of what follows the layers, in that of a layer, or where the
+    embedding's gradient is complete; each frees a part of what the forward keeps.
     """
 
     def of_stage(self, stage: int) -> dict[str, float]:
+        module, unit = self.module, self.tokens * self.size
         waiting = microbatches_in_flight(self.recipe, self.layout, self.name, stage)
-        unit, layers = self.tokens * self.size, self.module.layers
-        width, kept = self._widths()
-        inside = unit * kept
-        frozen = self.is_frozen
-        forward, layer, end = self._messages()
-        absent = inside if self.recomputes else 0
-        buffers = max((0 if frozen else inside) + layer, max(forward, end) - absent)
-        activations = inside if frozen else waiting * layers * inside
-        if self.recomputes and not frozen:
-            activations = waiting * layers * unit * width + inside
+        inside, after = unit * self._kept_in_layer(), unit * self._kept_after_layers()
+        layers = module.layers * (unit * self._width if self.recomputes else inside)
         logits = self.block_of_logits if self.name == LANGUAGE else 0.0
-        return {"activations": activations, "logits": logits, "buffers": buffers}
+        # The next layer arrives while one computes, unless all stay gathered.
+        has_next = module.shares > 1 and not module.keeps_layers
+        following = module.held["layer"] * self.size * has_next
+        if self.is_frozen:
+            outside = unit * self._kept_before_layers() + self._bytes_of_rows
+            return {"activations": inside + outside, "logits": logits, "buffers": 2 * following}
+        kept = layers + after + unit * self._kept_before_layers()
+        of_layer = self._backward_of_layer() + inside * self.recomputes
+        in_layer = of_layer + following - after / self._num_outputs
+        ends, at_end = module.trained["first"], 2 * self._bytes_of_rows
+        if self.name == LANGUAGE:
+            at_end, pending = self._logits(), ends * self.size
+            if module.embedding:
+                # The head's weight is freed, and its gradient sent, before layers begin.
+                head = module.held["last"] * self.size
+                pending = self._message("last") - head
+                at_end = max(at_end, module.trained["last"] * self.size + pending)
+        else:
+            ends += module.trained["last"]
+            pending = module.trained["last"] * self.size / self._num_outputs + self._bytes_of_rows
+        at_start = ends * self.size + self._message("first") - layers - after
+        buffers = max(at_end + following, in_layer + pending, at_start, logits) - logits
+        return {"activations": waiting * kept, "logits": logits, "buffers": buffers}
 
-    def _messages(self) -> tuple[float, float, float]:
-        """Bytes of FSDP2's messages: in a forward, in the backward of a layer and of an end.
+    def _message(self, place: str) -> float:
+        """Bytes of gradients to other lanes, in fp32; whole gradients are no more than these."""
+        module = self.module
+        is_new = module.shares > 1 and not module.keeps_layers
+        return module.trained[place] * self.wide * is_new
 
-        The next unit is gathered, where nothing stays gathered, and exists twice, as received and
-        as used. Gradients are reduced while those of the next unit are computed, in the dtype of
-        the computation; the message is in fp32, and so is the share that results.
-        """
-        module, size, wide = self.module, self.size, self.wide
-        layer, embedding = module.held["layer"], module.embedding
-        outside = module.held["first"] + module.held["last"] - embedding
-        following = 0 if module.keeps_layers else layer
-        received = module.shares > 1  # without other lanes there are no messages
-        gathered = (following + 2 * layer * received) * size
-        ends = (module.trained["first"], module.trained["last"])
-        end = max(ends) if embedding else sum(ends)
-        per_element = 2 * size + wide + 2 * wide / module.shares
-        forward = (embedding + max(embedding, outside) * received + layer * received) * size
-        in_layer = gathered + module.trained["layer"] * per_element
-        return max(forward, gathered), in_layer, gathered + end * per_element
+    @property
+    def _num_outputs(self) -> int:
+        levels = getattr(self.settings, "num_levels", 0)
+        return 1 if self.name == LANGUAGE else 1 + levels
 
-    def _widths(self) -> tuple[float, float]:
-        """Elements of a token on a rank: between layers, and kept in a layer for backward."""
-        module, tp, in_fp32 = self.module, self.grid.tp, self.wide // self.size
-        shapes = module.shapes.items()
-        layer = {n: s for n, s in shapes if IN_LAYER(n) or module.is_one_unit}
-        linears = {n.split(".")[-2]: shape for n, shape in layer.items() if n.endswith(".weight")}
-        # Norms keep their input, its fp32 copy, and the normalized copy.
-        norm = 2 + in_fp32
-        if "linear_qkv" not in linears:  # named as in transformers
-            width = module.hidden / self.parts
+    @property
+    def _bytes_of_rows(self) -> float:
+        if self.name not in self.layout.encoders:
+            return 0.0
+        return self._rows * self.module.hidden * self._num_outputs * self.size
+
+    def _kept_before_layers(self) -> float:
+        """Elements of a token: rows of items and the levels among them, or a tower's input."""
+        if self.name != LANGUAGE:
+            return self._form.patch_dim if self.name in self.layout.encoders else 0.0
+        levels = [encoder_settings(self.recipe, n).num_levels for n in self.layout.encoders]
+        return self._width * (1 + 2 * max(levels)) if levels else 0.0
+
+    def _kept_after_layers(self) -> float:
+        if self.name == LANGUAGE:
+            return self._width * (self._kept_in_norm + 1)
+        return super()._kept_after_layers() if self.name in self.layout.encoders else 0.0
+
+    @property
+    def _kept_in_norm(self) -> int:
+        """Tensors of a norm besides its output: of an RMS norm its input, normalized and not."""
+        if any(name.endswith("norm.bias") for name in self.module.shapes):
+            return 1
+        in_fp32, is_centered = self.wide // self.size, self.name == LANGUAGE and self._is_centered
+        return in_fp32 + (in_fp32 if is_centered else 1)
+
+    @property
+    def _is_centered(self) -> bool:
+        """Whether the norms of the language model multiply by 1 + weight, in fp32."""
+        return "layernorm_zero_centered_gamma" in self.settings.stack_shape()
+
+    def _kept_in_layer(self) -> float:
+        """Elements of a token that a layer keeps on a rank."""
+        module, tp, norm = self.module, self.grid.tp, self._kept_in_norm
+        if not module.mean("linear_qkv.weight")[0]:  # named as in transformers
+            layer = {n: s for n, s in module.shapes.items() if IN_LAYER(n) or module.is_one_unit}
             outputs = sum(rows for rows, columns in layer.values() if columns > 1) / module.listed
-            return width, 2 * norm * width + 2 * module.hidden + norm * outputs / tp
-        fc1, fc2 = (linears[f"linear_{name}"] for name in ("fc1", "fc2"))
+            return 2 * (norm + 1) * module.hidden / self.parts + (norm + 1) * outputs / tp
+        fc1, fc2 = (module.mean(f".mlp.linear_{name}.weight") for name in ("fc1", "fc2"))
         qkv, proj = (module.mean(f"self_attention.linear_{n}.weight") for n in ("qkv", "proj"))
-        width = qkv[1] / self.parts
-        # The inputs of two norms, and of the linears that follow them.
-        inside = (qkv[0] + proj[1] + fc1[0] + fc2[1]) / tp
+        is_gated, queries, keys = fc1[0] > fc2[1], proj[1], (qkv[0] - proj[1]) / 2
+        kept = self._width * (norm * module.num_norms(self.settings.hidden_size) + 2)
+        kept += (qkv[0] + queries + fc1[0] + fc2[1] * (1 + is_gated)) / tp
+        if module.mean("q_layernorm.weight")[0]:
+            kept += norm * (queries + keys) / tp
+        kept += self._kept_for_items(queries, keys) / tp
+        if self.name in self.layout.encoders and hasattr(self.settings, "rotary_base"):
+            kept += queries + keys  # the linear's output stays, because values are a part of it
         if self.chosen:
-            inside = (qkv[0] + proj[1] + 4 * self.shared) / tp + width * (self.shared > 0)
-            inside += self.chosen * (2 * qkv[1] * self.grid.etp + 4 * self.expert) / tp
-        # Queries and keys have norms as well, and are rotated; the gate is activated first.
-        inside += (norm * qkv[0] + fc2[1]) / tp
-        return width, 2 * norm * width + 2 * qkv[1] + inside
+            kept += self.chosen * (2 * qkv[1] * self.grid.etp + 4 * self.expert) / tp
+            kept += 4 * self.shared / tp + self._width * (self.shared > 0)
+        return kept
+
+    def _backward_of_layer(self) -> float:
+        """Bytes of temporary tensors: gradients of an MLP's tensors, and of its last weight."""
+        fc1, fc2 = (self.module.mean(f".mlp.linear_{name}.weight") for name in ("fc1", "fc2"))
+        unit, weight = self.tokens * self.size, math.prod(fc2) * self.size * self.trains_layers
+        return unit * (fc1[0] / self.grid.tp + self._width) + weight / self.grid.tp

@@ -16,18 +16,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from data.batch import PackedLane
 from mimo.config.schema import Recipe
 from mimo.device import Staging
+from mimo.engines.fsdp import sharding
+from mimo.engines.fsdp.context import FsdpContext
+from mimo.engines.fsdp.sharding import local_part
 from mimo.errors import InputError
 from mimo.families.registry import encoder_settings, language_settings, weights_of
 from mimo.families.wire import DTYPES
+from mimo.model import fsdp
 from mimo.model.build import build_model
 from mimo.model.decoding import EncoderItems
 from mimo.model.inputs import LanguageBatch, ReceivedRows, stage_items, stage_lane
@@ -80,12 +85,18 @@ def dry_run(
         ]
         try:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with mode:
+            with mode, mock.patch.object(fsdp, "shard", _shard_outside_of_fakes):
                 # Nothing is drawn for parameters that are said to be provided.
                 model = build_model(recipe, topology, size, provided=names, trains=False)
             return _Rank(recipe, layout, role, rank, model, mode).run()
         except (RuntimeError, ValueError, AssertionError) as error:
             raise InputError(f"{role.role}, rank {rank}: {error}") from error
+
+
+def _shard_outside_of_fakes(module: nn.Module, ctx: FsdpContext) -> None:
+    """Shard fake parameters; meshes of ranks that are made meanwhile have their numbers."""
+    with unset_fake_temporarily():
+        sharding.shard(module, ctx)
 
 
 class _Staging(Staging):
@@ -118,39 +129,51 @@ class _Rank:
     def __post_init__(self) -> None:
         self.name, self.dtype = self.role.module, DTYPES[self.recipe.train.precision]
         self.module = cast("Any", self.model.modules[self.name])
-        self.stage = self.layout.grids[self.name].coords(self.rank).pp
+        grid = self.layout.grids[self.name]
+        self.stage, self.is_sharded = grid.coords(self.rank).pp, grid.engine == "fsdp"
+        self.chunks = [self.module.whole] if self.is_sharded else self.module.chunks
         self.memory = TensorMemory()
-        self.kept = 0
 
     def run(self) -> DryRun:
-        recipe, layout = self.recipe, self.layout
-        params = [param for chunk in self.module.raw for param in chunk.parameters()]
-        trained = [param for param in params if param.requires_grad]
-        for param in trained:  # DDP adds a gradient to its own buffer at once
+        recipe, layout, is_language = self.recipe, self.layout, self.name == LANGUAGE
+        trained = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
+        for param in trained if not self.is_sharded else ():  # DDP has a buffer for gradients
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         self.module.begin_step(False, 1.0)
-        for chunk in self.module.raw:  # operations may return views of them
+        for chunk in self.chunks:  # operations may return views of them
             for tensor in (*chunk.parameters(), *chunk.buffers()):
-                self.memory.add(tensor)
+                self.memory.add(local_part(tensor))
         held, staging = self.memory.now, _Staging(self.mode, self.memory)
-        is_language = self.name == LANGUAGE
         batch = self._tokens(staging) if is_language else self._items(staging)
         staged = self.memory.now
-        with self.mode, self.memory:
-            run = self._run_language if is_language else self._run_tower
-            run(batch)
-        size, wide = self.dtype.itemsize, max(4, self.dtype.itemsize)
         batches = num_microbatches(recipe, layout) / microbatches_at_once(recipe, layout, self.name)
+        forward = self._run_language if is_language else self._run_tower
         in_flight = microbatches_in_flight(recipe, layout, self.name, self.stage)
-        weights, gradients = (sum(x.numel() for x in tensors) for tensors in (params, trained))
+        base = staged + self.role.gradients * self.is_sharded  # FSDP2 makes them in the backward
+        with self.mode, self.memory:
+            outputs, peak = [forward(batch)], 0.0
+            kept = self.memory.now - staged - sum(buffer.nbytes for buffer in shared_buffers())
+            if self.is_sharded and batches > 1:
+                # Until the last backward, FSDP2 may keep whole gradients and gathered weights.
+                ahead = self.memory.now if in_flight > 1 else 0
+                if ahead:
+                    outputs.append(forward(batch))
+                    kept = self.memory.now - ahead
+                with self.module.accumulate_only():
+                    self._run_backward(outputs.pop(0))
+                if not ahead:
+                    outputs.append(forward(batch))
+                    kept = self.memory.now - base
+                peak, self.memory.peak = self.memory.peak - kept * (ahead > 0), 0
+            self._run_backward(outputs.pop())
         return DryRun(
             formula=self.role,
             rank=self.rank,
-            state=weights * size + gradients * wide + self.role.optimizer,
+            state=held + self.role.gradients + self.role.optimizer,
             inputs=2 * batches * (staged - held),
-            kept=self.kept - staged,
-            waiting=max(in_flight - 1, 0) * (self.kept - staged),
-            step=self.memory.peak - staged,
+            kept=kept,
+            waiting=max(in_flight - 1, 0) * kept,
+            step=max(peak, self.memory.peak) - base,
         )
 
     def _tokens(self, staging: Staging) -> LanguageBatch:
@@ -179,15 +202,16 @@ class _Rank:
         forms = self.module.attention_forms()
         return stage_lane(lane, model.item_rules, partition, model.whole_rows, forms, staging, {})
 
-    def _run_language(self, batch: LanguageBatch) -> None:
+    def _run_language(self, batch: LanguageBatch) -> list[Tensor]:
         length, sequences = batch.size
         length //= self.module.sequence_parts
         outputs = []  # the input of each chunk comes from another rank
-        for number, chunk in enumerate(self.module.chunks):
-            if not chunk.pre_process:
+        for number, chunk in enumerate(self.chunks):
+            is_first = self.is_sharded or chunk.pre_process
+            if not is_first:
                 size = length, sequences, self.model.hidden_size
                 chunk.set_input_tensor([torch.empty(size, dtype=self.dtype, requires_grad=True)])
-            received = self._received(number, chunk.pre_process, length * sequences)
+            received = self._received(number, is_first, length * sequences)
             outputs.append(
                 chunk(
                     input_ids=batch.input_ids,
@@ -195,12 +219,12 @@ class _Rank:
                     labels=batch.labels,
                     loss_at=batch.loss_at,
                     packed_seq_params=batch.segments,
-                    place=partial(self.model.place, batch, received) if chunk.pre_process else None,
+                    place=partial(self.model.place, batch, received) if is_first else None,
                     levels=self.model.levels(batch, received),
                 )
             )
             del received
-        self._run_backward(outputs)
+        return outputs
 
     def _received(self, chunk: int, is_first: bool, num_tokens: int) -> list[ReceivedRows]:
         """Return the rows of each encoder for a chunk: all tokens are items of the first."""
@@ -233,7 +257,7 @@ class _Rank:
         items = EncoderItems(patches, np.tile(np.array(plan.grid), (count, 1)))
         return stage_items([items], self.module.whole, staging)
 
-    def _run_tower(self, batch: Any) -> None:
+    def _run_tower(self, batch: Any) -> list[Tensor]:
         tower, grid = self.module.whole, self.layout.grids[self.name]
         if self.stage > 0:
             size = tower.stage_shapes(batch.items).received
@@ -244,11 +268,10 @@ class _Rank:
             if self.stage == grid.pp - 1 and self.name not in self.layout.colocated:
                 # Rows that are sent are kept until their gradient arrives, as by this product.
                 output = torch.dot(output.flatten(), output.detach().flatten())
-        self._run_backward([output])
+        return [output]
 
     def _run_backward(self, outputs: list[Tensor]) -> None:
         """Run the backward of outputs, the last first."""
-        self.kept = self.memory.now - sum(buffer.nbytes for buffer in shared_buffers())
         for output in reversed(outputs):
             if output.requires_grad:
                 torch.autograd.backward(output, torch.empty_like(output))

@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mimo.engines.megatron import delta_net, experts, parallel, stack
@@ -37,29 +39,62 @@ class TensorMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            self._count(storage)
+            return storage
+
+        def propagate_uncounted(*args: Any) -> Any:
+            with _disable_current_modes():
+                return propagate(*args)
+
+        self._patches = ExitStack()
+        # FSDP2 frees and allocates gathered weights so, without an operation; DTensor computes
+        # shapes with operations on tensors that nobody has.
+        for owner, name, method in (
+            (torch.UntypedStorage, "resize_", resize_and_count),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_uncounted),
+        ):
+            self._patches.enter_context(mock.patch.object(owner, name, method))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operations on local tensors come here again
         result = func(*args, **(kwargs or {}))
+        peak = self.peak
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
+        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+            self.peak = peak  # autograd adds gradients in place, unless they are fake
         return result
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that exists."""
-        storage = tensor.untyped_storage()
+        self._count(tensor.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._storages:
-            return
-
-        def forget(_: object) -> None:
-            self.now -= size
-            del self._storages[key]
-
-        self._storages[key] = weakref.ref(storage, forget)
-        self.now += size
+        known = self._storages.get(key)
+        if known is None:
+            known = weakref.ref(storage, lambda _: self._forget(key)), 0
+        self._storages[key] = known[0], size
+        self.now += size - known[1]
         self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._storages.pop(key)[1]
 
 
 class _StandIn(torch.autograd.Function):

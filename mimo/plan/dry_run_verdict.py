@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mimo.config.schema import Recipe
 from mimo.errors import InputError, RecipeError, format_bytes, suggestion
-from mimo.families.registry import language_settings
+from mimo.families.registry import GENERAL, language_settings
 from mimo.model.memory import RoleMemory, memory_by_role
 from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.plan.rates import Gpu
@@ -36,8 +36,10 @@ def run_roles(
     has_experts = language_settings(recipe).routers[0] > 0
     runs, notes = [], []
     for one, rank in chosen:
-        if one.module in recipe.generators or layout.grids[one.module].engine == "fsdp":
-            notes.append(f"--dry-run does not cover {one.role}: Megatron does not run it")
+        is_generator = one.module in recipe.generators
+        if is_generator or recipe.module(one.module).family == GENERAL:
+            kind = "a generator" if is_generator else "of family transformers"
+            notes.append(f"--dry-run does not cover {one.role}: it is {kind}")
             continue
         from mimo.plan.dry_run import dry_run  # late: it imports Megatron
 

@@ -170,6 +170,20 @@ def lines(title: str, unit: str, curves: Mapping[str, Curve]) -> Picture:
     return Picture(title, shown[0], figure, other[0] if has_log else "", is_log, script)
 
 
+@mpl.rc_context(_STYLE)
+def heat_map(title: str, label: str, curves: Mapping[str, Curve]) -> Picture:
+    """Draw curves of equal steps as rows of colours, the first at the bottom."""
+    figure, axes = _figure(2.4)
+    steps = next(iter(curves.values())).steps
+    shown = np.unique(np.linspace(0, len(steps) - 1, _BINS).astype(int))
+    values = np.stack([curve.values[shown] for curve in curves.values()])
+    extent = (steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(values) - 0.5)
+    image = axes.imshow(values, aspect="auto", origin="lower", extent=extent)
+    axes.set(xlabel="step", ylabel=label)
+    figure.colorbar(image)
+    return Picture(title, _address(figure), figure)
+
+
 def _thinned(curve: Curve) -> Curve:
     """Return the first and the highest point of each of `_BINS` bins; NaN counts as highest."""
     if len(curve.steps) <= _BINS:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo.errors import InputError
-from mimo.report.page import Part, Picture, Section, data_url, lines, render, shares
+from mimo.report.page import Part, Picture, Section, data_url, heat_map, lines, render, shares
 from mimo.report.runs import (
     TIMES,
     Curve,
@@ -44,12 +44,14 @@ _FAMILIES = (
     ("Where the time goes", "Sent over bridges in a step", "bytes", r"bridge_(least_)?bytes_.+"),
     ("Balance", "Encoder imbalance (max/mean)", "", r"encoder_imbalance"),
     ("Balance", "Expert imbalance (max/mean)", "", r"expert_imbalance(_max)?"),
+    ("Balance", "Tokens per expert and layer", "tokens", r"expert_tokens(_min)?"),
     ("Balance", "FLOPs of a step", "", r"flops_.+"),
     ("Memory", "Peak memory of any rank", "GiB", r"memory_gib_.+"),
     ("Data", "Epochs per source", "epochs", r"epochs_.+"),
     ("Data", "Tokens of a step", "", r"(loss_)?tokens"),
     ("Data", "Samples left out", "", r"skipped_samples"),
 )
+_OF_EXPERT = re.compile(r"expert_tokens_\d+")
 _SECTIONS = tuple(dict.fromkeys(section for section, *_ in _FAMILIES))
 _COMPARED = ("Loss", "Validation by source", "Throughput", "Where the time goes", "Memory")
 
@@ -79,12 +81,17 @@ def sections_of(run: RunData) -> list[Section]:
 
 def _pictures(curves: Mapping[str, Curve]) -> dict[str, list[Picture]]:
     """Return the pictures by section, one for each family; "" has the other metrics."""
+    experts = {name: curve for name, curve in curves.items() if _OF_EXPERT.fullmatch(name)}
     left = {n: c for n, c in curves.items() if not TIMES.fullmatch(n) and not c.is_zero}
+    left = {name: curve for name, curve in left.items() if name not in experts}
     pictures = dict[str, list[Picture]]()
     for section, title, unit, pattern in _FAMILIES:
         members = {name: left.pop(name) for name in [*left] if re.fullmatch(pattern, name)}
         if members:
             pictures.setdefault(section, []).append(lines(title, unit, members))
+    if experts:
+        picture = heat_map("Tokens of each expert, the mean over layers", "expert", experts)
+        pictures.setdefault("Balance", []).append(picture)
     pictures[""] = [lines(name, "", {name: curve}) for name, curve in left.items()]
     return pictures
 

@@ -41,10 +41,10 @@ def router_metrics(sums: np.ndarray, size: tuple[int, int]) -> dict[str, float]:
     """Return the metrics of routers; none if nothing was counted.
 
     sums: see `mimo.engines.contract.Module.add_router_sums`, flattened; size: its shape.
-    `expert_tokens` is the mean number of tokens per expert, with `_min` that of the idlest expert
-    of any layer; `expert_imbalance` is the largest over the mean, averaged over layers, with `_max`
-    that of the worst layer. The others are means over tokens and layers; of losses, those with a
-    coefficient, without it.
+    `expert_tokens_<n>` is the number of tokens of expert n, averaged over layers; `expert_tokens`
+    is the mean of all, with `_min` that of the idlest expert of any layer; `expert_imbalance` is
+    the largest over the mean, averaged over layers, with `_max` that of the worst layer. The others
+    are means over tokens and layers; of losses, those with a coefficient, without it.
     """
     if not sums.any():
         return {}
@@ -53,6 +53,7 @@ def router_metrics(sums: np.ndarray, size: tuple[int, int]) -> dict[str, float]:
     entropy, *losses = (others[:, 1:] / others[:, :1]).mean(axis=0).tolist()
     named = zip(("balance_loss", "z_loss"), losses, strict=True)
     return {
+        **{f"expert_tokens_{n}": tokens for n, tokens in enumerate(loads.mean(axis=0).tolist())},
         "expert_tokens": float(loads.mean()),
         "expert_tokens_min": float(loads.min()),
         "expert_imbalance": float(imbalance.mean()),

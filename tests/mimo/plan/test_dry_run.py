@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mimo.parallel.grids import Layout
 from mimo.plan.dry_run_verdict import run_roles, verdict
 from mimo.plan.rates import Gpu, parse_gpu
 from tests.conftest import RunRanks
-from tests.mimo import tiny
+from tests.mimo import drawings, tiny
 
 LAYOUT = "language.grid={tp: 2, sp: true, pp: 2}"
 SPARSE = (
@@ -128,7 +127,7 @@ def test_the_worst_load_of_experts_is_stated(tmp_path: Path, run_ranks: RunRanks
 
 
 def test_what_a_dry_run_does_not_cover_is_refused(tmp_path: Path) -> None:
-    recipe, layout = load(tmp_path)
-    grids = {name: replace(grid, engine="fsdp") for name, grid in layout.encoders.items()}
-    with pytest.raises(InputError, match="does not cover vision: Megatron does not run it"):
-        run_roles(recipe, replace(layout, encoders=grids), "vision")
+    recipe = load_recipe(drawings.write_recipe(tmp_path), [drawings.GENERATOR])
+    layout = check_recipe(recipe, None)
+    with pytest.raises(InputError, match="does not cover image: it is a generator"):
+        run_roles(recipe, layout, next(iter(recipe.generators)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from data.text.digits import write_tokenizer
 from mimo.check.steps import open_trainer
 from mimo.check.workload import Item, Sample, write_shard
 from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe
 from mimo.model import modules
 from mimo.model.recipe_checks import check_recipe
@@ -26,8 +28,9 @@ from mimo.train.step import StepObserver
 from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
+from tests.mimo.checkpoint.hf import folders
 
-ROWS, TOKENS = (30, 40), 1216
+ROWS, TOKENS = (30, 40), 1218
 """Tokens of each sample's only image, and of the sample: nearly all of them stand for items."""
 
 DECODER = (
@@ -38,17 +41,21 @@ TOWER = (
     "num_layers: 4, hidden_size: 256, ffn_hidden_size: 768, num_attention_heads: 4, "
     "min_pixels: 784, max_pixels: 4000000"
 )
-MODEL = (
-    f"language={{family: qwen3, model: {{{DECODER}}}}}",
-    f"encoders.vision={{family: qwen_vl, model: {{{TOWER}}}}}",
+RUN = (
     f"data.sequence_length={TOKENS}",
     "train.micro_batch_size=1",
-    "train.global_batch_size=6",
+    "train.global_batch_size=4",
     "train.precision=bf16",
     "train.optimizer=adam",
 )
+MODEL = (
+    f"language={{family: qwen3, model: {{{DECODER}}}}}",
+    f"encoders.vision={{family: qwen_vl, model: {{{TOWER}}}}}",
+    *RUN,
+)
 LAYOUTS = {
-    "disjoint": ("language.grid={tp: 2, sp: true, pp: 2}",),
+    # A CPU computes in fp32 in a tenth of the time.
+    "disjoint": ("language.grid={tp: 2, sp: true, pp: 2}", "train.precision=fp32"),
     "colocated": (
         "language.grid={tp: 2, sp: true}",
         "encoders.vision.placement=colocated",
@@ -61,15 +68,32 @@ LAYOUTS = {
         "encoders.vision.recompute=full",
     ),
 }
+SHARDED = {
+    "disjoint, recomputed, reduced at once": (
+        "train.precision=fp32",
+        "language.reduce_gradients=microbatch",
+        "language.recompute=full",
+        "encoders.vision.reduce_gradients=microbatch",
+        "encoders.vision.recompute=full",
+    ),
+    "colocated, tp2 sp": (
+        "train.precision=fp32",
+        "language.grid={tp: 2, sp: true}",
+        "encoders.vision.placement=colocated",
+        "encoders.vision.encode_group=2",
+    ),
+}
 
 
-def write_samples(folder: Path) -> None:
+def write_samples(folder: Path, side: int) -> None:
+    """side: pixels along a token of an image."""
     write_tokenizer(folder / "tokenizer")
-    noise = np.random.default_rng(0).integers(0, 256, (28 * ROWS[0], 28 * ROWS[1]), dtype=np.uint8)
+    size = side * ROWS[0], side * ROWS[1]
+    noise = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).save(buffer, "PNG")
     item = Item("image", "png", buffer.getvalue())
-    write_shard(folder / "train-00000.tar", [Sample((item,), "what is this ?", "1")] * 6)
+    write_shard(folder / "train-00000.tar", [Sample((item,), "what is this ?", "1")] * 4)
 
 
 class PeakOfStep(StepObserver):
@@ -134,17 +158,45 @@ def simulate(_: int, recipe: Recipe, layout: Layout) -> tuple[list[Any], list[An
     return ranks, [(run.formula.role, run.total, run.formula.total) for run in runs]
 
 
+def check_agreement(run_ranks: RunRanks, recipe: Recipe, tolerance: float = 0.02) -> None:
+    """tolerance: of the dry run, relative to real ranks."""
+    layout = check_recipe(recipe, None)
+    peaks = run_ranks(real_peak, layout.world_size, recipe, layout, timeout_seconds=240)
+    ((by_rank, by_role),) = run_ranks(simulate, 1, recipe, layout, timeout_seconds=120)
+    for ranks, expected in by_rank:
+        real = max(peaks[rank] for rank in ranks)
+        assert expected == pytest.approx(real, rel=tolerance), ranks
+    for role, dry_run, formula in by_role:
+        assert formula == pytest.approx(dry_run, rel=max(tolerance, 0.05)), role
+
+
 @pytest.mark.parametrize("overrides", quick_values(LAYOUTS, "disjoint"))
 def test_formula_dry_run_and_tensors_of_real_ranks_agree(
     tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
 ) -> None:
-    write_samples(tmp_path)
-    recipe = load_recipe(tiny.write_recipe(tmp_path), [*MODEL, *overrides])
-    layout = check_recipe(recipe, None)
-    peaks = run_ranks(real_peak, layout.world_size, recipe, layout)
-    ((by_rank, by_role),) = run_ranks(simulate, 1, recipe, layout)
-    for ranks, expected in by_rank:
-        real = max(peaks[rank] for rank in ranks)
-        assert expected == pytest.approx(real, rel=0.02), ranks
-    for role, dry_run, formula in by_role:
-        assert formula == pytest.approx(dry_run, rel=0.05), role
+    write_samples(tmp_path, side=28)
+    check_agreement(run_ranks, load_recipe(tiny.write_recipe(tmp_path), [*MODEL, *overrides]))
+
+
+@pytest.mark.parametrize(
+    "overrides", quick_values(SHARDED, "disjoint, recomputed, reduced at once")
+)
+def test_under_fsdp_dry_run_and_tensors_of_real_ranks_agree(
+    tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
+) -> None:
+    write_samples(tmp_path, side=30)
+    folder = tmp_path / "model"
+    write_tiny(TinyCheckpoint("qwen3_vl", width=4, num_layers=3), folder)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    processor["size"] = {"shortest_edge": 1024, "longest_edge": 4_000_000}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    path = folders.write_recipe(folder, tmp_path / "recipe.yaml")
+    settings = [
+        f"data.sources=[{{path: '{tmp_path}/train-*.tar'}}]",
+        "language={engine: fsdp, grid: {dp: 2}}",
+        "encoders.vision={engine: fsdp, grid: {dp: 2}}",
+    ]
+    run = ("train.steps=2", f"train.run_dir={tmp_path}")
+    # What FSDP2 and bridges hold for other microbatches is simulated in part.
+    recipe = load_recipe(path, [*settings, *RUN, *run, *overrides])
+    check_agreement(run_ranks, recipe, tolerance=0.06)

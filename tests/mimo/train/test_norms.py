@@ -155,6 +155,9 @@ def test_every_expert_counts_once_in_norms_and_every_token_once_in_loads(
         for key in ("loss", "grad_norm_language", "router_entropy", "balance_loss", "z_loss"):
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
         assert line["expert_tokens"] == expected["expert_tokens"] == line["tokens"] * 3 / 8
+        tokens = [line[f"expert_tokens_{n}"] for n in range(8)]
+        assert tokens == [expected[f"expert_tokens_{n}"] for n in range(8)]
+        assert sum(tokens) == line["tokens"] * 3
         assert line["expert_tokens_min"] == expected["expert_tokens_min"] < line["expert_tokens"]
         assert 1 < line["expert_imbalance"] <= line["expert_imbalance_max"] <= 8 / 3
         assert 0 < line["router_entropy"] < math.log(8)
