@@ -165,7 +165,7 @@ def formula_beside_dry_run(_: int, path: Path, folder: Path) -> list[tuple[str, 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_the_formula_agrees_with_a_dry_run(path: Path, models: Path, run_ranks: RunRanks) -> None:
     folder = models / init_from_of(path).name
-    (roles,) = run_ranks(formula_beside_dry_run, 1, path, folder)
+    (roles,) = run_ranks(formula_beside_dry_run, 1, path, folder, timeout_seconds=300)
     for role, formula, dry_run in roles:
         assert formula == pytest.approx(dry_run, rel=0.05), role
 

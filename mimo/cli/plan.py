@@ -21,7 +21,11 @@ def plan(
         Option(help="A value that the search keeps, such as language.grid.tp=8; repeatable."),
     ] = None,
     calibrate: Annotated[
-        list[Path] | None, Option(help="A run folder to fit the rates to; repeatable.")
+        list[str] | None,
+        Option(
+            metavar="RUN|here",
+            help="Fit the rates to a run, or to a short one on this machine; repeatable.",
+        ),
     ] = None,
     from_experiment: Annotated[
         Path | None, Option("--from", help="An experiment folder to fit the rates to.")

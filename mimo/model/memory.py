@@ -290,7 +290,7 @@ class FsdpActivations(Activations):
     """The estimate for a module of transformers under FSDP2.
 
     The most is needed in the backward of what follows the layers, in that of a layer, or where the
-    embedding's gradient is complete; each frees a part of what the forward keeps.
+    embedding's gradient is complete. Each of them frees a part of what the forward keeps.
     """
 
     def of_stage(self, stage: int) -> dict[str, float]:
@@ -319,7 +319,13 @@ class FsdpActivations(Activations):
         else:
             ends += module.trained["last"]
             pending = module.trained["last"] * self.size / self._num_outputs + self._bytes_of_rows
-        at_start = ends * self.size + self._message("first") - layers - after
+        if module.keeps_gradients and module.part.reshard_after_forward:
+            # Layers are gathered again when whole gradients exist, and when inputs are freed.
+            absent = (module.layers - 2) * module.held["layer"] * self.size
+            at_end, in_layer = at_end - absent, in_layer - min(absent, layers)
+        # The embedding's gradient; in the next forward its weight, as received and as used.
+        at_start = max(ends * self.size + self._message("first"), 2 * module.embedding * self.size)
+        at_start -= layers + after
         buffers = max(at_end + following, in_layer + pending, at_start, logits) - logits
         return {"activations": waiting * kept, "logits": logits, "buffers": buffers}
 

@@ -177,7 +177,7 @@ class ModuleSizes:
             weights=self.in_all(self.held) * self.wide / shares
             + (gathered * self.size if shares > 1 or self.size < self.wide else 0)
             + self.autoencoder,
-            gradients=trained * self.wide / (1 if self._keeps_gradients else shares),
+            gradients=trained * self.wide / (1 if self.keeps_gradients else shares),
             optimizer=trained * self.wide * state / shares,
         )
 
@@ -196,7 +196,7 @@ class ModuleSizes:
         return self.held["first"] if self.name == LANGUAGE and OUTPUT in self.shapes else 0
 
     @property
-    def _keeps_gradients(self) -> bool:
+    def keeps_gradients(self) -> bool:
         """Whether FSDP2 leaves gradients whole between the microbatches of a step."""
         reduces = self.part.reduce_gradients == "microbatch"
         count = num_microbatches(self.recipe, self.layout)
@@ -205,7 +205,7 @@ class ModuleSizes:
 
     @property
     def keeps_layers(self) -> bool:
-        return self._keeps_gradients or not self.part.reshard_after_forward
+        return self.keeps_gradients or not self.part.reshard_after_forward
 
     def mean(self, ending: str) -> tuple[float, ...]:
         """Rows and columns of the parameters of this ending in a layer: the mean over layers."""

@@ -7,6 +7,8 @@ with the previous fit.
 """
 
 import math
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +18,9 @@ from statistics import median
 import numpy as np
 
 from mimo.checkpoint.hf.recipes import load_recipe
-from mimo.config.schema import Recipe
+from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError
+from mimo.families.registry import GENERAL, encoder_settings, language_settings
 from mimo.model.dataset import Dataset
 from mimo.model.indexing import indexed_dataset
 from mimo.model.step_plan import StepPlan
@@ -30,6 +33,7 @@ from mimo.runtime.run_files import METRICS, json_lines, starts_of
 
 _FITS, _STEPS = 6, 3
 _MIN_WORK = 0.1  # least share of a pass's time that is not messages
+_HERE, _STEPS_HERE = "here", 8
 _WARMUP = 3  # first steps, whose times are ignored
 _TAIL = ("gradients", "update")  # parts of a step after its last backward
 _NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
@@ -73,6 +77,45 @@ def read_run(folder: Path) -> MeasuredRun:
     cores = float(start.get("cores", 1)) if on_cpu else math.inf
     layout = build_layout(recipe, start.get("ranks"))
     return MeasuredRun(folder.name, recipe, layout, dataset, metrics, cores)
+
+
+def measure_here(recipe: Recipe, folder: Path) -> MeasuredRun:
+    """Train a few steps on one rank of this machine, and return that run. Raises InputError.
+
+    Widths are the recipe's. The language model has one period of layers, and random weights.
+    folder: where the run is written.
+    """
+    if GENERAL in {recipe.module(name).family for name in recipe.modules}:
+        raise InputError(
+            "--calibrate here: models of family transformers cannot be shortened; give the folder "
+            "of a run"
+        )
+    settings = language_settings(recipe)
+    levels = max((encoder_settings(recipe, name).num_levels for name in recipe.encoders), default=0)
+    layers = math.ceil(max(levels, 1) / settings.layer_period) * settings.layer_period
+    data = recipe.model_dump(mode="json") | {"name": _HERE, "init_from": None}
+    data[LANGUAGE] |= {"grid": {}, "model": {**data[LANGUAGE]["model"], "num_layers": layers}}
+    for part in (*data["encoders"].values(), *data["generators"].values()):
+        part |= {"grid": {}, "placement": "colocated"}
+    data["train"] |= {
+        "steps": _STEPS_HERE,
+        "global_batch_size": 2 * recipe.train.micro_batch_size,
+        "log_every": 1,
+        "save_every": None,
+        "validate_every": None,
+        "warmup_steps": 0,
+        "profile": None,
+        "run_dir": str(folder),
+    }
+    path = folder / "here.yaml"
+    path.write_text(Recipe.model_validate(data).to_yaml(), encoding="utf-8")
+    print(f"training {_STEPS_HERE} steps on one rank of this machine", flush=True)
+    command = [sys.executable, "-m", "mimo.cli.main", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise InputError(f"--calibrate here: training on one rank failed: {' '.join(last)}")
+    return read_run(folder / _HERE)
 
 
 def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:

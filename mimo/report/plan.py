@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mimo.errors import InputError, RecipeError, suggestion
 from mimo.model.dataset import Dataset
 from mimo.model.indexing import indexed_dataset
 from mimo.model.recipe_checks import check_recipe
-from mimo.plan.calibrate import calibrate, read_run
+from mimo.plan.calibrate import MeasuredRun, calibrate, measure_here, read_run
 from mimo.plan.forecast import Forecast, forecast
 from mimo.plan.rates import parse_gpu, rates_of_gpu
 from mimo.plan.search import Choice, search, searched_keys
@@ -35,14 +36,15 @@ def main(
     gpu: str,
     nodes_of: int,
     fixes: Sequence[str] = (),
-    calibrate_on: Sequence[Path] = (),
+    calibrate_on: Sequence[str] = (),
     experiment: Path | None = None,
     timeline: Path | None = None,
     to_write: Path | None = None,
 ) -> int:
     """Print a forecast or, with ``gpus``, the best layouts. Raises InputError.
 
-    calibrate_on: folders of runs that rates are fitted to. experiment: a folder with such folders.
+    calibrate_on: folders of runs that rates are fitted to, or "here" for a short run on this
+    machine. experiment: a folder with such folders.
     """
     device = parse_gpu(gpu)
     phases = load_phases(path, overrides).phases
@@ -51,8 +53,8 @@ def main(
         print(f"planning the first phase, {phases[0].title}")
     dataset = dataset_of_index(recipe, path)
     rates = rates_of_gpu(device, nodes_of)
-    folders = [*calibrate_on, *(runs_of(experiment) if experiment is not None else ())]
-    runs = [read_run(folder) for folder in folders]
+    runs = [] if experiment is None else [read_run(folder) for folder in runs_of(experiment)]
+    runs += [_run_for_rates(recipe, text) for text in calibrate_on]
     if runs:
         rates = calibrate(runs, rates)
     print(f"rates: {rates.source}")
@@ -79,6 +81,13 @@ def main(
         write(timeline / "trace.json", json.dumps(trace(chosen.median_step.timeline)))
         draw(chosen.median_step.timeline, timeline / "timeline.png")
     return 0
+
+
+def _run_for_rates(recipe: Recipe, text: str) -> MeasuredRun:
+    if text != "here":
+        return read_run(Path(text))
+    with tempfile.TemporaryDirectory(prefix="mimo-plan-") as folder:
+        return measure_here(recipe, Path(folder))
 
 
 def dataset_of_index(recipe: Recipe, path: Path) -> Dataset:

@@ -13,7 +13,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import InputError
 from mimo.model.recipe_checks import check_recipe
 from mimo.plan import calibrate as calibration
-from mimo.plan.calibrate import MeasuredRun, calibrate, read_run
+from mimo.plan.calibrate import MeasuredRun, calibrate, measure_here, read_run
 from mimo.plan.forecast import Forecast, forecast
 from mimo.plan.rates import Rates
 from mimo.plan.work import StepWork
@@ -116,3 +116,26 @@ def test_a_run_needs_times_and_an_index_and_its_first_steps_are_ignored(recipe: 
     run = read_run(folder)
     assert run.metrics["step_seconds"] == 1.0 + np.median(range(calibration._WARMUP + 1, 8))
     assert (run.cores, run.layout.world_size) == (2, 2)
+
+
+@pytest.mark.slow
+def test_a_short_run_on_this_machine_gives_rates_of_every_module(
+    folder: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe(folder / "tiny.yaml", [*STAGES, "language.model.num_layers=8"])
+    run = measure_here(recipe, tmp_path)
+    assert run.layout.world_size == 1
+    assert run.recipe.language.model["num_layers"] == 1
+    assert run.recipe.language.model["hidden_size"] == recipe.language.model["hidden_size"]
+    rates = calibrate([run], UNKNOWN)
+    for name in ("language", "vision"):
+        assert min(rates.seconds_per_flop(name)) > 0
+    assert rates.source == "fitted to here"
+
+
+def test_a_run_on_this_machine_that_fails_is_reported_with_its_error(
+    folder: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe(folder / "tiny.yaml", ["train.precision=bf16", "data.tokenizer=missing"])
+    with pytest.raises(InputError, match="--calibrate here: training on one rank failed: "):
+        measure_here(recipe, tmp_path)

@@ -188,6 +188,17 @@ def test_curves_that_are_zero_throughout_are_not_drawn(tmp_path: Path) -> None:
     ]
 
 
+def test_tokens_of_experts_are_one_picture_with_a_row_for_each(tmp_path: Path) -> None:
+    tokens = {f"expert_tokens_{n}": float(value) for n, value in enumerate([3, 0, 5])}
+    (run,) = read_runs(make_run(tmp_path, metrics=tokens))
+    pictures = [picture for section in part_of(run, False).sections for picture in section.pictures]
+    (picture,) = [picture for picture in pictures if "expert" in picture.title]
+    (image,) = picture.figure.axes[0].images
+    rows = np.asarray(image.get_array())
+    assert rows.shape == (3, 100)
+    assert rows.mean(axis=1).tolist() == [3, 0, 5]
+
+
 def test_a_run_that_has_not_done_a_step_has_a_page_too(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("name: [broken")
     assert report(tmp_path, None) == 0
