@@ -184,8 +184,8 @@ class BridgeReceiver(SteppedEnd):
 class Crossing(torch.autograd.Function):
     """Autograd function that calls `_forward` and `_backward` of an object such as a bridge end.
 
-    number: of the microbatch or chunk, passed to both. `_forward` also gets the tensor, and
-    `_backward` the gradient of what it returned; it returns that of the tensor, or None.
+    number: microbatch or chunk. `_forward(number, tensor)` returns a tensor. `_backward(number,
+    gradient)` gets the gradient of it, and returns that of ``tensor``, or None.
     """
 
     @staticmethod

@@ -91,8 +91,13 @@ def check_plans(
     mine = torch.tensor(fingerprints, dtype=torch.int64, device=end.device).view(-1, 2)
     ranks = dist.get_process_group_ranks(end.forward)
     everyone = mine.new_empty(len(ranks) * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine.view(-1), group=end.forward)
-    table = everyone.view(len(ranks), -1, 2).cpu()
+    try:
+        dist.all_gather_into_tensor(everyone, mine.view(-1), group=end.forward)
+        table = everyone.view(len(ranks), -1, 2).cpu()
+    except RuntimeError as error:
+        raise BridgeError(
+            f"bridge {end.name}: not all of ranks {ranks} compared their plans: {error}"
+        ) from error
     for microbatch in range(table.shape[1]):
         for column, what in enumerate(("transfers", "samples")):
             parties: dict[int, list[int]] = {}

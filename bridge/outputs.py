@@ -131,7 +131,7 @@ class ColocatedOutput(SteppedEnd):
     def __init__(self, end: BridgeEnd, lane: int) -> None:
         super().__init__(end)
         self.lane = lane
-        self._gradients: dict[int, Tensor] = {}  # arrived ones, for the backward of their token
+        self._gradients: dict[int, Tensor] = {}  # received, until the backward of their token
 
     def exchange(self, microbatch: int, hidden: Tensor) -> Tensor:
         """Send rows of hidden states (T, H); return the rows (N, H) of this lane's items.

@@ -74,7 +74,7 @@ def write_arrays(path: Path, arrays: Sequence[np.ndarray]) -> None:
     try:
         with partial.open("wb") as file:
             for array in map(np.ascontiguousarray, arrays):
-                # Not `np.save`, which does not say that the disk is full.
+                # Not `np.save`: its error for a full disk has no number.
                 header = np.lib.format.header_data_from_array_1_0(array)
                 np.lib.format.write_array_header_1_0(file, header)
                 file.write(array.reshape(-1).view(np.uint8))

@@ -24,7 +24,8 @@ def plan(
         list[str] | None,
         Option(
             metavar="RUN|here",
-            help="Fit the rates to a run, or to a short one on this machine; repeatable.",
+            help="A run folder to fit the rates to, or `here` for a short run on this machine; "
+            "repeatable.",
         ),
     ] = None,
     from_experiment: Annotated[

@@ -106,7 +106,7 @@ def _print_dry_run(recipe: Recipe, layout: Layout, role: str | None, gpu: Gpu) -
         error = percent(formula / total - 1)
         rows.append((run.formula.role, str(run.rank), *map(format_bytes, sizes), error))
     show(Table((*columns, "formula", "its error"), rows, title="dry run of a rank"))
-    print("dry run: a full microbatch; all of its tokens stand for items and have a loss")
+    print("dry run: full microbatches; all of their tokens stand for items and have a loss")
     print(*notes, *verdict(recipe, layout, runs, gpu), sep="\n")
 
 

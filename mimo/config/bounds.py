@@ -65,8 +65,8 @@ Stds = Annotated[tuple[ChannelStd, ChannelStd, ChannelStd], Field(strict=False)]
 
 
 def _line(text: str) -> str:
-    """Refuse what would end a line of a job script or a log; scripts quote everything else."""
-    if any(letter < " " or letter == "\x7f" for letter in text):
+    """Refuse what could end a line of a job script or a log. Scripts quote the rest."""
+    if not text.isprintable():
         raise ValueError("has a line break or another control character")
     return text
 

@@ -156,7 +156,7 @@ def one_of(choices: str) -> WrapValidator:
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
             return validate(value)
-        except ValidationError as error:  # if a number is possible, the first is about it
+        except ValidationError as error:  # the first is about the number, if any
             reason = error.errors()[0]["msg"].removeprefix("Input ")
             hint = f"; a number {reason}" if "number" in choices else ""
             raise ValueError(f"needs {choices}{hint}") from None

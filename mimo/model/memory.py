@@ -18,7 +18,12 @@ import numpy as np
 
 from data.modalities.processor import Part, PartPlan, WireForm
 from mimo.config.schema import Recipe
-from mimo.families.registry import encoder_settings, generator_settings, module_settings
+from mimo.families.registry import (
+    encoder_settings,
+    generator_settings,
+    language_settings,
+    module_settings,
+)
 from mimo.model.module_sizes import (
     IN_LAYER,
     OUTPUT,
@@ -226,12 +231,16 @@ class Activations:
         return share * kept + linear, share * rotated
 
     def _kept_for_items(self, queries: float, keys: float) -> float:
-        """Elements of a token where those of an item see each other: gathered inputs, and results.
+        """Elements that a token keeps for attention in both directions within items.
 
         An item gathers its own keys and values, and those of a window before it.
         """
-        is_whole = self.module.part.recompute != "selective"
-        if not (is_whole and self.name == LANGUAGE and self.settings.item_rules.bidirectional):
+        is_bidirectional = language_settings(self.recipe).item_rules.bidirectional
+        if (
+            self.name != LANGUAGE
+            or not is_bidirectional
+            or self.module.part.recompute == "selective"
+        ):
             return 0.0
         rows = min((item_plan(self.recipe, n).num_rows for n in self.layout.encoders), default=0)
         window = getattr(self.settings, "sliding_window", 0)
@@ -289,12 +298,12 @@ class Activations:
 class FsdpActivations(Activations):
     """The estimate for a module of transformers under FSDP2.
 
-    The most is needed in the backward of what follows the layers, in that of a layer, or where the
-    embedding's gradient is complete. Each of them frees a part of what the forward keeps.
+    The peak is at one of three places: the backward of what follows the layers, that of a layer, or
+    the embedding. A backward frees a part of what the forward keeps.
     """
 
     def of_stage(self, stage: int) -> dict[str, float]:
-        module, unit = self.module, self.tokens * self.size
+        module, size, unit = self.module, self.size, self.tokens * self.size
         waiting = microbatches_in_flight(self.recipe, self.layout, self.name, stage)
         inside, after = unit * self._kept_in_layer(), unit * self._kept_after_layers()
         layers = module.layers * (unit * self._width if self.recomputes else inside)
@@ -324,13 +333,16 @@ class FsdpActivations(Activations):
             absent = (module.layers - 2) * module.held["layer"] * self.size
             at_end, in_layer = at_end - absent, in_layer - min(absent, layers)
         # The embedding's gradient; in the next forward its weight, as received and as used.
-        at_start = max(ends * self.size + self._message("first"), 2 * module.embedding * self.size)
-        at_start -= layers + after
-        buffers = max(at_end + following, in_layer + pending, at_start, logits) - logits
+        at_embedding = max(ends * size + self._message("first"), 2 * module.embedding * size)
+        at_embedding -= layers + after
+        # A layer's gradient while it is sent, when its activations are freed.
+        of_layer = module.trained["layer"] * size + self._message("layer") - after
+        most = max(at_end, in_layer + pending - following, of_layer) + following
+        buffers = max(most, at_embedding, logits) - logits
         return {"activations": waiting * kept, "logits": logits, "buffers": buffers}
 
     def _message(self, place: str) -> float:
-        """Bytes of gradients to other lanes, in fp32; whole gradients are no more than these."""
+        """Bytes of gradients that are sent to other lanes in fp32; 0 while they stay whole."""
         module = self.module
         is_new = module.shares > 1 and not module.keeps_layers
         return module.trained[place] * self.wide * is_new
@@ -360,7 +372,7 @@ class FsdpActivations(Activations):
 
     @property
     def _kept_in_norm(self) -> int:
-        """Tensors of a norm besides its output: of an RMS norm its input, normalized and not."""
+        """Tensors that a norm keeps besides its output; RMS norms also the normalized input."""
         if any(name.endswith("norm.bias") for name in self.module.shapes):
             return 1
         in_fp32, is_centered = self.wide // self.size, self.name == LANGUAGE and self._is_centered

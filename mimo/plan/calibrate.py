@@ -33,7 +33,7 @@ from mimo.runtime.run_files import METRICS, json_lines, starts_of
 
 _FITS, _STEPS = 6, 3
 _MIN_WORK = 0.1  # least share of a pass's time that is not messages
-_HERE, _STEPS_HERE = "here", 8
+_HERE, _STEPS_HERE = "this_machine", 8
 _WARMUP = 3  # first steps, whose times are ignored
 _TAIL = ("gradients", "update")  # parts of a step after its last backward
 _NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
@@ -83,12 +83,17 @@ def measure_here(recipe: Recipe, folder: Path) -> MeasuredRun:
     """Train a few steps on one rank of this machine, and return that run. Raises InputError.
 
     Widths are the recipe's. The language model has one period of layers, and random weights.
-    folder: where the run is written.
+    folder: where the run is written, with a checkpoint of this model.
     """
     if GENERAL in {recipe.module(name).family for name in recipe.modules}:
         raise InputError(
             "--calibrate here: models of family transformers cannot be shortened; give the folder "
             "of a run"
+        )
+    if "fsdp" in {recipe.module(name).engine for name in recipe.modules}:
+        raise InputError(
+            "--calibrate here: with engine: fsdp the folder of init_from sets the number of "
+            "layers; give the folder of a run"
         )
     settings = language_settings(recipe)
     levels = max((encoder_settings(recipe, name).num_levels for name in recipe.encoders), default=0)
@@ -97,6 +102,8 @@ def measure_here(recipe: Recipe, folder: Path) -> MeasuredRun:
     data[LANGUAGE] |= {"grid": {}, "model": {**data[LANGUAGE]["model"], "num_layers": layers}}
     for part in (*data["encoders"].values(), *data["generators"].values()):
         part |= {"grid": {}, "placement": "colocated"}
+    for encoder in data["encoders"].values():
+        encoder["encode_group"] = "all"
     data["train"] |= {
         "steps": _STEPS_HERE,
         "global_batch_size": 2 * recipe.train.micro_batch_size,
@@ -104,6 +111,9 @@ def measure_here(recipe: Recipe, folder: Path) -> MeasuredRun:
         "save_every": None,
         "validate_every": None,
         "warmup_steps": 0,
+        "schedule": "constant",
+        "decay_steps": None,
+        "loggers": [],
         "profile": None,
         "run_dir": str(folder),
     }

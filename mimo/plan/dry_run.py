@@ -2,7 +2,8 @@
 
 The process pretends to be one rank of the whole job. It builds this rank's modules by the code that
 trains them, on fake tensors (shapes without memory) and groups that send nothing. A full microbatch
-whose tokens all stand for items then runs forward and backward.
+whose tokens all stand for items then runs forward and backward. Under FSDP2 two of them run,
+because gathered weights and whole gradients may stay between them.
 
 Peak = state + inputs + (microbatches in flight - 1) · kept by one + peak of one forward and
 backward. The kernels are those of a GPU: see `mimo.plan.dry_run_kernels`.
@@ -94,7 +95,7 @@ def dry_run(
 
 
 def _shard_outside_of_fakes(module: nn.Module, ctx: FsdpContext) -> None:
-    """Shard fake parameters; meshes of ranks that are made meanwhile have their numbers."""
+    """Shard fake parameters with fake tensors off: a mesh needs the numbers of its ranks."""
     with unset_fake_temporarily():
         sharding.shard(module, ctx)
 
@@ -149,7 +150,10 @@ class _Rank:
         batches = num_microbatches(recipe, layout) / microbatches_at_once(recipe, layout, self.name)
         forward = self._run_language if is_language else self._run_tower
         in_flight = microbatches_in_flight(recipe, layout, self.name, self.stage)
-        base = staged + self.role.gradients * self.is_sharded  # FSDP2 makes them in the backward
+        gradients, base = sum(p.numel() for p in trained) * max(4, self.dtype.itemsize), staged
+        if self.is_sharded:  # FSDP2 makes gradients in the backward
+            gradients = self.role.gradients
+            base += gradients
         with self.mode, self.memory:
             outputs, peak = [forward(batch)], 0.0
             kept = self.memory.now - staged - sum(buffer.nbytes for buffer in shared_buffers())
@@ -169,7 +173,7 @@ class _Rank:
         return DryRun(
             formula=self.role,
             rank=self.rank,
-            state=held + self.role.gradients + self.role.optimizer,
+            state=held + gradients + self.role.optimizer,
             inputs=2 * batches * (staged - held),
             kept=kept,
             waiting=max(in_flight - 1, 0) * kept,

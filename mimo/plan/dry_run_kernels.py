@@ -55,8 +55,8 @@ class TensorMemory(TorchDispatchMode):
                 return propagate(*args)
 
         self._patches = ExitStack()
-        # FSDP2 frees and allocates gathered weights so, without an operation; DTensor computes
-        # shapes with operations on tensors that nobody has.
+        # FSDP2 resizes storages without an operation. DTensor infers shapes on temporary tensors,
+        # which do not count.
         for owner, name, method in (
             (torch.UntypedStorage, "resize_", resize_and_count),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_uncounted),
@@ -77,7 +77,9 @@ class TensorMemory(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
         if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
-            self.peak = peak  # autograd adds gradients in place, unless they are fake
+            # Autograd adds gradients in place, unless they are fake. This also leaves out the sums
+            # of residuals in recomputed layers.
+            self.peak = peak
         return result
 
     def add(self, tensor: Tensor) -> None:

@@ -79,7 +79,7 @@ def write_environment(
 
 
 def starts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return all starts of a run, oldest first; none if the file is absent or damaged."""
+    """Return all starts of a run, oldest first; none if the file is absent or no JSON."""
     try:
         return json.loads((run_dir / ENVIRONMENT).read_text(errors="replace"))
     except (OSError, ValueError):

@@ -106,7 +106,7 @@ def train_in_world(
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     device.set_threads(recipe.train.threads_per_rank, ranks_here)
     rank = dist.get_rank()
-    # force: without the console handlers that libraries have added.
+    # `force` removes console handlers that libraries have added.
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(
         filename=run_dir / f"log_rank_{rank}.txt", format=form, level=logging.INFO, force=True

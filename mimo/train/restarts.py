@@ -122,7 +122,8 @@ def record_restart(
     states = read_states(run_dir, time.time()).values()
     if not cause:
         cause = "a rank was killed or ended without a word"
-        for failed in [state for state in states if state.failure][:1]:
+        failed = next((state for state in states if state.failure), None)
+        if failed is not None:
             rank, cause = failed.rank, f"rank {failed.rank} failed: {failed.failure}"
     # Ranks write where they are now and then, but metrics have each step that is done.
     steps = [state.step for state in states if state.activity != "setup"] + _steps_done(run_dir)

@@ -18,7 +18,7 @@ def verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> V
 
 @pytest.fixture(scope="session")
 def exact_verifier(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
-    """In fp64 at once, for models whose fp32 errors are so often doubtful that fp64 decides."""
+    """Verify in fp64, for models whose rounding in fp32 exceeds the tolerance."""
     return Verifier(tmp_path_factory.mktemp("verify-fp64"), "fp64")
 
 

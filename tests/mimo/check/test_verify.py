@@ -88,7 +88,7 @@ def test_a_layout_of_the_matrix_takes_the_steps_of_one_rank(
     check_equal(run_cell(verifier, cell))
 
 
-@pytest.mark.slow  # `test_text_only.py` trains one
+@pytest.mark.slow  # `test_text_only.py` trains one on one rank
 def test_a_language_model_without_encoders_takes_the_steps_of_one_rank(verifier: Verifier) -> None:
     recipe = load_recipe(RECIPE, ["encoders={}", "language.grid={tp: 2, sp: true}"])
     (cell,) = recipe_cells(recipe, 8, full=False).cells

@@ -315,9 +315,18 @@ CASES = by_fault(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", quick_values(CASES, "shift_condition_rows"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, recipe: Recipe, case: Case
 ) -> None:
     check_fault(verifier, case, recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell", dict.fromkeys(case.cell for case in CASES.values()), ids=lambda c: c.name
+)
+def test_without_a_fault_the_same_layouts_are_equal(
+    verifier: Verifier, recipe: Recipe, cell: SweepCell
+) -> None:
+    check_equal(run_cell(verifier, cell, recipe=recipe))

@@ -148,8 +148,7 @@ CASES = by_fault(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", quick_values(CASES, "leak_states"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     exact_verifier: Verifier, recipe: Recipe, case: Case
 ) -> None:

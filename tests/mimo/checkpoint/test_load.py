@@ -219,7 +219,7 @@ def trainer_of(recipe: Recipe, topology: Topology, name: str, start: Start | Non
 
 @pytest.fixture(scope="module", params=quick(ENGINES, "megatron", "fsdp"))
 def folder(request: pytest.FixtureRequest, run_ranks: RunRanks, recipe: Path) -> Path:
-    """Of an engine's runs."""
+    """Return the run folder of an engine."""
     run_ranks(save_and_begin, 2, recipe, request.param)
     return recipe.parent / "runs" / request.param
 

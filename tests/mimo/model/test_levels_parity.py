@@ -13,7 +13,7 @@ import pytest
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.model.test_parity import check
+from tests.mimo.model.test_parity import TWO_LANES, check
 
 MODEL = (
     "model: {num_layers: 4, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2, "
@@ -58,6 +58,7 @@ LAYOUTS = {
         "data.packing=false",
         "language.recompute=full",
     ],
+    "replicated, cp2": [*DISJOINT, "language.grid.cp=2", "bridge.delivery=replicated"],
     "encoder tp2 with sp to pp2": [
         *DISJOINT,
         "encoders.vision.grid={tp: 2, sp: true, dp: 1}",
@@ -71,13 +72,31 @@ LAYOUTS = {
         "data.packing=false",
     ],
     "unpacked, interleaved": [*DISJOINT, *INTERLEAVED, "data.packing=false"],
+    "unpacked, replicated, tp2 with sp": [
+        *DISJOINT,
+        "language.grid={tp: 2, sp: true}",
+        "data.packing=false",
+        "bridge.delivery=replicated",
+    ],
+    "3 lanes to 2": [*DISJOINT, "encoders.vision.grid.dp=3", *TWO_LANES],
     "3 lanes to 2 with pp2": [
         *DISJOINT,
         "encoders.vision.grid.dp=3",
         "language.grid={dp: 2, pp: 2}",
         "train.micro_batch_size=2",
     ],
+    "encoder tp2 to pp2": [*DISJOINT, "encoders.vision.grid.tp=2", "language.grid.pp=2"],
     "encoder pp2 to pp2": [*DISJOINT, "encoders.vision.grid.pp=2", "language.grid.pp=2"],
+    "encoder pp2 recompute": [
+        *DISJOINT,
+        "encoders.vision.grid.pp=2",
+        "encoders.vision.recompute=full",
+    ],
+    "gradients reduced during backward, pp2": [
+        *DISJOINT,
+        "language.grid.pp=2",
+        "train.overlap_grad_reduce=true",
+    ],
     "frozen encoder to pp2": [*DISJOINT, "encoders.vision.freeze=true", "language.grid.pp=2"],
     "frozen tower to interleaved": [*DISJOINT, *INTERLEAVED, "encoders.vision.freeze=tower"],
     "frozen language model, pp2": [*DISJOINT, "language.freeze=true", "language.grid.pp=2"],

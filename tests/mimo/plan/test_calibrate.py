@@ -130,7 +130,7 @@ def test_a_short_run_on_this_machine_gives_rates_of_every_module(
     rates = calibrate([run], UNKNOWN)
     for name in ("language", "vision"):
         assert min(rates.seconds_per_flop(name)) > 0
-    assert rates.source == "fitted to here"
+    assert rates.source == "fitted to this_machine"
 
 
 def test_a_run_on_this_machine_that_fails_is_reported_with_its_error(

@@ -193,6 +193,7 @@ def test_tokens_of_experts_are_one_picture_with_a_row_for_each(tmp_path: Path) -
     (run,) = read_runs(make_run(tmp_path, metrics=tokens))
     pictures = [picture for section in part_of(run, False).sections for picture in section.pictures]
     (picture,) = [picture for picture in pictures if "expert" in picture.title]
+    assert picture.figure is not None
     (image,) = picture.figure.axes[0].images
     rows = np.asarray(image.get_array())
     assert rows.shape == (3, 100)

@@ -33,7 +33,7 @@ from tests.mimo.runs import ADAM, metrics
 HERE = "tests.mimo.train.test_kills"
 STEPS = 6
 SAVE_EVERY = 2
-CASES = 36  # twice each part of a step, with either kind of layout
+CASES = 36  # each part of a step twice, in both kinds of layout
 # A rank for the tower and one for the language model; or both on both ranks, in two stages.
 KINDS = (
     ["train.async_save=true"],

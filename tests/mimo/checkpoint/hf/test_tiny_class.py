@@ -34,7 +34,7 @@ SUPPORTED = (
     *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
     *("qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "video_llama_3", "vipllava"),
 )
-# What `test_any_folder.py`, which trains all others, does not; it says why.
+# Classes that `test_any_folder.py` does not train; it has the reasons.
 UNTRAINED = (
     *("gemma4", "glm5_next", "got_ocr2", "granite4_vision", "idefics2", "muse_spark", "ovis2"),
     *("paligemma", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen3_5_moe", "qwen4_exp"),
