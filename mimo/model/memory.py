@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from data.modalities.processor import Part, PartPlan, WireForm
+from data.modalities.processor import PartPlan, WireForm
 from mimo.config.schema import Recipe
 from mimo.families.registry import (
     encoder_settings,
@@ -29,11 +29,14 @@ from mimo.model.module_sizes import (
     OUTPUT,
     ModuleSizes,
     RoleMemory,
+    item_plan,
+    items_at_once,
     microbatches_at_once,
+    microbatches_in_flight,
     parameters_by_role,
 )
 from mimo.ops.cross_entropy import rows_at_once
-from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
+from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches
 
 _TOKEN_BYTES = 48
 """Bytes of a token's id, three positions, label and place among loss tokens."""
@@ -50,34 +53,6 @@ def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
         estimate, stage = kind(module), module.grid.coords(role.ranks[0]).pp
         roles.append(replace(role, inputs=estimate.inputs(), **estimate.of_stage(stage)))
     return roles
-
-
-def item_plan(recipe: Recipe, encoder: str) -> PartPlan:
-    """Return the plan of an item of noise; here full microbatches consist of such items."""
-    modality = encoder_settings(recipe, encoder).processor(recipe.encoders[encoder].media)
-    file = modality.random_file(np.random.default_rng(0))
-    return modality.plan(Part(modality.size_of(modality.decode(file))))
-
-
-def items_at_once(recipe: Recipe, layout: Layout, encoder: str) -> int:
-    """Return the items of one forward of an encoder's lane."""
-    rows = recipe.longest_microbatch * microbatches_at_once(recipe, layout, encoder)
-    lanes = layout.language.dp / layout.grids[encoder].dp
-    return math.ceil(rows * lanes / item_plan(recipe, encoder).num_rows)
-
-
-def microbatches_in_flight(recipe: Recipe, layout: Layout, module: str, stage: int) -> float:
-    """Return the most forwards of a stage whose backward has not begun."""
-    grid, count = layout.grids[module], num_microbatches(recipe, layout)
-    if module in layout.generators or module in layout.colocated:
-        return 1
-    if module != LANGUAGE:
-        return min(count, run_ahead(recipe, layout, module) + grid.pp - stage)
-    if grid.vpp == 1:
-        return min(count, grid.pp - stage + layout.ahead)
-    # Forward passes of chunks before the first backward; see Megatron's interleaved schedule.
-    chunks = 2 * (grid.pp - 1 - stage) + (grid.vpp - 1) * grid.pp + 1
-    return min(count, chunks / grid.vpp)
 
 
 class Activations:

@@ -1,19 +1,25 @@
-"""Sizes of a module's parameters on a rank: what weights, gradients and optimizer state need.
+"""Sizes of a module on a rank: parameters, and the items and microbatches that it has at once.
 
-They are counted exactly; what is sharded over ranks counts as the mean over these ranks.
+Weights, gradients and optimizer state are counted exactly; what is sharded over ranks counts as the
+mean over these ranks.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
+from data.modalities.processor import Part, PartPlan
 from mimo.config.schema import Recipe
 from mimo.families.keymap import num_elements
 from mimo.families.registry import (
     GENERAL,
     encoder_family,
+    encoder_settings,
     generator_settings,
     language_settings,
     module_settings,
@@ -21,7 +27,7 @@ from mimo.families.registry import (
     weights_of,
 )
 from mimo.families.wire import DTYPES
-from mimo.parallel.grids import LANGUAGE, Layout, encode_group, num_microbatches
+from mimo.parallel.grids import LANGUAGE, Layout, encode_group, num_microbatches, run_ahead
 
 _CUT_BY_ROWS = (
     *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
@@ -61,6 +67,34 @@ def microbatches_at_once(recipe: Recipe, layout: Layout, module: str) -> int:
         return 1
     count = num_microbatches(recipe, layout)
     return min(encode_group(recipe) or count, count)
+
+
+def item_plan(recipe: Recipe, encoder: str) -> PartPlan:
+    """Return the plan of an item of noise; here full microbatches consist of such items."""
+    modality = encoder_settings(recipe, encoder).processor(recipe.encoders[encoder].media)
+    file = modality.random_file(np.random.default_rng(0))
+    return modality.plan(Part(modality.size_of(modality.decode(file))))
+
+
+def items_at_once(recipe: Recipe, layout: Layout, encoder: str) -> int:
+    """Return the items of one forward of an encoder's lane."""
+    rows = recipe.longest_microbatch * microbatches_at_once(recipe, layout, encoder)
+    lanes = layout.language.dp / layout.grids[encoder].dp
+    return math.ceil(rows * lanes / item_plan(recipe, encoder).num_rows)
+
+
+def microbatches_in_flight(recipe: Recipe, layout: Layout, module: str, stage: int) -> float:
+    """Return the most forwards of a stage whose backward has not begun."""
+    grid, count = layout.grids[module], num_microbatches(recipe, layout)
+    if module in layout.generators or module in layout.colocated:
+        return 1
+    if module != LANGUAGE:
+        return min(count, run_ahead(recipe, layout, module) + grid.pp - stage)
+    if grid.vpp == 1:
+        return min(count, grid.pp - stage + layout.ahead)
+    # Forward passes of chunks before the first backward; see Megatron's interleaved schedule.
+    chunks = 2 * (grid.pp - 1 - stage) + (grid.vpp - 1) * grid.pp + 1
+    return min(count, chunks / grid.vpp)
 
 
 IN_LAYER = re.compile(r"(^|\.)(layers|transformer_blocks|\w+_refiner)\.").search

@@ -37,8 +37,13 @@ from mimo.model import fsdp
 from mimo.model.build import build_model
 from mimo.model.decoding import EncoderItems
 from mimo.model.inputs import LanguageBatch, ReceivedRows, stage_items, stage_lane
-from mimo.model.memory import RoleMemory, item_plan, items_at_once, microbatches_in_flight
-from mimo.model.module_sizes import microbatches_at_once
+from mimo.model.module_sizes import (
+    RoleMemory,
+    item_plan,
+    items_at_once,
+    microbatches_at_once,
+    microbatches_in_flight,
+)
 from mimo.model.modules import MimoModel
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches
 from mimo.parallel.groups import simulated_topology
