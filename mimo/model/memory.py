@@ -303,7 +303,7 @@ class FsdpActivations(Activations):
         else:
             ends += module.trained["last"]
             pending = module.trained["last"] * self.size / self._num_outputs + self._bytes_of_rows
-        if module.keeps_gradients and module.part.reshard_after_forward:
+        if module.keeps_gradients and module.part.reshard_after_forward and module.shares > 1:
             # Layers are gathered again when whole gradients exist, and when inputs are freed.
             absent = (module.layers - 2) * module.held["layer"] * self.size
             at_end, in_layer = at_end - absent, in_layer - min(absent, layers)
