@@ -122,7 +122,7 @@ class Activations:
         settings = encoder_settings(self.recipe, self.name)
         return settings.processor(self.recipe.encoders[self.name].media).wire
 
-    @property
+    @cached_property
     def _rows(self) -> float:
         return items_at_once(self.recipe, self.layout, self.name) * self._plan.num_rows
 

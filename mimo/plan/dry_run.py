@@ -13,7 +13,7 @@ Letters: T tokens of a lane, n tokens or rows of this rank, H hidden, k feature 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -160,21 +160,13 @@ class _Rank:
             gradients = self.role.gradients
             base += gradients
         with self.mode, self.memory:
-            outputs, peak = [forward(batch)], 0.0
-            kept = self.memory.now - staged - sum(buffer.nbytes for buffer in shared_buffers())
             if self.is_sharded and batches > 1:
-                # Until the last backward, FSDP2 may keep whole gradients and gathered weights.
-                ahead = self.memory.now if in_flight > 1 else 0
-                if ahead:
-                    outputs.append(forward(batch))
-                    kept = self.memory.now - ahead
-                with self.module.accumulate_only():
-                    self._run_backward(outputs.pop(0))
-                if not ahead:
-                    outputs.append(forward(batch))
-                    kept = self.memory.now - base
-                peak, self.memory.peak = self.memory.peak - kept * (ahead > 0), 0
-            self._run_backward(outputs.pop())
+                kept, peak = self._run_two(partial(forward, batch), base, in_flight > 1)
+            else:
+                outputs = forward(batch)
+                kept = self.memory.now - staged - sum(buffer.nbytes for buffer in shared_buffers())
+                self._run_backward(outputs)
+                peak = self.memory.peak
         return DryRun(
             formula=self.role,
             rank=self.rank,
@@ -182,8 +174,32 @@ class _Rank:
             inputs=2 * batches * (staged - held),
             kept=kept,
             waiting=max(in_flight - 1, 0) * kept,
-            step=max(peak, self.memory.peak) - base,
+            step=peak - base,
         )
+
+    def _run_two(
+        self, forward: Callable[[], list[Tensor]], base: float, runs_ahead: bool
+    ) -> tuple[float, float]:
+        """Run two microbatches; FSDP2 may keep whole gradients and gathered weights between them.
+
+        base: bytes before, and of gradients. runs_ahead: whether the second forward comes before
+        the first backward. Returns the bytes that one microbatch keeps, and the peak without a
+        second one that only waits.
+        """
+        memory, waiting, kept = self.memory, [forward()], 0.0
+        if runs_ahead:
+            before = memory.now
+            waiting.append(forward())
+            kept = memory.now - before
+        with self.module.accumulate_only():
+            self._run_backward(waiting.pop(0))
+        first_peak = memory.peak - kept
+        memory.peak = memory.now
+        if not runs_ahead:
+            waiting.append(forward())
+            kept = memory.now - base
+        self._run_backward(waiting.pop())
+        return kept, max(first_peak, memory.peak)
 
     def _tokens(self, staging: Staging) -> LanguageBatch:
         """Return a full microbatch whose tokens all stand for items, and all have a loss."""

@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import override
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _dump_fr_trace_file
@@ -71,6 +72,17 @@ def leave_world() -> None:
     """End this rank; every rank of the world calls it."""
     device.barrier()
     dist.destroy_process_group()
+
+
+class MonitoredSteps(StepObserver):
+    """Tells the hang monitor where this rank is."""
+
+    def __init__(self, monitor: HangMonitor) -> None:
+        self._monitor = monitor
+
+    @override
+    def at(self, step: int, activity: str) -> None:
+        self._monitor.at(step, activity)
 
 
 def _work(model: MimoModel) -> Work:
@@ -179,8 +191,7 @@ def _train(
                 logger.info(line)
         lacks = float(writer is not None and writer.lacks_validation)
         owes_validation = validation is not None and sum_over_world(lacks) > 0
-        observer = StepObserver()
-        observer.at = monitor.at
+        observer = MonitoredSteps(monitor)
         steps = trainer.train(dataset, validation, observer, bad_samples, owes_validation)
         for metrics in with_synchronized_gc(steps):
             if writer is not None and "validation_loss" in metrics:

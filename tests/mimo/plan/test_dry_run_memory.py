@@ -197,6 +197,7 @@ def test_under_fsdp_dry_run_and_tensors_of_real_ranks_agree(
         "encoders.vision={engine: fsdp, grid: {dp: 2}}",
     ]
     run = ("train.steps=2", f"train.run_dir={tmp_path}")
-    # What FSDP2 and bridges hold for other microbatches is simulated in part.
+    # What FSDP2 and bridges hold for other microbatches is simulated in part: -2.8 % colocated,
+    # +5.6 % with run-ahead. On such small models that is a large share.
     recipe = load_recipe(path, [*settings, *RUN, *run, *overrides])
     check_agreement(run_ranks, recipe, tolerance=0.06)

@@ -70,16 +70,17 @@ def disturb(kills: list[Kill], attempt: int, run_dir: Path, start: Start) -> Non
 
 def note_samples(file: Path) -> None:
     from mimo.model.step_plan import StepPlan
-    from mimo.train.step import StepObserver
+    from mimo.train.rank import MonitoredSteps
 
-    def planned(self: StepObserver, step: int, plan: StepPlan) -> None:
+    def planned(self: MonitoredSteps, step: int, plan: StepPlan) -> None:
         samples = [
             (m.samples.source.tolist(), m.samples.sample.tolist()) for m in plan.microbatches
         ]
         with file.open("a") as lines:
             lines.write(json.dumps([step, samples]) + "\n")
 
-    StepObserver.planned = planned  # type: ignore[method-assign]
+    # In this rank's process only. Pyright: a method is not an attribute.
+    MonitoredSteps.planned = planned  # type: ignore[method-assign]
 
 
 def die() -> None:
