@@ -2,6 +2,8 @@
 
 Each item goes to the least loaded lane, largest item first (longest processing time first; R. L.
 Graham, Bounds on multiprocessing timing anomalies, 1969: at most 4/3 of the best possible maximum).
+The rule is sequential. But until a lane that got an item is the least loaded again, the next items
+go to the next lanes, whatever they cost. Such rounds of items are assigned at once.
 """
 
 import heapq
@@ -9,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+_FEW_LANES = 64
 
 
 def assign_items(
@@ -30,12 +34,24 @@ def assign_items(
     start = np.zeros(lanes, np.int64) if loads is None else np.asarray(loads, np.int64)
     before = np.zeros(lanes, np.int64) if earlier is None else np.asarray(earlier, np.int64)
     items = np.argsort(-costs, kind="stable")
-    heap = list(zip(start.tolist(), before.tolist(), range(lanes), strict=True))
-    heapq.heapify(heap)
-    for item, cost in zip(items.tolist(), costs[items].tolist(), strict=True):
-        load, previous, lane = heap[0]
-        assigned[item] = lane
-        heapq.heapreplace(heap, (load + cost, previous, lane))
+    if lanes < _FEW_LANES:  # short rounds: a heap is faster
+        heap = list(zip(start.tolist(), before.tolist(), range(lanes), strict=True))
+        heapq.heapify(heap)
+        for item, cost in zip(items.tolist(), costs[items].tolist(), strict=True):
+            load, previous, lane = heap[0]
+            assigned[item] = lane
+            heapq.heapreplace(heap, (load + cost, previous, lane))
+        return assigned
+    ranked = np.argsort(before, kind="stable")  # of equally loaded lanes, the first is taken
+    load = start[ranked]
+    while items.size:
+        lane = np.argsort(load, kind="stable")[: items.size]
+        cost = costs[items[: lane.size]]
+        again = np.minimum.accumulate(load[lane] + cost)[:-1] <= load[lane[1:]]
+        count = int(again.argmax()) + 1 if again.any() else lane.size
+        load[lane[:count]] += cost[:count]
+        assigned[items[:count]] = ranked[lane[:count]]
+        items = items[count:]
     return assigned
 
 

@@ -9,6 +9,8 @@ removes it.
 """
 
 import fcntl
+import json
+import math
 import os
 import pickle
 import shutil
@@ -25,6 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from data.index.reader import SampleReader
+
+_ALIGNMENT = 64  # bytes
 
 
 class HandoverFolder:
@@ -70,14 +74,14 @@ def remove_unless_used(folder: Path) -> None:
 
 def write_arrays(path: Path, arrays: Sequence[np.ndarray]) -> None:
     """Write a file of any number of arrays. Raises OSError, such as for a full disk."""
+    header = json.dumps([[array.dtype.str, array.shape] for array in arrays]).encode()
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            for array in map(np.ascontiguousarray, arrays):
-                # Not `np.save`: its error for a full disk has no number.
-                header = np.lib.format.header_data_from_array_1_0(array)
-                np.lib.format.write_array_header_1_0(file, header)
-                file.write(array.reshape(-1).view(np.uint8))
+            file.write(len(header).to_bytes(8, "little") + header)
+            for array in arrays:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         partial.rename(path)
     except OSError:
         partial.unlink(missing_ok=True)
@@ -86,10 +90,13 @@ def write_arrays(path: Path, arrays: Sequence[np.ndarray]) -> None:
 
 def read_arrays(path: Path) -> list[np.ndarray]:
     """Return the arrays of a file."""
-    arrays, size = [], path.stat().st_size
-    with path.open("rb") as file:
-        while file.tell() < size:
-            arrays.append(np.load(file))
+    whole = np.fromfile(path, np.uint8)
+    end = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+    arrays = []
+    for name, shape in json.loads(whole[8:end].tobytes()):
+        start = end + -end % _ALIGNMENT
+        end = start + math.prod(shape) * np.dtype(name).itemsize
+        arrays.append(whole[start:end].view(name).reshape(shape))
     return arrays
 
 
