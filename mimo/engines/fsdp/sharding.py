@@ -122,14 +122,15 @@ def local_rectangle(param: Tensor, mesh: DeviceMesh | None) -> Rectangle:
     start, size = [0, 0], [shape[0], math.prod(shape[1:])]
     copy, copies = 0, 1
     if mesh is not None:
-        rank = dict(zip((DP_REPLICATE, DP_SHARD, TP), mesh.get_coordinate() or (), strict=True))
-        copy, copies = rank[DP_REPLICATE], mesh[DP_REPLICATE].size()
-        dim, ranks = _tensor_parallel_dim(param), mesh[TP].size()
-        if dim is None:
-            copy, copies = copy * ranks + rank[TP], copies * ranks
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "this rank is outside of the module's mesh"
+        copy, shard_index, tp_index = coordinate  # axes: dp_replicate, dp_shard, tp
+        copies, num_shards, tp = mesh.shape  # `mesh[TP]` would build a mesh in every call
+        if (dim := _tensor_parallel_dim(param)) is None:
+            copy, copies = copy * tp + tp_index, copies * tp
         else:
-            start[dim], size[dim] = _chunk(size[dim], rank[TP], ranks)
-        first, size[0] = _chunk(size[0], rank[DP_SHARD], mesh[DP_SHARD].size())
+            start[dim], size[dim] = _chunk(size[dim], tp_index, tp)
+        first, size[0] = _chunk(size[0], shard_index, num_shards)
         start[0] += first
     values = _matrix(local_part(param), shape)
     assert tuple(values.shape) == tuple(size), f"{tuple(values.shape)}, not {size} of {shape}"
