@@ -34,11 +34,14 @@ PRELOAD = (
     "mimo.train.rank",
     "mimo.check.steps",
     "mimo.model.fsdp",
-    *(f"encoders.{name}" for name in ("gemma3", "qwen3_vl", "qwen_vl", "whisper")),
+    *(f"encoders.{name}" for name in ("gemma3", "qwen3_vl", "qwen_vl", "transformers", "whisper")),
     *(f"generators.{name}" for name in ("lumina2", "qwen_image")),
     *(
         f"mimo.families.languages.{name}"
-        for name in ("causal_lm", "gemma3", "qwen2_5", "qwen3", "qwen3_5", "qwen3_5_moe")
+        for name in (
+            *("causal_lm", "gemma3", "qwen2_5", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe"),
+            "transformers",
+        )
     ),
     *(
         f"transformers.models.{name}.modeling_{name}"
@@ -51,6 +54,7 @@ PRELOAD = (
     "diffusers.models.transformers",
     *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
     "tests.conftest",
+    "tests.preload",
     "tests.mimo.runs",
     "tests.mimo.tiny",
 )
@@ -105,7 +109,7 @@ def _leave_the_world_of_one() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> RunRanks:
-    """`run_ranks(function, world_size, *args, timeout_seconds=60) -> results by rank`.
+    """`run_ranks(function, world_size, *args, timeout_seconds=180) -> results by rank`.
 
     Every rank calls `function(rank, *args)`, one thread each, in an initialised process group of
     the CPU. `function` is at the top level of its module; arguments and results are pickled.
@@ -114,7 +118,7 @@ def run_ranks() -> RunRanks:
     warm_up_on_cpu(PRELOAD)
 
     def run(
-        function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60
+        function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 180
     ) -> list[Any]:
         args = (function, args, timeout_seconds)
         return run_on_cpu(_in_process_group, args, world_size, timeout_seconds)

@@ -143,7 +143,7 @@ def test_an_open_shard_can_be_read_in_a_forked_process(server: FileServer):
     answers = context.SimpleQueue()
     process = context.Process(target=_read_after_fork, args=(file, answers))
     process.start()
-    process.join(20)
+    process.join(60)
     assert process.exitcode == 0
     assert answers.get() == CONTENT[100:150]
     assert file.read(100, 50) == CONTENT[100:150]

@@ -173,7 +173,7 @@ def exact_on_two_ranks(rank: int) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_plain_losses_and_gradients(run_ranks: RunRanks) -> None:
-    run_ranks(exact_on_two_ranks, 2, timeout_seconds=150)
+    run_ranks(exact_on_two_ranks, 2)
 
 
 def other_ways(case: Case) -> None:
@@ -290,7 +290,7 @@ def bf16_keeps_plans() -> None:
 
 @pytest.mark.slow  # `test_module_language.py` has a step on such ranks
 def test_with_fsdp2_data_tensor_and_sequence_parallel_ranks_are_exact(run_ranks: RunRanks) -> None:
-    run_ranks(exact_on_four_ranks, 4, timeout_seconds=150)
+    run_ranks(exact_on_four_ranks, 4)
 
 
 # ------------------------------------------------------------------ in bf16

@@ -192,7 +192,7 @@ def faults(mesh: Any) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_plain_losses_and_gradients(run_ranks: RunRanks) -> None:
-    run_ranks(exact_on_two_ranks, 2, timeout_seconds=150)
+    run_ranks(exact_on_two_ranks, 2)
 
 
 def test_problems_name_the_module_or_the_size() -> None:
