@@ -25,6 +25,7 @@ _CONFIGURATION = """
 ClusterName=mimo
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
+FirstJobId={first_job}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -96,6 +97,8 @@ class Slurm:
             _CONFIGURATION.format(
                 host=host,
                 controller=controller,
+                # Jobs of equal numbers meet on equal ports, and workers run jobs side by side.
+                first_job=1 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
                 folder=self._folder,
                 nodes="\n".join(nodes),
                 names=",".join(NODES),
