@@ -24,7 +24,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SWEPT = {cell.name: cell for cell in SWEEP}
 # Layouts with a module on ranks of its own, as other bridges exchange everything in one batch: one
 # for each order of messages and for each set of groups. Left out are those that differ from one of
-# these only in what sends nothing, such as clipping or adapters; `test_verify*.py` runs them all.
+# these only in what sends nothing, such as clipping or adapters. `test_verify*.py` compares some of
+# them with one rank; `mimo verify --layouts sweep` runs all.
 LAYOUTS = """
 dp2 → dp2 · overlap | dp3 → dp2 · clipped | dp2 → dp3 · recompute | dp4 → pp2 dp2 · blocks of lanes
 dp2 → tp2 | 1 rank → tp2 sp | tp2 → tp4 sp | tp2 dp2 → tp2 sp dp2 · replicated

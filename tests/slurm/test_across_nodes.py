@@ -14,30 +14,17 @@ from tests.slurm.launched import STEPS, launch, losses_without_slurm, tiny
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_a_recipe_trains_across_two_nodes_as_it_does_on_one(
-    slurm: Slurm, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
-    job = launch(slurm, tiny(tmp_path), "cluster.preflight=true", "--submit")
-    job.wait_for_step(0)
-    first, second = slurm.nodes_of(job.job)
-    assert slurm.ranks_of(job.job) == {0: first, 1: first, 2: second}
-    assert job.end() == "COMPLETED 0:0", job.logs()
-    assert job.losses() == undisturbed
-    assert f"preflight: 3 ranks on {first}, {second}\n" in job.logs()
-    assert "preflight: ok\n" in job.logs()
-    assert {path.name for path in job.launch.glob("rank_*.log")} == {
-        f"rank_{rank}.log" for rank in range(3)
-    }
-    assert f"step {STEPS}/{STEPS}" in job.mimo("logs", job.run)
-    job.check_what_is_shown()
-
-
 def test_a_recipe_trains_across_four_nodes_and_goes_on_after_its_time_limit(
     slurm: Slurm, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     lanes = "encoders.vision.grid.dp=2"
     undisturbed = losses_without_slurm(run_ranks, tmp_path / "undisturbed", lanes)
-    nodes = ["cluster.ranks_per_node=1", "cluster.time_limit='60'", "cluster.signal_seconds=100"]
+    nodes = [
+        "cluster.preflight=true",
+        "cluster.ranks_per_node=1",
+        "cluster.time_limit='60'",
+        "cluster.signal_seconds=100",
+    ]
     job = launch(slurm, tiny(tmp_path), lanes, *nodes, "--submit")
     with job.held(5) as is_warned:
         assert slurm.ranks_of(job.job) == dict(enumerate(NODES))
@@ -53,6 +40,8 @@ def test_a_recipe_trains_across_four_nodes_and_goes_on_after_its_time_limit(
     assert job.end() == "COMPLETED 0:0", job.logs()
     assert job.steps() == [*range(STEPS)]
     assert job.losses() == undisturbed
+    assert f"preflight: 4 ranks on {', '.join(NODES)}\n" in job.logs()
+    assert f"step {STEPS}/{STEPS}" in job.mimo("logs", job.run)
     job.check_what_is_shown()
 
 

@@ -34,15 +34,12 @@ LAYOUTS = {
     "disjoint": ["encoders.vision.placement=disjoint"],
 }
 LAYOUTS_OF_FSDP = {
-    "one rank": [],
     "tp2 sp": TP2,
-    "dp2": ["language.grid.dp=2"],
     "hybrid": ["language.grid.dp=2", "language.grid.dp_replicate=2"],
     "disjoint": ["encoders.vision.placement=disjoint", *TP2],
 }
 LAYOUTS_OF_EXPERTS = {
     "one rank": [],
-    "ep2": ["language.grid={dp: 2, ep: 2}"],
     "ep4": ["language.grid={dp: 2, cp: 2, ep: 4}"],
     "tp2 sp ep2": ["language.grid={tp: 2, sp: true, ep: 2}"],
     "tp2 etp2": ["language.grid={tp: 2, etp: 2}"],
@@ -54,10 +51,12 @@ LAYOUTS_OF_EXPERTS = {
     "fsdp dp2": [*on_engine("fsdp"), "language.grid.dp=2"],
 }
 CASES_OF_EXPERTS = {
-    f"{family}, {name}": (family, layout)
-    for family in ("qwen3_vl_moe", "qwen3_5_moe")
-    for name, layout in LAYOUTS_OF_EXPERTS.items()
-    if (family, name) != ("qwen3_5_moe", "fsdp dp2")  # an engine that this family lacks
+    f"{family}, {name}": (family, LAYOUTS_OF_EXPERTS[name])
+    for family, names in {
+        "qwen3_vl_moe": ("one rank", "tp2 sp ep2", "tp2 etp2", "disjoint, tp2 ep4", "fsdp dp2"),
+        "qwen3_5_moe": ("one rank", "ep4", "tp2 etp2", "pp2 vpp2 ep2"),
+    }.items()
+    for name in names
 }
 # What else a layout may do to the order of tokens, patches and rows.
 OTHER_LAYOUTS = {

@@ -23,22 +23,12 @@ from tests.cases import quick_values
 from tests.mimo.check.cells import RECIPES, Case, by_fault, check_equal, check_fault, run_cell
 
 NAMES = (
-    "1 rank → tp2 sp",
-    "dp2 → tp2",
-    "dp2 → cp2",
-    "dp3 → tp2 cp2 · replicated",
     "colocated → tp2 cp2 sp dp2 · recompute",
     "dp2 → tp2 cp2 sp · unpacked",
     "1 rank → pp2 vpp2",
-    "dp2 → cp2 pp2 vpp2",
-    "dp3 → tp2 sp pp2 · unpacked · recompute",
     "dp2 → pp3 · selective recompute",
-    "dp3 → dp2 · clipped",
+    "dp2 → cp2 pp2 vpp2",
     "dp2 → cp2 pp2 · distributed optimizer · gathered late",
-    "colocated → tp2 cp2 · adapters · recompute",
-    "dp2 → tp2 sp · language adapters · recompute",
-    "dp2 → pp3 · only the projector learns",
-    "dp2 → tp2 sp pp2 · frozen language",
     "tp2 → tp4 sp",
 )
 CELLS = {cell.name: cell for cell in SWEEP if cell.name in NAMES}

@@ -11,12 +11,14 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.errors import RecipeError
 from mimo.model.gate import compare_halves
 from mimo.model.recipe_checks import check_recipe
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.model.any_class import (
     Microbatches,
     take_steps,
     take_wide_steps,
 )
+from tests.mimo.model.test_any_folder import FP32, FP64
 from tests.mimo.model.tiny_classes import (
     CLASSES,
     REFUSALS,
@@ -67,7 +69,8 @@ def differences(
 
 @pytest.mark.parametrize(
     "model_type",
-    [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in ACCEPTED if n not in QUICK)],
+    # `test_any_folder.py` compares the others, from their folders on disk.
+    quick([name for name in ACCEPTED if name not in {*FP64, *FP32} - {*QUICK}], *QUICK),
 )
 def test_three_ranks_take_the_steps_of_the_whole_model(
     model_type: str, run_ranks: RunRanks, tmp_path: Path

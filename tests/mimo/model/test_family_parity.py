@@ -38,7 +38,6 @@ QWEN = [
     "temporal_patch_size: 1, min_pixels: 784, max_pixels: 3920, init_std: 0.2}",
 ]
 LAYOUTS = {
-    "gemma3, 1 lane to 1": GEMMA,
     "gemma3, 3 lanes to 2": [*GEMMA, "encoders.vision.grid.dp=3", *TWO_LANES],
     "gemma3, cp2 tp2 with sp": [*GEMMA, "language.grid={cp: 2, tp: 2, sp: true}"],
     # Three layers a stage: the second stage begins with a global one.
@@ -64,16 +63,8 @@ LAYOUTS = {
         "language.grid={pp: 2, vpp: 2}",
         "train.micro_batch_size=3",
     ],
-    "qwen2_5, 1 lane to 1": QWEN,
-    "qwen2_5, 3 lanes to 2": [*QWEN, "encoders.vision.grid.dp=3", *TWO_LANES],
     "qwen2_5, language cp2 tp2 with sp": [*QWEN, "language.grid={cp: 2, tp: 2, sp: true}"],
     "qwen2_5, colocated pp2": [*QWEN, *COLOCATED, "language.grid.pp=2"],
-    "qwen2_5, encoder tp2 with recompute": [
-        *QWEN,
-        "encoders.vision.grid.tp=2",
-        "encoders.vision.recompute=full",
-    ],
-    "qwen2_5, encoder tp2 with sp": [*QWEN, ENCODER_SP],
     "qwen2_5, encoder tp2 with sp, only the projector learns": [
         *QWEN,
         ENCODER_SP,

@@ -13,7 +13,7 @@ import pytest
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
-from tests.mimo.model.test_parity import TWO_LANES, check
+from tests.mimo.model.test_parity import check
 
 MODEL = (
     "model: {num_layers: 4, hidden_size: 16, ffn_hidden_size: 24, num_attention_heads: 2, "
@@ -27,9 +27,6 @@ LAYERS = "language.model.num_layers=4"
 INTERLEAVED = ["language.grid={pp: 2, vpp: 2}", "train.micro_batch_size=3"]
 
 LAYOUTS = {
-    "1 lane to 1": DISJOINT,
-    "recompute": [*DISJOINT, "language.recompute=full", "encoders.vision.recompute=full"],
-    "language pp2": [*DISJOINT, "language.grid.pp=2"],
     "language pp2 recompute": [*DISJOINT, "language.grid.pp=2", "language.recompute=full"],
     "interleaved pp2 vpp2": [*DISJOINT, *INTERLEAVED],
     "interleaved pp2 vpp2 with the least run-ahead": [
@@ -37,14 +34,11 @@ LAYOUTS = {
         *INTERLEAVED,
         "encoders.vision.run_ahead=3",
     ],
-    "interleaved pp2 vpp2 recompute": [*DISJOINT, *INTERLEAVED, "language.recompute=full"],
     "interleaved pp2 vpp2 with tp2 and sp": [
         *DISJOINT,
         *INTERLEAVED,
         "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}",
     ],
-    "tp2 with sp": [*DISJOINT, "language.grid={tp: 2, sp: true}"],
-    "tp2 without sp": [*DISJOINT, "language.grid={tp: 2}"],
     "tp2 without sp, pp2": [*DISJOINT, "language.grid={tp: 2, pp: 2}"],
     "replicated, tp2 with sp, pp2": [
         *DISJOINT,
@@ -78,19 +72,11 @@ LAYOUTS = {
         "data.packing=false",
         "bridge.delivery=replicated",
     ],
-    "3 lanes to 2": [*DISJOINT, "encoders.vision.grid.dp=3", *TWO_LANES],
     "3 lanes to 2 with pp2": [
         *DISJOINT,
         "encoders.vision.grid.dp=3",
         "language.grid={dp: 2, pp: 2}",
         "train.micro_batch_size=2",
-    ],
-    "encoder tp2 to pp2": [*DISJOINT, "encoders.vision.grid.tp=2", "language.grid.pp=2"],
-    "encoder pp2 to pp2": [*DISJOINT, "encoders.vision.grid.pp=2", "language.grid.pp=2"],
-    "encoder pp2 recompute": [
-        *DISJOINT,
-        "encoders.vision.grid.pp=2",
-        "encoders.vision.recompute=full",
     ],
     "gradients reduced during backward, pp2": [
         *DISJOINT,
@@ -98,9 +84,7 @@ LAYOUTS = {
         "train.overlap_grad_reduce=true",
     ],
     "frozen encoder to pp2": [*DISJOINT, "encoders.vision.freeze=true", "language.grid.pp=2"],
-    "frozen tower to interleaved": [*DISJOINT, *INTERLEAVED, "encoders.vision.freeze=tower"],
     "frozen language model, pp2": [*DISJOINT, "language.freeze=true", "language.grid.pp=2"],
-    "colocated with pp2": [*COLOCATED, "language.grid.pp=2"],
     "colocated in groups with pp2": [
         *COLOCATED,
         "encoders.vision.encode_group=2",
@@ -113,13 +97,6 @@ LAYOUTS = {
     ],
     "colocated interleaved": [*COLOCATED, *INTERLEAVED],
     "colocated, tp2 without sp, pp2": [*COLOCATED, "language.grid={tp: 2, pp: 2}"],
-    "colocated tp2 frozen with pp2": [
-        *COLOCATED,
-        "encoders.vision.grid.tp=2",
-        "encoders.vision.freeze=true",
-        "language.grid={dp: 2, pp: 2}",
-        "train.micro_batch_size=2",
-    ],
 }
 
 # A second encoder: without levels, and with fewer than the first.
@@ -131,7 +108,6 @@ FEWER = (
 )
 TWO_ENCODERS = {
     "one without levels, pp2": [*DISJOINT, tiny.SECOND_ENCODER, "language.grid.pp=2"],
-    "one with fewer levels, tp2 with sp": [*DISJOINT, FEWER, "language.grid={tp: 2, sp: true}"],
     "one with fewer levels, interleaved": [*DISJOINT, FEWER, *INTERLEAVED],
     "mixed, pp2": [*COLOCATED, FEWER, "language.grid.pp=2"],
 }

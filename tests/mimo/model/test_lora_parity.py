@@ -25,43 +25,29 @@ FROZEN_ENCODER = ["encoders.vision.freeze=true"]
 BOTH = [*LANGUAGE, *ENCODER]
 
 LAYOUTS = {
-    "1 lane to 1": BOTH,
     "2 lanes to 2, overlapped": [
         *BOTH,
         "encoders.vision.grid.dp=2",
         *TWO_LANES,
         "train.overlap_grad_reduce=true",
     ],
-    "language tp2": [*BOTH, "language.grid.tp=2"],
-    "language tp2 with sp": [*BOTH, "language.grid={tp: 2, sp: true}"],
     "language tp2 with sp, two query groups on four ranks": [
         *BOTH,
         "language.grid={tp: 4, sp: true}",
         "language.model.num_query_groups=2",
     ],
     "cp2": [*BOTH, "language.grid.cp=2"],
-    "pp2": [*BOTH, "language.grid.pp=2"],
-    "interleaved pp2 vpp2": [*BOTH, *INTERLEAVED],
     "interleaved pp2 vpp2 with tp2 and sp": [
         *BOTH,
         *INTERLEAVED,
         "language.grid={tp: 2, sp: true, pp: 2, vpp: 2}",
     ],
-    "encoder tp2": [*BOTH, "encoders.vision.grid.tp=2"],
-    "encoder tp2 with sp": [*BOTH, "encoders.vision.grid={tp: 2, sp: true, dp: 1}"],
     "encoder pp2 tp2 with sp, recomputed": [
         *BOTH,
         "encoders.vision.grid={tp: 2, sp: true, pp: 2, dp: 1}",
         "encoders.vision.recompute=full",
     ],
-    "recomputed": [*BOTH, "language.recompute=full", "encoders.vision.recompute=full"],
     "recomputed in part": [*BOTH, "language.recompute=selective", "language.grid.cp=2"],
-    "colocated tp2 with sp": [
-        *BOTH,
-        *COLOCATED,
-        "encoders.vision.grid={tp: 2, sp: true}",
-        "language.grid={tp: 2, sp: true}",
-    ],
     "cp2 tp2 pp2 with sp, colocated, recomputed": [
         *BOTH,
         *COLOCATED,

@@ -133,6 +133,7 @@ def test_a_short_run_on_this_machine_gives_rates_of_every_module(
     assert rates.source == "fitted to this_machine"
 
 
+@pytest.mark.slow
 def test_a_run_on_this_machine_that_fails_is_reported_with_its_error(
     folder: Path, tmp_path: Path
 ) -> None:
