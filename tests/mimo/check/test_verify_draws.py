@@ -48,7 +48,6 @@ COMPARED = (
     "dp2 → tp2 → dp3",
     "dp2 → tp2 sp → dp2 · adapters",
     "dp2 → tp2 sp → dp2 · distributed optimizer",
-    "fsdp dp2 → fsdp tp2 → dp2 · frozen language",
     "none → dp2 → dp3 · prompt",
     "none → tp2 sp → colocated · frozen language",
     "none → tp2 sp → colocated · unpacked · recompute",

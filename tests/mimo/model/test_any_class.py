@@ -18,7 +18,7 @@ from tests.mimo.model.any_class import (
     take_steps,
     take_wide_steps,
 )
-from tests.mimo.model.test_any_folder import FP32, FP64
+from tests.mimo.model.test_any_folder import COMPARED
 from tests.mimo.model.tiny_classes import (
     CLASSES,
     REFUSALS,
@@ -70,7 +70,7 @@ def differences(
 @pytest.mark.parametrize(
     "model_type",
     # `test_any_folder.py` compares the others, from their folders on disk.
-    quick([name for name in ACCEPTED if name not in {*FP64, *FP32} - {*QUICK}], *QUICK),
+    quick([name for name in ACCEPTED if name not in {*COMPARED} - {*QUICK}], *QUICK),
 )
 def test_three_ranks_take_the_steps_of_the_whole_model(
     model_type: str, run_ranks: RunRanks, tmp_path: Path
