@@ -53,7 +53,7 @@ class FsdpContext:
     @property
     def tp(self) -> DeviceMesh | None:
         """The mesh's tensor-parallel dimension; None if it has one rank."""
-        if self.mesh is None or self.mesh[TP].size() == 1:
+        if self.mesh is None or self.mesh.shape[-1] == 1:
             return None
         return self.mesh[TP]
 
