@@ -42,6 +42,7 @@ CELLS = {cell.name: cell for cell in SWEEP if cell.generator is not None}
 # `tests/device_model/test_nccl.py` compares others with one rank.
 COMPARED = (
     "colocated fsdp → fsdp tp2 sp → colocated · prompt",
+    "colocated → dp2 → colocated · adapters",
     "colocated → tp2 sp → colocated · recompute",
     "dp2 → dp2 → colocated",
     "dp2 → dp2 → dp2 · frozen language",
@@ -52,6 +53,7 @@ COMPARED = (
     "none → tp2 sp → colocated · frozen language",
     "none → tp2 sp → colocated · unpacked · recompute",
     "1 rank → dp2 → dp4 replicate2 · unpacked",
+    "1 rank → tp2 sp dp2 → colocated",
 )
 LOSSES = {"loss_language", "loss_image"}
 
@@ -93,8 +95,8 @@ def test_in_fp64_errors_are_those_of_fp64(
 def test_lumina2_takes_the_steps_of_one_rank(verifier: Verifier, tmp_path: Path) -> None:
     family = ["generators.image.family=lumina2", "generators.image.model.num_query_groups=2"]
     family += ["generators.image.model.ffn_hidden_size=96"]
-    cell = CELLS["dp2 → dp2 → dp2 · clipped"]
-    check_equal(run_cell(verifier, cell, recipe=draws_recipe(tmp_path, family)))
+    for name in ("dp2 → dp2 → dp2 · clipped", "none → tp2 → colocated · prompt"):
+        check_equal(run_cell(verifier, CELLS[name], recipe=draws_recipe(tmp_path, family)))
 
 
 @pytest.mark.slow

@@ -155,6 +155,7 @@ TWO_ENCODERS = {
         "encoders.glyphs.grid={tp: 2}",
         "language.grid={tp: 2, pp: 2}",
     ],
+    "both colocated with lanes": [*SECOND_COLOCATED, *COLOCATED, *TWO_LANES],
 }
 
 

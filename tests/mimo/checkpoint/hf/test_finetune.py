@@ -59,7 +59,7 @@ def answer_in_transformers(folder: Path, questions: list[Answered]) -> list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])  # their layers, towers and chats differ
+@pytest.mark.parametrize("family", folders.FAMILIES)
 def test_an_exported_model_gives_the_same_greedy_answers_in_transformers(
     run_ranks: RunRanks, digits: Path, tmp_path: Path, family: str
 ) -> None:
