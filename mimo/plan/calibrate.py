@@ -1,7 +1,7 @@
 """Fit rates to the metrics of runs, however short.
 
-A rank's seconds in each kind of pass are its FLOPs times the module's seconds per FLOP, plus a call
-for each layer. Least squares of relative errors over all runs give these constants. Passes that
+A rank's seconds in each kind of pass are its FLOPs times the module's seconds per FLOP, plus calls
+for its layers. Least squares of relative errors over all runs give these constants. Passes that
 share cores take longer than alone: each fit divides measured times by the slowdown in a simulation
 with the previous fit.
 """
@@ -36,7 +36,8 @@ _MIN_WORK = 0.1  # least share of a pass's time that is not messages
 _HERE, _STEPS_HERE = "this_machine", 8
 _WARMUP = 3  # first steps, whose times are ignored
 _TAIL = ("gradients", "update")  # parts of a step after its last backward
-_NO_RATES = Rates("", {}, {}, call=0.0, element=0.0)
+_CALLS = ("call", "call_back")
+_NO_RATES = Rates("", {}, {})
 
 Key = tuple[str, str]
 """Module and kind of pass."""
@@ -135,8 +136,8 @@ def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
     rates = replace(assumed, cores=runs[0].cores)
     if math.isfinite(rates.cores):  # messages inside one machine count as free
         rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
-    rates = replace(rates, forward={}, backward={}, call=0.0, element=0.0, step=0.0)
-    names = [f"{module} {kind}" for module in modules for kind in ("first", "back")] + ["call"]
+    rates = replace(rates, forward={}, backward={}, call=0.0, call_back=0.0, element=0.0, step=0.0)
+    names = [f"{module} {kind}" for module in modules for kind in ("first", "back")] + [*_CALLS]
     fit = dict.fromkeys(names, 0.0)
     for _ in range(_FITS):
         matrix, seconds = [], []
@@ -153,7 +154,8 @@ def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
         backward = {module: fit[f"{module} back"] for module in modules}
         for fitted in (forward, backward):
             fitted[""] = float(np.mean([*fitted.values()]))  # of modules that no run has
-        rates = replace(rates, forward=forward, backward=backward, call=fit["call"])
+        calls = {name: fit[name] for name in _CALLS}
+        rates = replace(rates, forward=forward, backward=backward, **calls)
     element = [cost for features in all_features for cost in features.element_costs(rates)]
     rates = replace(rates, element=median(element) if element else assumed.element)
     rest = [features.unsimulated(rates) for features in all_features]
@@ -176,7 +178,7 @@ class _Features:
 
     def _bases(self) -> dict[str, Rates]:
         cores = self.run.cores
-        bases = {"call": replace(_NO_RATES, call=1.0, cores=cores)}
+        bases = {name: replace(_NO_RATES, **{name: 1.0}, cores=cores) for name in _CALLS}
         for module in self.run.layout.grids:
             bases[f"{module} first"] = replace(_NO_RATES, forward={module: 1.0}, cores=cores)
             bases[f"{module} back"] = replace(_NO_RATES, backward={module: 1.0}, cores=cores)

@@ -1,7 +1,7 @@
 """GPUs by their data sheets, and rates: how fast ranks compute and send, or fitted to runs.
 
 A pass of a module takes its FLOPs times the module's seconds per FLOP, plus the time of a call for
-each layer. On a CPU, small layers spend most of their time in calls.
+each layer and one for the pass. On a CPU, small layers spend most of their time in calls.
 """
 
 import math
@@ -68,8 +68,8 @@ def parse_gpu(text: str) -> Gpu:
 class Rates:
     """Times of one rank's work.
 
-    forward, backward: seconds per FLOP by module, "" for all others; on a CPU, of one thread. call:
-    more seconds of a layer's forward; twice that of its backward. element: seconds of gradients and
+    forward, backward: seconds per FLOP by module, "" for all others; on a CPU, of one thread. call,
+    call_back: more seconds of a layer's forward and backward. element: seconds of gradients and
     update per element that a rank updates. step: seconds of a step beyond these. node, network:
     bytes per second that a rank sends inside a node and to another. latency: seconds of a message.
     cores: ranks that compute at full speed at the same time. peak: FLOP/s of a rank; 0 if unknown.
@@ -78,8 +78,9 @@ class Rates:
     name: str
     forward: Mapping[str, float]
     backward: Mapping[str, float]
-    call: float
-    element: float
+    call: float = 0.0
+    call_back: float = 0.0
+    element: float = 0.0
     step: float = 0.0
     node: float = math.inf
     network: float = math.inf
@@ -135,6 +136,7 @@ def rates_of_gpu(gpu: Gpu, ranks_per_node: int) -> Rates:
         forward=per_flop,
         backward=per_flop,
         call=_CALL_SECONDS,
+        call_back=2 * _CALL_SECONDS,
         element=_STATE_BYTES / _MEMORY_BYTES,
         node=gpu.node,
         network=gpu.network,

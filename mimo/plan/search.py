@@ -273,6 +273,7 @@ class _Estimate:
         for name, count in flops.items():
             first, back = rates.seconds_per_flop(name)
             self.seconds_of[name] = count * (first + 2 * back) / 3
+        self.calls = rates.call + rates.call_back  # of a layer, forward and backward
         self.language = language_settings(recipe)
         self.layers = {name: module_settings(recipe, name).num_layers for name in flops}
         work = StepWork(recipe, layout, dataset, rates)
@@ -290,7 +291,7 @@ class _Estimate:
         layers = self.layers[LANGUAGE] / pp
         hidden = tokens * self.language.hidden_size * self.size
         passes = count * layers * (3 if recompute else 2)
-        work += passes * (4 * self.rates.collective(hidden, tp, tp) + 1.5 * self.rates.call)
+        work += passes * (4 * self.rates.collective(hidden, tp, tp) + 0.5 * self.calls)
         keys = 2 * tokens * cp * self.language.num_query_groups * self.language.head_size
         work += passes * self.rates.collective(keys * self.size / tp, cp, tp * cp)
         times = [0.0]
@@ -300,7 +301,7 @@ class _Estimate:
                 work += self.seconds_of[name] / ranks
             else:
                 lanes = overrides[f"{key}.grid.dp"]
-                calls = count * self.layers[name] * 3 * self.rates.call
+                calls = count * self.layers[name] * self.calls
                 times.append(self.seconds_of[name] / (lanes * overrides[f"{key}.grid.tp"]) + calls)
         elements = self.weights / (tp * pp) * self.recipe.trains(LANGUAGE)
         ranks = dp * cp

@@ -21,6 +21,7 @@ from mimo.families.registry import language_settings, module_settings, trainable
 from mimo.families.wire import DTYPES
 from mimo.model.dataset import Dataset
 from mimo.model.memory import parameters_by_role
+from mimo.model.module_sizes import microbatches_at_once
 from mimo.model.step_plan import PlannedMicrobatch, StepFlops, StepPlan
 from mimo.parallel.grids import LANGUAGE, Layout, encode_group, overlap_of, run_ahead
 from mimo.plan.rates import Rates
@@ -44,26 +45,28 @@ class Passes:
     """FLOPs of a rank's passes, forward and backward (M, L, P), and other costs.
 
     messages: (M, L, P) seconds of the collectives in a forward. gathers: (P,) seconds in which
-    FSDP2 gathers weights. layers: (P,). num_repeated: forwards that a backward repeats.
+    FSDP2 gathers weights. calls: (M, 1, P) layers, and one for the pass itself; 0 where an encoder
+    encodes this microbatch in one go with an earlier one. num_repeated: forwards that a backward
+    repeats.
     """
 
     forward: np.ndarray
     backward: np.ndarray
     messages: np.ndarray
     gathers: np.ndarray
-    layers: np.ndarray
+    calls: np.ndarray
     num_repeated: int
 
     def seconds(self, module: str, rates: Rates) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of forward and backward, each (M, L, P)."""
         per_flop, per_flop_back = rates.seconds_per_flop(module)
-        call = rates.call * self.layers
+        call, call_back = rates.call * self.calls, rates.call_back * self.calls
         first = self.forward * per_flop
         forward = first + call + self.messages + self._exposed(first, rates)
         if not self.backward.any():
             return forward, np.zeros_like(forward)
         back = self.backward * per_flop_back + self.num_repeated * first
-        others = (2 + self.num_repeated) * call + (1 + self.num_repeated) * self.messages
+        others = call_back + self.num_repeated * call + (1 + self.num_repeated) * self.messages
         return forward, back + others + self._exposed(back, rates)
 
     def _exposed(self, work: np.ndarray, rates: Rates) -> np.ndarray:
@@ -214,13 +217,15 @@ class StepWork:
             num_repeated = 1
         elif recompute == "selective" and backward.any():
             backward += forward * [unit.endswith("pair") for unit in units]
-        messages = self._layer_messages(name, tokens)[:, :, None] * [p.layers for p in parts]
+        layers = np.array([part.layers for part in parts])
+        at_once = microbatches_at_once(self.recipe, self.layout, name)
+        is_first = np.arange(len(tokens))[:, None, None] % at_once == 0
         return Passes(
             counts @ forward.T / (grid.tp * grid.cp),
             counts @ backward.T / (grid.tp * grid.cp),
-            messages,
+            self._layer_messages(name, tokens)[:, :, None] * layers,
             self._gathers(name),
-            np.array([part.layers for part in parts]),
+            is_first * (1 + layers),
             num_repeated,
         )
 

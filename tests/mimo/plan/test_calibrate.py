@@ -21,8 +21,8 @@ from tests.mimo import drawings, tiny
 
 FORWARD = {"vision": 3e-9, "language": 2e-9, "image": 4e-9}
 BACKWARD = {"vision": 4e-9, "language": 5e-9, "image": 3e-9}
-TRUE = Rates("true", FORWARD, BACKWARD, call=2e-3, element=1e-6, step=0.05)
-UNKNOWN = Rates("assumed", {}, {}, call=0.0, element=0.0)
+TRUE = Rates("true", FORWARD, BACKWARD, call=2e-3, call_back=5e-3, element=1e-6, step=0.05)
+UNKNOWN = Rates("assumed", {}, {})
 LINKS = {"node": 2e6, "network": 1e6, "latency": 1e-4, "peak": 1e9, "ranks_per_node": 2}
 DIRECT = ["encoders.vision.grid.dp=1", "train.micro_batch_size=4"]
 LANES = ["language.grid.dp=2", "train.micro_batch_size=2"]
@@ -55,6 +55,7 @@ def check_rates(fitted: Rates, modules: Sequence[str]) -> None:
         assert fitted.forward[name] == pytest.approx(FORWARD[name], rel=0.02), name
         assert fitted.backward[name] == pytest.approx(BACKWARD[name], rel=0.02), name
     assert fitted.call == pytest.approx(TRUE.call, rel=0.02)
+    assert fitted.call_back == pytest.approx(TRUE.call_back, rel=0.02)
 
 
 @pytest.mark.parametrize("cores", [math.inf, 2.0])

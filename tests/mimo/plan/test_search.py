@@ -25,7 +25,7 @@ from tests.mimo import tiny
 H100 = GPUS["h100"]
 ASSUMED = rates_of_gpu(H100, 8)
 # Work takes most of the time, so lanes of the tower and balance matter; messages cost time too.
-BUSY = Rates("busy", {"": 1e-9}, {"": 1e-9}, 1e-4, 1e-8, node=1e8, network=1e7, latency=1e-5)
+BUSY = Rates("busy", {"": 1e-9}, {"": 1e-9}, 1e-4, 2e-4, 1e-8, node=1e8, network=1e7, latency=1e-5)
 LAYERS = ["language.model.num_layers=4", "train.steps=2"]
 AUTO = {"encoders.vision.run_ahead": "auto"}
 

@@ -15,7 +15,7 @@ from mimo.plan.rates import Rates
 from mimo.plan.work import Passes, StepWork
 from tests.mimo import drawings, tiny
 
-PER_FLOP = Rates("", {"": 1.0}, {"": 1.0}, call=0.0, element=0.0)
+PER_FLOP = Rates("", {"": 1.0}, {"": 1.0})
 LAYERS = ["language.model.num_layers=4", "train.micro_batch_size=2"]
 INTERLEAVED = [*LAYERS, "train.global_batch_size=8", "language.grid={pp: 2, vpp: 2}"]
 COLOCATED = ["encoders.vision.placement=colocated", "encoders.vision.grid={}"]
@@ -84,15 +84,15 @@ def test_flops_of_all_parts_and_lanes_are_those_of_the_model_with_padding(
 @pytest.mark.parametrize("module", [LANGUAGE, "vision"])
 def test_recomputing_repeats_one_forward_in_the_backward(folder: Path, module: str) -> None:
     key = "language" if module == LANGUAGE else "encoders.vision"
-    rates = replace(PER_FLOP, forward={"": 1.0}, backward={"": 1.5}, call=3.0)
+    rates = replace(PER_FLOP, forward={"": 1.0}, backward={"": 1.5}, call=3.0, call_back=7.0)
     times = {}
     for recompute in ("none", "selective", "full"):
         work, plan = work_of(folder, f"{key}.recompute={recompute}")
         passes = passes_of(work, plan)[module]
         times[recompute] = passes.seconds(module, rates)
     forward, backward = times["none"]
-    np.testing.assert_allclose(forward, passes.forward + 2 * 3.0)
-    np.testing.assert_allclose(backward, 1.5 * passes.backward + 2 * 2 * 3.0)
+    np.testing.assert_allclose(forward, passes.forward + (2 + 1) * 3.0)
+    np.testing.assert_allclose(backward, 1.5 * passes.backward + (2 + 1) * 7.0)
     np.testing.assert_allclose(times["full"][0], forward)
     np.testing.assert_allclose(times["full"][1], backward + forward)
     again = (times["selective"][1] - backward) / 1.5
@@ -103,6 +103,19 @@ def test_recomputing_repeats_one_forward_in_the_backward(folder: Path, module: s
         assert again.sum() == pytest.approx(2 * layers * products * heads * pairs)
     np.testing.assert_array_equal(again > 0, passes.forward > 0)
     assert (again < forward).all()
+
+
+@pytest.mark.parametrize(
+    ("group", "counted"), [("1", [3, 3, 3]), ("2", [3, 0, 3]), ("all", [3, 0, 0])]
+)
+def test_layers_are_called_once_for_microbatches_that_are_encoded_in_one_go(
+    folder: Path, group: str, counted: list[int]
+) -> None:
+    sizes = ["train.global_batch_size=12", "train.micro_batch_size=4"]
+    work, plan = work_of(folder, *COLOCATED, f"encoders.vision.encode_group={group}", *sizes)
+    of_module = passes_of(work, plan)
+    assert of_module["vision"].calls[:, 0, 0].tolist() == counted
+    assert of_module[LANGUAGE].calls[:, 0, 0].tolist() == [3, 3, 3]
 
 
 def test_updates_of_modules_add_up_on_shared_ranks_and_overlap_on_others(folder: Path) -> None:
