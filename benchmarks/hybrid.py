@@ -60,10 +60,10 @@ def judge(contests: Sequence[Contest], speed: bool) -> Iterator[Bound]:
         pairs = zip(*(runs[-1].result["norms"] for runs in contest.runs.values()), strict=True)
         error = max(abs(ours - norm) / norm for ours, norm in pairs)
         yield Bound(f"{contest.name}: difference of norms, as a share", error, 1e-4, True)
-    if speed:
-        time, peak = (contests[0].ratio(THEIRS, figure) for figure in ("seconds", "peak"))
-        yield Bound(f"delta rule, one segment: time of {THEIRS}, times ours", time, 1.5, False)
-        yield Bound(f"delta rule, one segment: peak memory, times {THEIRS}", 1 / peak, 0.6, True)
+        if speed:
+            time, peak = (contest.ratio(THEIRS, figure) for figure in ("seconds", "peak"))
+            yield Bound(f"{contest.name}: time of {THEIRS}, times ours", time, 1.5, False)
+            yield Bound(f"{contest.name}: peak memory, times {THEIRS}", 1 / peak, 0.6, True)
 
 
 def contests(rounds: int, quick: bool) -> list[Contest]:
