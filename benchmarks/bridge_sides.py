@@ -78,7 +78,12 @@ class OurBridge(Bridge):
 
     def __init__(self, case: Case, topology: Topology) -> None:
         super().__init__(case, topology)
-        (groups,), shares = topology.bridges.values(), self.gives and case.module_tp > 1
+        (groups,) = topology.bridges.values()
+        lanes, replicas = case.layout.item_grids[MODULE], dict[int, list[int]]()
+        if case.module_tp > 1 and not case.is_output:  # all ranks are on one machine
+            for first in range(0, lanes.size, lanes.tp):
+                lane = [*lanes.ranks[first : first + lanes.tp]]
+                replicas |= dict.fromkeys(lane, lane)
         self.end = BridgeEnd(
             name=MODULE,
             rank=self.rank,
@@ -89,8 +94,8 @@ class OurBridge(Bridge):
             wire_dtype=DTYPE,
             device=device.local_device(),
             trainable=True,
-            gather=topology.modules[MODULE].tp if shares else None,
             to_language=not case.is_output,
+            replicas=replicas,
         )
         self.bridge: Any
         if self.gives:

@@ -65,8 +65,8 @@ class BridgeSender(SteppedEnd):
         """Send this lane's rows (N, H) and return a scalar token.
 
         Every tensor-parallel rank of the lane calls it with equal rows and sends its share. The
-        token's backward receives the gradients of that share and gathers the others, so every rank
-        gets the complete gradient (N, H). Under sequence parallelism each rank calls it with its
+        token's backward receives the gradients of all rows, or of that share and gathers the others,
+        so every rank gets the complete gradient (N, H). Under sequence parallelism each rank calls it with its
         part of the rows and gets the gradient of that part.
 
         Raises UnexpectedRows when the rows are not those of the plan, BridgeError when they require
@@ -90,7 +90,7 @@ class BridgeSender(SteppedEnd):
         plan, end = self._plans[microbatch], self.end
         held = int(plan.held_rows[self.lane])
         gradient = self._memory.empty(held, end.hidden_size, end.wire_dtype)
-        collects = plan.collects(end.rank)
+        collects = end.collects(plan)
         start_receiving(end, microbatch, "gradients", collects, gradient).wait()
         # A gradient came back, so its rows have arrived: their buffer may be used again.
         self._sent.popleft().wait()
@@ -173,7 +173,7 @@ class BridgeReceiver(SteppedEnd):
         """Send back gradients (n, H) of received rows. Returns None: the anchor is the input."""
         plan, end = self._plans[microbatch], self.end
         received = gradient.detach()[end.own_rows(plan)]
-        returns = plan.returns(end.rank)
+        returns = end.returns(plan)
         self._sent.append(start_sending(end, microbatch, "gradients", returns, received))
 
     def finish(self) -> None:

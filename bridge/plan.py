@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,25 @@ class Exchange:
     counts: tuple[int, ...]
     index: Ints
 
+    @classmethod
+    def of(cls, messages: Iterable[tuple[int, Ints]]) -> Exchange:
+        """Make the exchange of messages, each a peer and the local index of its rows."""
+        peers, rows = zip(*messages, strict=True) if (messages := [*messages]) else ((), ())
+        return cls(peers, tuple(map(len, rows)), np.concatenate([ints([]), *rows]))
+
+    def messages(self) -> Iterator[tuple[int, Ints]]:
+        """Yield each peer with the local index (n,) of the rows exchanged with it."""
+        bounds = offsets(ints(self.counts)).tolist()
+        for peer, (first, last) in zip(self.peers, itertools.pairwise(bounds), strict=True):
+            yield peer, self.index[first:last]
+
     @property
     def num_rows(self) -> int:
         return int(self.index.size)
 
     @functools.cached_property
     def places(self) -> tuple[Places, ...]:
-        bounds = offsets(ints(self.counts)).tolist()
-        return tuple(places_of(self.index[slice(*ends)]) for ends in itertools.pairwise(bounds))
+        return tuple(places_of(rows) for _, rows in self.messages())
 
     @functools.cached_property
     def merged_places(self) -> tuple[Places, ...]:

@@ -8,7 +8,7 @@ Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -52,6 +52,9 @@ class BridgeEnd:
     wire_dtype: dtype of all messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group, if each rank gets a share of the lane's rows but
         needs all of them (forward on the receiver, backward on the sender).
+    replicas: for each encoder rank those of its lane, if they all get every gradient from the
+        language model. Each then crosses the bridge several times, but none is passed on: the
+        fastest way inside a node. Empty if each gets a share, and `gather` the others.
     timeout_seconds: for a transfer once it is waited for; None leaves that to the backend.
     watch: enforces the timeout where waiting does not block the host; None where it does.
     """
@@ -70,6 +73,7 @@ class BridgeEnd:
     watch: TransferWatch | None = None
     clock: WaitClock = field(default_factory=WaitClock)
     to_language: bool = True
+    replicas: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         self.clock.sent_bytes.clear()
@@ -114,6 +118,27 @@ class BridgeEnd:
 
         return plan.cached("incoming", self.rank, incoming)
 
+    def collects(self, plan: BridgePlan) -> Exchange:
+        """Return `BridgePlan.collects` with the messages of all `replicas` of this rank."""
+
+        def collects() -> Exchange:
+            shares = [plan.collects(rank) for rank in self.replicas.get(self.rank, [self.rank])]
+            return Exchange.of((peer, rows) for share in shares for peer, rows in share.messages())
+
+        return plan.cached("all collects", self.rank, collects)
+
+    def returns(self, plan: BridgePlan) -> Exchange:
+        """Return `BridgePlan.returns` with each message once for every one of the `replicas`."""
+
+        def returns() -> Exchange:
+            return Exchange.of(
+                (replica, rows)
+                for peer, rows in plan.returns(self.rank).messages()
+                for replica in self.replicas.get(peer, [peer])
+            )
+
+        return plan.cached("all returns", self.rank, returns)
+
     def stage(
         self,
         plan: BridgePlan,
@@ -128,7 +153,7 @@ class BridgeEnd:
         others = [] if replicas is None else dist.get_process_group_ranks(replicas)
         for rank in {self.rank, *self.sharers(), *others}:
             _ = plan.receives(rank), plan.collects(rank).merged_places
-        mine = plan.sends(self.rank), plan.collects(self.rank), plan.returns(self.rank)
+        mine = plan.sends(self.rank), self.collects(plan), self.returns(plan)
         for exchange in (*mine, self.incoming(plan)):
             _ = exchange.places
         self.positions(plan, copy)

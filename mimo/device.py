@@ -349,6 +349,11 @@ class Staging:
         self._tensors.clear()
 
 
+def ranks_on_this_machine() -> int:
+    """Return the ranks of the job on this machine; all of them where no launcher counts them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:
     """Set the CPU threads of this rank; by default an equal share of the cores, at least one."""
     cores = len(os.sched_getaffinity(0))

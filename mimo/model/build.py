@@ -23,7 +23,7 @@ from bridge import (
 )
 from mimo.checkpoint.hf.initial import HFCheckpoint, InitialWeights
 from mimo.config.schema import Recipe
-from mimo.device import has_gpu, local_device
+from mimo.device import has_gpu, local_device, ranks_on_this_machine
 from mimo.engines.draw import draw, normal
 from mimo.engines.megatron import LanguageModel
 from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
@@ -46,7 +46,14 @@ from mimo.families.registry import (
 from mimo.families.wire import DTYPES
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_device
-from mimo.parallel.grids import LANGUAGE, encode_group, overlap_of, posted_ahead, run_ahead
+from mimo.parallel.grids import (
+    LANGUAGE,
+    GridSpec,
+    encode_group,
+    overlap_of,
+    posted_ahead,
+    run_ahead,
+)
 from mimo.parallel.groups import Topology
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
@@ -259,6 +266,13 @@ def _waiting(encoder: str, kind: Kind, microbatch: int) -> AbstractContextManage
     return SPANS.wait("bridge_wait", f"{encoder}_{direction}", microbatch)
 
 
+def _replicas(grid: GridSpec) -> dict[int, list[int]]:
+    """Return the ranks of a lane for each rank of an encoder's last stage."""
+    ranks = range(grid.tp)
+    lanes = [[grid.rank(dp=n, pp=grid.pp - 1, tp=t) for t in ranks] for n in range(grid.dp)]
+    return {rank: lane for lane in lanes for rank in lane}
+
+
 def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
     layout, dtype = topology.layout, DTYPES[recipe.train.precision]
     wire = dtype if recipe.bridge.wire_dtype == "auto" else DTYPES[recipe.bridge.wire_dtype]
@@ -269,12 +283,15 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
         is_replicated = recipe.bridge.delivery == "replicated" and not is_output
         needs_gather = tp and tp.size() > 1 and not (recipe.language.grid.sp or is_replicated)
         whole_lane = tp if needs_gather else None
-        shares, lane = None, 0
+        shares, lane, grid = None, 0, layout.item_grids[name]
+        is_disjoint, has_replicas = name not in layout.colocated, grid.tp > 1 and not grid.sp
+        # Between machines a gradient crosses once, and the encoder's ranks pass it on.
+        is_direct = has_replicas and is_disjoint and not is_output
+        is_direct = is_direct and ranks_on_this_machine() == layout.world_size
         if topology.owns(name):
-            grid = layout.item_grids[name]
-            shares = topology.modules[name].tp if grid.tp > 1 and not grid.sp else None
+            shares = topology.modules[name].tp if has_replicas and not is_direct else None
             lane = grid.coords(topology.rank).dp
-        is_alone = topology.owns(name) and name not in layout.colocated
+        is_alone = topology.owns(name) and is_disjoint
         trains = recipe.trains_before_generators if is_output else recipe.module(name).trains
         end = BridgeEnd(
             name=link.name,
@@ -291,10 +308,11 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
             watch=model.watch,
             clock=WaitClock(around=partial(_waiting, name)),
             to_language=not is_output,
+            replicas=_replicas(grid) if is_direct else {},
         )
         if is_output and is_alone:
             model.outputs.receivers[link] = OutputReceiver(end, lane)
-        elif is_output and name in layout.colocated:
+        elif is_output and not is_disjoint:
             model.outputs.colocated[link] = ColocatedOutput(end, lane)
         elif is_output:
             model.outputs.senders[link] = OutputSender(end, layout.ahead)

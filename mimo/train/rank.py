@@ -1,7 +1,6 @@
 """One rank, from joining the others to leaving them."""
 
 import logging
-import os
 import pickle
 import time
 from contextlib import ExitStack, suppress
@@ -115,8 +114,7 @@ def train_in_world(
     Returns 0, or EXIT_CONTINUE if the run was asked to stop early and has saved. Afterwards only
     the world's group is left, so that another run can follow.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    device.set_threads(recipe.train.threads_per_rank, ranks_here)
+    device.set_threads(recipe.train.threads_per_rank, device.ranks_on_this_machine())
     rank = dist.get_rank()
     # `force` removes console handlers that libraries have added.
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"

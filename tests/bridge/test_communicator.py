@@ -45,8 +45,11 @@ LARGE_CASES = {
     "1 lane to 1 lane cp2": Case(1, 1, 1, 1, language_cp=2, samples=SAME_SIZE, hidden=LARGE),
     # Ranks of a lane share out what each of them received.
     "1 lane tp2 to 1 lane tp2": Case(1, 2, 1, 2, samples=SAME_SIZE, hidden=LARGE),
-    # What a replica passes on is not contiguous.
+    # What a replica passes on, or receives as well, is not contiguous.
     "1 lane tp2 to 1 lane cp2": Case(1, 2, 1, 1, language_cp=2, samples=SAME_SIZE, hidden=LARGE),
+    "1 lane tp2 to 1 lane cp2, direct": Case(
+        1, 2, 1, 1, language_cp=2, samples=SAME_SIZE, hidden=LARGE, direct=True
+    ),
 }
 
 
@@ -260,7 +263,14 @@ def test_text_only_microbatch_sends_no_message_and_others_one_per_peer_and_direc
     assert any(any(microbatches) for microbatches in results)
 
 
-@pytest.mark.parametrize("name", ["2 lanes tp2 to 4 lanes tp1", "4 lanes tp1 to 2 lanes tp2"])
+STAGED = [
+    "2 lanes tp2 to 4 lanes tp1",
+    "4 lanes tp1 to 2 lanes tp2",
+    "1 lane tp3 to 2 lanes tp2, direct",
+]
+
+
+@pytest.mark.parametrize("name", STAGED)
 def test_a_staged_plan_leaves_nothing_to_work_out_in_the_step(
     run_ranks: RunRanks, name: str
 ) -> None:

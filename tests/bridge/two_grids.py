@@ -54,6 +54,7 @@ class Case:
     hidden: int = HIDDEN
     packed: bool = True
     colocated: bool = False  # with as many encoder ranks as the language model has
+    direct: bool = False  # gradients go to every rank of a lane, as on one machine
 
     @property
     def encoder_ranks(self) -> int:
@@ -158,6 +159,10 @@ CASES = {
     "3 lanes to 2 lanes tp2 with sp": Case(3, 1, 2, 2, sequence_parallel=True),
     "4 lanes to 1 lane tp4": Case(4, 1, 1, 4),
     "2 lanes tp3 to 1 lane tp2": Case(2, 3, 1, 2),
+    "2 lanes tp2 to 2 lanes tp2 with sp, direct": Case(
+        2, 2, 2, 2, sequence_parallel=True, direct=True
+    ),
+    "1 lane tp3 to 2 lanes tp2, direct": Case(1, 3, 2, 2, direct=True),
     "2 lanes tp3, output cut, to 1 lane tp2": Case(2, 3, 1, 2, sequence_sharded=True),
     "1 lane tp4, output cut, to 2 lanes tp2 with sp": Case(
         1, 4, 2, 2, sequence_parallel=True, sequence_sharded=True
@@ -208,9 +213,11 @@ def transport(rank: int, case: Case, **options: Any) -> BridgeEnd:
             if rank in lane_ranks:
                 gather = group
     encodes = rank < case.first_language_rank
-    if case.sequence_sharded if encodes else case.sequence_parallel:
+    if (case.sequence_sharded or case.direct) if encodes else case.sequence_parallel:
         gather = None
-    return case.end(rank, forward, backward, gather=gather, **options)
+    lanes = [range(first, first + case.tp) for first in range(0, case.encoder_ranks, case.tp)]
+    replicas = {rank: lane for lane in lanes for rank in lane} if case.direct else {}
+    return case.end(rank, forward, backward, gather=gather, replicas=replicas, **options)
 
 
 def make_end(

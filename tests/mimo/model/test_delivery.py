@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from bridge import communicator
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.parallel.build import build_layout
 from tests.cases import quick
@@ -60,6 +63,30 @@ def test_both_deliveries_give_the_same_forward_bit_for_bit_and_the_same_gradient
     )
     assert sharded[0]["metrics"][0]["loss"] == replicated[0]["metrics"][0]["loss"]
     check_gradients(sharded, replicated, 1e-6)
+
+
+def run_beside(
+    rank: int, path: Path, overrides: list[str], ranks_here: int
+) -> tuple[dict[str, Any], int]:
+    """Train with this many ranks on a machine; return also how often rows were shared out."""
+    share_out, machine = communicator.share_out, {"LOCAL_WORLD_SIZE": str(ranks_here)}
+    patched = mock.patch.object(communicator, "share_out", side_effect=share_out)
+    with patched as shared, mock.patch.dict(os.environ, machine):
+        return tiny.run_layout_steps(rank, path, overrides), shared.call_count
+
+
+def test_on_one_machine_replicas_of_an_encoder_get_the_same_gradients_without_passing_them_on(
+    run_ranks: RunRanks, recipe: Path
+) -> None:
+    overrides = ["encoders.vision.grid={tp: 2}", "language.grid={tp: 2, sp: true, dp: 1}"]
+    one = run_ranks(run_beside, 4, recipe, overrides, 4)
+    several = run_ranks(run_beside, 4, recipe, overrides, 2)
+    assert [count for _, count in one] == [0] * 4
+    assert [count > 0 for _, count in several] == [True, True, False, False]
+    whole, expected = (tiny.assemble([r for r, _ in of], "gradient") for of in (one, several))
+    assert whole.keys() == expected.keys()
+    for name, gradient in whole.items():
+        assert (gradient == expected[name]).all(), name
 
 
 @pytest.mark.slow
