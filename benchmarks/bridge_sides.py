@@ -32,6 +32,7 @@ from bridge import (
 )
 from mimo import device
 from mimo.engines.megatron.cpu import adapt_to_machine
+from mimo.model.step_bridges import stage_ranks
 from mimo.parallel.grids import LANGUAGE, variables_of
 from mimo.parallel.groups import Topology, build_topology, comm_grid
 from mimo.runtime.ranks import rank_environment, set_variables
@@ -79,11 +80,9 @@ class OurBridge(Bridge):
     def __init__(self, case: Case, topology: Topology) -> None:
         super().__init__(case, topology)
         (groups,) = topology.bridges.values()
-        lanes, replicas = case.layout.item_grids[MODULE], dict[int, list[int]]()
-        if case.module_tp > 1 and not case.is_output:  # all ranks are on one machine
-            for first in range(0, lanes.size, lanes.tp):
-                lane = [*lanes.ranks[first : first + lanes.tp]]
-                replicas |= dict.fromkeys(lane, lane)
+        # All ranks are on one machine.
+        is_direct, grid = case.module_tp > 1 and not case.is_output, case.layout.item_grids[MODULE]
+        lanes = stage_ranks(grid, 0)[:, 0].tolist() if is_direct else []
         self.end = BridgeEnd(
             name=MODULE,
             rank=self.rank,
@@ -95,7 +94,7 @@ class OurBridge(Bridge):
             device=device.local_device(),
             trainable=True,
             to_language=not case.is_output,
-            replicas=replicas,
+            replicas={rank: lane for lane in lanes for rank in lane},
         )
         self.bridge: Any
         if self.gives:

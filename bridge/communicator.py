@@ -65,9 +65,9 @@ class BridgeSender(SteppedEnd):
         """Send this lane's rows (N, H) and return a scalar token.
 
         Every tensor-parallel rank of the lane calls it with equal rows and sends its share. The
-        token's backward receives the gradients of all rows, or of that share and gathers the others,
-        so every rank gets the complete gradient (N, H). Under sequence parallelism each rank calls it with its
-        part of the rows and gets the gradient of that part.
+        token's backward receives the gradients of all rows, or of that share and gathers the
+        others, so every rank gets the complete gradient (N, H). Under sequence parallelism each
+        rank calls it with its part of the rows and gets the gradient of that part.
 
         Raises UnexpectedRows when the rows are not those of the plan, BridgeError when they require
         a gradient that will not come, or none although one will.

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mimo.device import has_gpu
 from mimo.engines.contract import EMA, MOMENTS, STEP
 
 _SLICE_BYTES = 1 << 26
@@ -66,8 +65,7 @@ def torch_optimizer(
         lr=learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        # One kernel for all parameters. On a CPU it would round otherwise than the default.
-        fused=has_gpu(),
+        fused=True,  # one kernel for all parameters
     )
 
 
@@ -81,8 +79,7 @@ def fill_state(optimizer: torch.optim.Optimizer, config: object = None) -> None:
     for param in _params(optimizer):
         state = optimizer.state[param]
         if STEP not in state:
-            # A fused update counts steps on the device.
-            state[STEP] = torch.zeros((), device=param.device if has_gpu() else None)
+            state[STEP] = torch.zeros((), device=param.device)  # where a fused update counts
             state |= {kind: torch.zeros_like(param) for kind in MOMENTS}
 
 

@@ -46,14 +46,8 @@ from mimo.families.registry import (
 from mimo.families.wire import DTYPES
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_device
-from mimo.parallel.grids import (
-    LANGUAGE,
-    GridSpec,
-    encode_group,
-    overlap_of,
-    posted_ahead,
-    run_ahead,
-)
+from mimo.model.step_bridges import stage_ranks
+from mimo.parallel.grids import LANGUAGE, encode_group, overlap_of, posted_ahead, run_ahead
 from mimo.parallel.groups import Topology
 from mimo.parallel.partition import PartitionAdapter
 from mimo.spans import SPANS
@@ -266,13 +260,6 @@ def _waiting(encoder: str, kind: Kind, microbatch: int) -> AbstractContextManage
     return SPANS.wait("bridge_wait", f"{encoder}_{direction}", microbatch)
 
 
-def _replicas(grid: GridSpec) -> dict[int, list[int]]:
-    """Return the ranks of a lane for each rank of an encoder's last stage."""
-    ranks = range(grid.tp)
-    lanes = [[grid.rank(dp=n, pp=grid.pp - 1, tp=t) for t in ranks] for n in range(grid.dp)]
-    return {rank: lane for lane in lanes for rank in lane}
-
-
 def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
     layout, dtype = topology.layout, DTYPES[recipe.train.precision]
     wire = dtype if recipe.bridge.wire_dtype == "auto" else DTYPES[recipe.bridge.wire_dtype]
@@ -288,6 +275,7 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
         # Between machines a gradient crosses once, and the encoder's ranks pass it on.
         is_direct = has_replicas and is_disjoint and not is_output
         is_direct = is_direct and ranks_on_this_machine() == layout.world_size
+        lanes = stage_ranks(grid, grid.pp - 1)[:, 0].tolist() if is_direct else []
         if topology.owns(name):
             shares = topology.modules[name].tp if has_replicas and not is_direct else None
             lane = grid.coords(topology.rank).dp
@@ -308,7 +296,7 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
             watch=model.watch,
             clock=WaitClock(around=partial(_waiting, name)),
             to_language=not is_output,
-            replicas=_replicas(grid) if is_direct else {},
+            replicas={rank: lane_ranks for lane_ranks in lanes for rank in lane_ranks},
         )
         if is_output and is_alone:
             model.outputs.receivers[link] = OutputReceiver(end, lane)

@@ -129,7 +129,7 @@ class StepRows:
         """Map rows to ranks of the encoder, for some lanes of all microbatches."""
         grid = self.layout.item_grids[self.module]
         rows, before, total = (values.reshape(-1)[lane] for values in self._rows)
-        ranks = _ranks(grid, grid.pp - 1)[lane % grid.dp, 0]
+        ranks = stage_ranks(grid, grid.pp - 1)[lane % grid.dp, 0]
         if grid.sp:
             return SequenceShardedSource(ranks, before, total)
         return ReplicatedSource(rows, ranks)
@@ -139,7 +139,7 @@ class StepRows:
     ) -> tuple[ShardMap, ShardMap | None]:
         """Map rows to ranks of the link's stage, and copied rows to ranks that return gradients."""
         language, segments = self.layout.language, self._segments(lane)
-        ranks = _ranks(language, link.stage)[lane % language.dp]
+        ranks = stage_ranks(language, link.stage)[lane % language.dp]
         if self.delivery == "sharded":
             return sharded_destination(segments, ranks, language.sp, runs), None
         # Every TP rank has a row's whole gradient: they return even shares.
@@ -162,7 +162,7 @@ class StepRows:
         return LaneSegments(np.repeat(number, count + 1), length, lane.size)
 
 
-def _ranks(grid: GridSpec, stage: int) -> np.ndarray:
+def stage_ranks(grid: GridSpec, stage: int) -> np.ndarray:
     """Return (lanes, cp, tp) global ranks of one pipeline stage."""
     first = grid.rank(pp=stage)
     return np.arange(first, first + grid.dp * grid.cp * grid.tp).reshape(grid.dp, grid.cp, grid.tp)

@@ -30,7 +30,11 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     is_single = left.dtype == right.dtype == torch.float32
     if not (_ONEDNN and left.is_cpu and is_single and m * k * n >= _SMALLEST):
         return torch.mm(left, right.T, out=out)
-    result = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+    # It copies a transposed left matrix, slowly: let that be the smaller one.
+    is_swapped = left.stride(1) != 1 and n < m
+    first, second = (right, left) if is_swapped else (left, right)
+    result = torch.ops.mkldnn._linear_pointwise(first, second, None, "none", [], "")
+    result = result.T if is_swapped else result
     return result if out is None else out.copy_(result)
 
 
