@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.model.memory import memory_by_role
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout, num_microbatches
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.checkpoint.hf import folders
 from tests.published import CONFIGS, PROCESSORS
@@ -74,6 +76,7 @@ LARGE = sorted(path for path in RECIPES.glob("*.yaml") if documented(path))
 TINY = sorted(RECIPES.glob("*_tiny.yaml"))
 
 
+@cache
 def check(path: Path, init_from: Path, gpus: int | None, *overrides: str) -> list[Layout]:
     """`mimo check` of every phase."""
     phased = load_phases(path, [*overrides, f"init_from={init_from}"])
@@ -218,7 +221,7 @@ ANY_CLASS = {
 }
 
 
-@pytest.mark.parametrize("stem", ANY_CLASS)
+@pytest.mark.parametrize("stem", quick(ANY_CLASS, "qwen3_5_9b_fsdp"))
 def test_recipes_of_any_class_pass_the_check_with_a_tiny_folder(stem: str, tmp_path: Path) -> None:
     write_tiny(TinyCheckpoint(ANY_CLASS[stem]), tmp_path / "model")
     path = RECIPES / f"{stem}.yaml"

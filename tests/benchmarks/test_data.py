@@ -14,6 +14,7 @@ from benchmarks.harness import Contest, Run
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 
+@pytest.mark.slow  # what is judged of a run is quick, below
 def test_a_quick_run_gives_all_loaders_the_same_samples_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,7 +166,7 @@ def wanted_rows(runs: ItemRuns, lane: int, t: int, tp: int, delivery: str) -> li
     ("encoder", "language"),
     [
         ((2, 4), (4, 2)),
-        ((4, 2), (2, 4)),
+        pytest.param((4, 2), (2, 4), marks=pytest.mark.slow),
         pytest.param((8, 1), (2, 4), marks=pytest.mark.slow),
         pytest.param((2, 4), (8, 1), marks=pytest.mark.slow),
     ],

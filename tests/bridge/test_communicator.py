@@ -226,7 +226,16 @@ def check_gradients(sender: BridgeSender, case: Case) -> None:
 # ------------------------------------------------------------------------- on ranks
 
 
-@pytest.mark.parametrize("name", CASES)
+# `test_plan.py` has hundreds of layouts in one process.
+QUICK = (
+    "1 lane tp4, output cut, to 2 lanes tp2 with sp",
+    "2 lanes tp2 to 2 lanes tp2 with sp, direct",
+    "2 lanes tp3 to 1 lane tp2",
+    "4 lanes to 1 lane tp4",
+)
+
+
+@pytest.mark.parametrize("name", quick(CASES, *QUICK))
 def test_rows_and_gradients_equal_those_moved_in_one_process_bit_for_bit(
     run_ranks: RunRanks, name: str
 ) -> None:
@@ -238,7 +247,10 @@ def test_watched_transfers_move_the_same_rows_and_gradients(run_ranks: RunRanks)
     run_ranks(check_rows_and_gradients, case.num_ranks, case, True)
 
 
-@pytest.mark.parametrize("name", ["2 lanes tp2 to 4 lanes tp1", "1 lane tp4 to 2 lanes tp2"])
+@pytest.mark.parametrize(
+    "name",
+    quick(["2 lanes tp2 to 4 lanes tp1", "1 lane tp4 to 2 lanes tp2"], "1 lane tp4 to 2 lanes tp2"),
+)
 def test_bf16_on_the_wire_rounds_each_number_once_and_nothing_else(
     run_ranks: RunRanks, name: str
 ) -> None:
@@ -270,7 +282,7 @@ STAGED = [
 ]
 
 
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("name", quick(STAGED, STAGED[0], STAGED[2]))
 def test_a_staged_plan_leaves_nothing_to_work_out_in_the_step(
     run_ranks: RunRanks, name: str
 ) -> None:
@@ -303,7 +315,8 @@ def test_check_of_plans_names_the_ranks_that_differ_and_the_microbatch(
     }
 
 
-@pytest.mark.parametrize("name", LARGE_CASES)
+# The first is quick in the next test.
+@pytest.mark.parametrize("name", quick(LARGE_CASES, *[*LARGE_CASES][1:]))
 def test_no_microbatch_gets_the_rows_or_gradients_of_another_in_reused_memory(
     run_ranks: RunRanks, name: str
 ) -> None:

@@ -69,12 +69,14 @@ def lost_peer(rank: int, case: Case) -> str:
             "language -> vision: gradients of microbatch 0 did not arrive",
             "rank 1 to send 7 rows, rank 2 to send 16 rows",
         ),
-        (
+        pytest.param(
             Case(1, 1, 2, 1, trainable=False),
             (1, 2),
             0,
             "vision -> language: rows of microbatch 0 were not taken",
             "rank 1 to take 7 rows, rank 2 to take 16 rows",
+            # `test_watch.py` has quick rows that nobody takes.
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["receiver", "sender of trained rows", "sender of frozen rows"],

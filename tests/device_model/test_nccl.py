@@ -212,7 +212,7 @@ def check(result: CellResult) -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    quick_values(WITH_BRIDGE, "dp2 + colocated → cp2", "dp2 → pp2 → dp2 · recompute"),
+    quick_values(WITH_BRIDGE, "dp2 → pp2 → dp2 · recompute"),
 )
 def test_a_layout_with_a_bridge_takes_the_steps_of_one_rank_under_the_rules_of_nccl(
     verifier: Verifier, cell: SweepCell

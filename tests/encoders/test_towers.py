@@ -45,13 +45,11 @@ QUICK = (
     "qwen2.5-vl, one rank",
     "qwen2.5-vl windows, recompute",
     "qwen2.5-vl windows, tp2 sp pp2",
-    "qwen2.5-vl windows, tp4 sp recompute",
     "qwen3-vl, selective",
     "qwen3-vl, tp2 sp pp2",
     "qwen3-vl, tp2 pp2 recompute",
     "gemma3, one rank",
     "gemma3, tp2 sp",
-    "gemma3, pp2",
 )
 
 

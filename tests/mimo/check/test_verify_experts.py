@@ -44,7 +44,7 @@ def sparse(*overrides: str) -> Recipe:
     return load_recipe(RECIPE, [*SPARSE, *overrides])
 
 
-@pytest.mark.slow  # `test_verify_sparse_hybrid.py` has quick ones
+@pytest.mark.slow  # `tests/mimo/engines/megatron/test_experts.py` has quick ones
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_layout_with_experts_takes_the_steps_of_one_rank(verifier: Verifier, name: str) -> None:
     check_equal(run_cell(verifier, CELLS[name], recipe=sparse()))

@@ -60,7 +60,8 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recipe]:
 # ---------------------------------------------------------------------------- layouts
 
 
-@pytest.mark.parametrize("name", quick(COMPARED, "fsdp → fsdp tp2"))
+@pytest.mark.slow  # `tests/mimo/model/test_fsdp_steps.py` has quick ones
+@pytest.mark.parametrize("name", COMPARED)
 def test_modules_of_transformers_take_the_steps_of_one_rank(
     verifier: Verifier, recipes: dict[str, Recipe], name: str
 ) -> None:

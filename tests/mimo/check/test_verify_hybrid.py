@@ -46,7 +46,7 @@ def hybrid_recipe(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(path, [f"init_from={folder / 'qwen3_5'}", *overrides])
 
 
-@pytest.mark.slow  # `test_verify_sparse_hybrid.py` has such layers with experts
+@pytest.mark.slow  # `tests/mimo/engines/megatron/test_delta_net.py` has quick steps of such layers
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_layout_of_hybrid_layers_takes_the_steps_of_one_rank(
     verifier: Verifier, exact_verifier: Verifier, recipe: Recipe, cell: SweepCell

@@ -14,7 +14,6 @@ from mimo.check.parity import ParityRunner
 from mimo.check.verify import Verifier
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.config.schema import Recipe
-from tests.cases import quick_values
 from tests.mimo.check.cells import RECIPES, Case, by_fault, check_equal, check_fault, run_cell
 
 # For experts with a shared one beside them, and for layers whose state the ranks of cp, tp and pp
@@ -44,7 +43,10 @@ def recipe() -> Recipe:
     return load_recipe(RECIPES / "sparse_digits.yaml", ["language.model.balance_loss=0.0"])
 
 
-@pytest.mark.parametrize("cell", quick_values(CELLS, "dp2 → cp2 ep2 · router losses"))
+# Quick are steps of hybrid layers in `tests/mimo/engines/megatron/test_delta_net.py`, of experts
+# with router losses in `test_experts.py` there, and of both together in `test_parity.py`.
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_layout_of_sparse_hybrid_layers_takes_the_steps_of_one_rank(
     exact_verifier: Verifier, recipe: Recipe, cell: SweepCell
 ) -> None:

@@ -273,7 +273,7 @@ def write_partial(checkpoints: Path, step: int) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("steps", [(2, 4), (2, 4, 4)], ids=["next", "replaced"])
+@pytest.mark.parametrize("steps", quick_values({"next": (2, 4), "replaced": (2, 4, 4)}, "replaced"))
 def test_a_kill_at_any_point_of_publishing_leaves_only_intact_checkpoints(
     tmp_path: Path, steps: tuple[int, ...]
 ) -> None:

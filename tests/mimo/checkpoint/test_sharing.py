@@ -66,7 +66,7 @@ def read_both_ways(rank: int, job: Job, folder: Path) -> tuple[int, int]:
     return together, alone
 
 
-@pytest.mark.parametrize("case", quick_values(READERS, "plain dp4", "distributed dp4"))
+@pytest.mark.parametrize("case", quick_values(READERS, "distributed dp4"))
 def test_replicas_read_an_equal_share_each_and_get_the_same_bits(
     run_ranks: RunRanks, tmp_path: Path, case: tuple[Job, float]
 ) -> None:

@@ -28,7 +28,7 @@ from mimo.errors import InputError
 from mimo.families.flow import pack
 from mimo.generate.drawing import Drawing, parse_size
 from mimo.report.run import report
-from tests.cases import quick
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.mimo import drawings, tiny
 from tests.mimo.runs import ADAM, run
@@ -40,7 +40,7 @@ SIZE = (48, 32)
 STEPS = 3
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.5])
+@pytest.mark.parametrize("guidance", quick_values({"1.0": 1.0, "3.5": 3.5}, "3.5"))
 def test_sampling_is_that_of_the_pipeline(
     run_ranks: RunRanks, tmp_path: Path, guidance: float
 ) -> None:

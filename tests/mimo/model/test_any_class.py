@@ -120,7 +120,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "cases"),
     [
-        ("internvl", [TP, BF16]),
+        pytest.param("internvl", [TP, BF16], marks=SLOW),
         ("qwen3_vl_moe", [["language.freeze=['*.gate.*', '*embed*']", *EXPERTS_TP]]),
         pytest.param("internvl", [REPLICAS, FULL, SELECTIVE, REDUCE], marks=SLOW),
         pytest.param("qwen3_5", [TP, REPLICAS, BF16, FULL, REDUCE], marks=SLOW),

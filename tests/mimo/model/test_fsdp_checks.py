@@ -19,7 +19,6 @@ from mimo.errors import RecipeError
 from mimo.model.memory import parameters_by_role
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.build import build_layout
-from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 
@@ -180,7 +179,8 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("overrides", quick_values(MEMORY, "hybrid"))
+@pytest.mark.slow  # `test_fsdp_memory.py` counts the formula's bytes by hand
+@pytest.mark.parametrize("overrides", MEMORY.values(), ids=MEMORY)
 def test_each_role_holds_what_the_formula_says(
     run_ranks: RunRanks, directory: Path, overrides: list[str]
 ) -> None:

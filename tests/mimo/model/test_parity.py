@@ -188,7 +188,6 @@ def check(
     "layout",
     quick(
         LAYOUTS,
-        "encoder tp2 with sp",
         "colocated in groups of two microbatches",
         "unpacked, tp2 with sp, pp2",
         "cp2 tp2 without sp, two lanes",

@@ -102,14 +102,19 @@ def run_shard(rank: int, cp: int, tp: int, sp: bool, packed: bool, length: int =
     }
 
 
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
-    ("cp", "tp", "sp"),
+    ("cp", "tp", "sp", "packed"),
     [
-        pytest.param(1, 2, True, marks=pytest.mark.slow),
-        pytest.param(2, 1, False, marks=pytest.mark.slow),
-        (2, 2, True),
-        (2, 2, False),
+        (2, 2, True, True),
+        (2, 2, False, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((2, 2, True, False), (2, 2, False, True)),
+                *((1, 2, True, packed) for packed in (True, False)),
+                *((2, 1, False, packed) for packed in (True, False)),
+            )
+        ),
     ],
 )
 def test_every_rank_gets_its_slice_of_embeddings_and_of_tokens(

@@ -25,7 +25,6 @@ from mimo.model import modules
 from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.train.step import StepObserver
-from tests.cases import quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.checkpoint.hf import folders
@@ -171,7 +170,10 @@ def check_agreement(run_ranks: RunRanks, recipe: Recipe, tolerance: float = 0.02
         assert formula == pytest.approx(dry_run, rel=max(tolerance, 0.05)), role
 
 
-@pytest.mark.parametrize("overrides", quick_values(LAYOUTS, "disjoint"))
+# Quick are `tests/mimo/model/test_memory.py`, where real ranks hold what the formula says, and
+# `tests/mimo/plan/test_dry_run.py`, where ranks are simulated.
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
 def test_formula_dry_run_and_tensors_of_real_ranks_agree(
     tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
 ) -> None:

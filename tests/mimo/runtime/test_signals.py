@@ -17,7 +17,7 @@ from mimo.errors import EXIT_CONTINUE
 from mimo.report.status import facts_of, read_view
 from mimo.runtime.run_files import incidents
 from mimo.runtime.signals import EarlyStop
-from tests.cases import quick
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.disturbed import disturbing, running_ranks, when_at
@@ -66,9 +66,8 @@ def nothing(_: None, attempt: int, run_dir: Path, start: Start) -> None:
 # -------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(
-    "to", quick(["launcher", "encoder", "language", "Ctrl-C"], "launcher", "Ctrl-C")
-)
+# The next test has a quick case with the signal of Ctrl-C.
+@pytest.mark.parametrize("to", quick(["launcher", "encoder", "language", "Ctrl-C"], "launcher"))
 def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming_is_exact(
     run_ranks: RunRanks, recipe: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
@@ -94,7 +93,7 @@ def test_a_signal_to_one_process_ends_all_ranks_after_the_same_step_and_resuming
         assert [line.get(key) for line in got] == [line.get(key) for line in expected], key
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", quick_values({"15": signal.SIGTERM, "2": signal.SIGINT}, "2"))
 def test_a_second_signal_ends_a_run_that_hangs_in_a_save_and_its_last_checkpoint_stays(
     recipe: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -187,7 +187,8 @@ def test_a_probe_that_cannot_be_removed_keeps_no_rank_waiting(
 @pytest.mark.parametrize(
     ("odd", "faults"),
     [
-        ("version", [" on a, b, but 0.1 on c\n"]),
+        # The rule alone has a quick test above.
+        pytest.param("version", [" on a, b, but 0.1 on c\n"], marks=pytest.mark.slow),
         (
             "machine",
             [
@@ -197,7 +198,11 @@ def test_a_probe_that_cannot_be_removed_keeps_no_rank_waiting(
                 "BROKEN: c: flash_attn cannot be imported\n",
             ],
         ),
-        ("without gpu", ["BROKEN: device is CPU on a, but GPU on b, c\n"]),
+        pytest.param(
+            "without gpu",
+            ["BROKEN: device is CPU on a, but GPU on b, c\n"],
+            marks=pytest.mark.slow,
+        ),
         ("not shared", ["BROKEN: c: runs/tiny/launch: it does not see a file of rank 0"]),
         ("not connected", ["BROKEN: c: rank 2 cannot connect: no interface ib0\n"]),
         ("broken", ["BROKEN: c: its GPU does not work: the sum of 1,024 ones on cuda:0 is 7\n"]),

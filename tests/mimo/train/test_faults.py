@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mimo.checkpoint.resume import Start
 from mimo.runtime.run_files import incidents
-from tests.cases import quick
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.mimo import tiny
 from tests.mimo.disturbed import disturbing, running_ranks
@@ -273,7 +273,9 @@ def test_mismatched_plans_name_the_ranks_the_microbatch_and_its_samples(
     assert len(ended.named_samples()) == len(SAMPLES) // MICROBATCHES
 
 
-@pytest.mark.parametrize("settings", [(), COLOCATED], ids=["disjoint", "colocated"])
+@pytest.mark.parametrize(
+    "settings", quick_values({"disjoint": (), "colocated": COLOCATED}, "disjoint")
+)
 @pytest.mark.parametrize("fault", quick(["dropped row", "swapped items"], "swapped items"))
 def test_rows_of_other_items_than_planned_end_the_run_with_item_sample_and_both_numbers(
     run_with: Callable[..., Ended], fault: str, settings: tuple[str, ...]

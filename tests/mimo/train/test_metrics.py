@@ -180,7 +180,13 @@ def test_mean_largest_and_idle_share_of_every_module(monkeypatch: pytest.MonkeyP
         pytest.param(
             ["language.grid.tp=2", "language.grid.sp=true"], 1, True, marks=pytest.mark.slow
         ),
-        (["language.grid.dp=2", "encoders.vision.freeze=true"], 1, False),
+        # `tests/bridge/test_communicator.py` has a quick frozen encoder.
+        pytest.param(
+            ["language.grid.dp=2", "encoders.vision.freeze=true"],
+            1,
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bytes_over_a_bridge_are_those_that_are_sent(

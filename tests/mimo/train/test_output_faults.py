@@ -64,6 +64,7 @@ def path(tmp_path: Path, run_ranks: RunRanks) -> Path:
     return drawings.write_recipe(tmp_path)
 
 
+@pytest.mark.slow  # `test_faults.py` kills an encoder
 def test_a_killed_generator_ends_all_ranks_and_its_peers_say_what_they_waited_for(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

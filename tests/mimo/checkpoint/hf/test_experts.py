@@ -22,12 +22,13 @@ LAYOUTS = {
     "ep2_tp2_sp_pp2": ["language.grid={tp: 2, sp: true, ep: 2, pp: 2}"],
     "ep2_etp2": ["language.grid={tp: 2, etp: 2, ep: 2, dp: 2}"],
 }
-# Experts are stored in one tensor, or one by one; the last has linear attention as well.
+# Experts are stored in one tensor, or one by one; the last has linear attention as well, and its
+# experts one by one.
 FUSED, ONE_BY_ONE, HYBRID = "qwen3_vl_moe", "qwen3_moe", "qwen3_5_moe"
 TEXT_ONLY = ONE_BY_ONE
 
 
-@pytest.fixture(scope="module", params=[FUSED, ONE_BY_ONE, HYBRID])
+@pytest.fixture(scope="module", params=quick([FUSED, ONE_BY_ONE, HYBRID], FUSED, HYBRID))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = folders.make(request.param, tmp_path_factory.mktemp(request.param) / "model")
     if request.param == HYBRID:

@@ -83,7 +83,7 @@ def test_steps_on_four_ranks_equal_those_of_plain_transformers_on_one(run_ranks:
 @pytest.mark.parametrize(
     "job",
     [
-        Job(shard=2, steps=1, reduce_gradients="microbatch"),
+        pytest.param(Job(shard=2, steps=1, reduce_gradients="microbatch"), marks=pytest.mark.slow),
         Job(replicate=2, shard=2, steps=1, reduce_gradients="microbatch"),
     ],
     ids=["sharded", "hybrid"],

@@ -149,7 +149,8 @@ def without_items(rank: int, kind: str) -> list[bool]:
     return [parameter.grad is not None for parameter in tower.parameters()]
 
 
-@pytest.mark.parametrize("kind", GRIDS)
+# In `tests/mimo/model/test_fsdp_steps.py` lanes of each tower have no items.
+@pytest.mark.parametrize("kind", quick(GRIDS, "qwen2_5_vl"))
 def test_without_items_every_parameter_gets_a_gradient(kind: str, run_ranks: Any) -> None:
     (has_gradient,) = run_ranks(without_items, 1, kind)
     assert all(has_gradient)

@@ -110,7 +110,7 @@ def test_a_neighbours_tokens_change_no_bit_of_a_packed_samples_losses(
     ("grid", "dense"),
     [
         ({"tp": 2}, False),
-        pytest.param({"cp": 4}, False, marks=pytest.mark.slow),
+        ({"cp": 4}, False),
         pytest.param({"cp": 4}, True, marks=pytest.mark.slow),
     ],
     ids=["tp2", "cp4", "cp4, dense"],

@@ -120,7 +120,7 @@ def test_with_equal_logits_the_first_experts_are_chosen(run_ranks: RunRanks, gri
     assert loads.tolist() == [[TOKENS] * 3 + [0] * 5] * 2
 
 
-@every_grid
+@pytest.mark.parametrize("grid", quick(GRIDS, "tp2 sp ep2", "cp2 tp2 ep4"))
 @pytest.mark.parametrize("recompute", quick(["none", "full"], "full"))
 def test_a_step_is_that_of_one_rank(run_ranks: RunRanks, grid: str, recompute: str) -> None:
     expected = outcome(run(run_ranks, language_steps.train, ONE_RANK))

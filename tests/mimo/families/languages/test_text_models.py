@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mimo.families.languages import gemma3
 from tests import lone_module
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.families.languages.references import (
     LENGTHS,
@@ -35,7 +36,20 @@ CASES = {
     for head in ("tied", "untied")
     for positions in POSITIONS
 } | {"gemma3": ("gemma3", True, "text")}
-every_case = pytest.mark.parametrize("case", CASES)
+TP_AND_SP = {"one rank": (1, False), "tp2": (2, False), "tp2 sp": (2, True)}
+# Of each family one rank and tp2 sp; one of the two has tied embeddings, and one has images.
+QUICK = (
+    "qwen3 tied images-one rank",
+    "qwen3 untied text-tp2 sp",
+    "qwen2_5 untied text-one rank",
+    "qwen2_5 tied images-tp2 sp",
+    "qwen3_5 tied text-one rank",
+    "qwen3_5 untied images-tp2 sp",
+    "qwen3_5_moe untied images-one rank",
+    "qwen3_5_moe tied text-tp2 sp",
+    "gemma3-one rank",
+    "gemma3-tp2 sp",
+)
 
 
 def run(
@@ -72,12 +86,13 @@ def join(results: list[dict[str, Any]], kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tp", "sp"), [(1, False), (2, False), (2, True)], ids=["one rank", "tp2", "tp2 sp"]
+    "name", quick([f"{case}-{ranks}" for ranks in TP_AND_SP for case in CASES], *QUICK)
 )
-@every_case
 def test_logits_and_every_gradient_equal_those_of_transformers_per_segment(
-    run_ranks: RunRanks, case: str, tp: int, sp: bool
+    run_ranks: RunRanks, name: str
 ) -> None:
+    case, ranks = name.split("-")
+    tp, sp = TP_AND_SP[ranks]
     reference = compute_reference(*CASES[case])
     results = run(run_ranks, CASES[case], reference, reference.logit_gradients, tp, sp)
     logits = join(results, "logits")
@@ -90,11 +105,13 @@ def test_logits_and_every_gradient_equal_those_of_transformers_per_segment(
     assert error <= TOLERANCE, f"gradient of {name}: error {error:.2e}"
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "name", quick(["tied-1", "tied-2", "untied-1", "untied-2"], "untied-1", "tied-2")
+)
 def test_the_embeddings_output_as_input_gives_the_logits_of_token_ids(
-    run_ranks: RunRanks, tied: bool, tp: int
+    run_ranks: RunRanks, name: str
 ) -> None:
+    tied, tp = name.startswith("tied"), int(name[-1])
     case = ("qwen3", tied, "images")
     reference = compute_reference(*case)
     results = run(run_ranks, case, reference, tp=tp, sp=tp > 1)

@@ -30,6 +30,7 @@ from data.modalities.processor import Part
 from encoders import qwen_vl
 from mimo.families.languages import qwen2_5
 from tests import lone_module
+from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.encoders import towers
 from tests.encoders.towers import MERGE, Tower
@@ -164,7 +165,6 @@ CASES = {
         kinds="token_type_ids",
     ),
 }
-every_case = pytest.mark.parametrize("name", CASES)
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,8 @@ def flat(gradients: dict[str, Weights]) -> Weights:
     return {f"{m}.{name}": g for m, of_module in gradients.items() for name, g in of_module.items()}
 
 
-@every_case
+# `tests/mimo/check/test_parity.py` has quick ones of the others.
+@pytest.mark.parametrize("name", quick(CASES, "qwen2.5-vl"))
 def test_logits_and_every_gradient_equal_those_of_transformers(
     run_ranks: RunRanks, tmp_path: Path, name: str
 ) -> None:
