@@ -270,7 +270,7 @@ def in_world(case: Case, rounds: int, rival: Path | None) -> dict[str, Contest]:
     environment = rank_environment()
     assert environment is not None, "runs inside a launched job"
     rank, world_size = environment.rank, environment.world_size
-    device.set_threads(None, world_size)
+    torch.set_num_threads(1)  # not `set_threads`, which would speed up Megatron's allocations
     set_variables(variables_of(case.layout, rank))
     device.initialize_distributed(
         rank, world_size, environment.rendezvous, _TIMEOUT_SECONDS, environment.local_rank
