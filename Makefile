@@ -49,7 +49,7 @@ draw: setup  ## write digits to read and to draw, train on them with a generator
 	$(VENV)/bin/mimo evaluate runs/draws_digits --guidance 2
 	$(VENV)/bin/python -m examples.digits.judge runs/draws_digits
 
-test: setup  ## run at least one test of every capability, in nine minutes on two cores
+test: setup  ## run at least one test of every capability, in 8 minutes on two cores
 	$(PYTEST) -m "not slow"
 
 test-all: setup  ## run all tests

@@ -80,7 +80,7 @@ class OurBridge(Bridge):
     def __init__(self, case: Case, topology: Topology) -> None:
         super().__init__(case, topology)
         (groups,) = topology.bridges.values()
-        # All ranks are on one machine.
+        # As in training on one machine, gradients go to every replica.
         is_direct, grid = case.module_tp > 1 and not case.is_output, case.layout.item_grids[MODULE]
         lanes = stage_ranks(grid, 0)[:, 0].tolist() if is_direct else []
         self.end = BridgeEnd(

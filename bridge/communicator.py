@@ -3,7 +3,8 @@
 On the encoder, `BridgeSender.send` turns rows into a scalar token whose backward waits for the
 rows' gradients. On the language model's stage of the link, `BridgeReceiver.receive` returns rows
 whose backward sends their gradients. Both ends know all counts from the plan: no shapes are
-exchanged, and a peer gets one message per direction, or none if it has no rows.
+exchanged. A peer gets one message per direction, one for each sender if it gets the gradients of
+others' rows too, or none if it has no rows.
 
 Letters: n rows of this rank's messages, N rows of a whole lane, H hidden.
 """
@@ -65,9 +66,9 @@ class BridgeSender(SteppedEnd):
         """Send this lane's rows (N, H) and return a scalar token.
 
         Every tensor-parallel rank of the lane calls it with equal rows and sends its share. The
-        token's backward receives the gradients of all rows, or of that share and gathers the
-        others, so every rank gets the complete gradient (N, H). Under sequence parallelism each
-        rank calls it with its part of the rows and gets the gradient of that part.
+        token's backward returns the complete gradient (N, H) on every rank: it receives that of all
+        rows, or of its share and gathers the rest. Under sequence parallelism each rank calls it
+        with its part of the rows and gets the gradient of that part.
 
         Raises UnexpectedRows when the rows are not those of the plan, BridgeError when they require
         a gradient that will not come, or none although one will.

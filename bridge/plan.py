@@ -38,8 +38,9 @@ from bridge.shard_map import ShardMap, Source
 class Exchange:
     """One rank's end of a plan, in one direction: its peers and the rows that it exchanges.
 
-    peers: global ranks, ascending. counts: rows exchanged with each, above zero. On a rank of both
-        grids a peer may be the rank itself: those rows are copied, without a message.
+    peers: global ranks, ascending; `BridgeEnd` may repeat them. counts: rows exchanged with each,
+        above zero. On a rank of both grids a peer may be the rank itself: those rows are copied,
+        without a message.
     index: (sum of counts,) int64, the local index of each row, message after message.
     """
 

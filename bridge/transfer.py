@@ -52,9 +52,8 @@ class BridgeEnd:
     wire_dtype: dtype of all messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group, if each rank gets a share of the lane's rows but
         needs all of them (forward on the receiver, backward on the sender).
-    replicas: for each encoder rank those of its lane, if they all get every gradient from the
-        language model. Each then crosses the bridge several times, but none is passed on: the
-        fastest way inside a node. Empty if each gets a share, and `gather` the others.
+    replicas: for each encoder rank the ranks of its lane, if the language model sends every
+        gradient to all of them. Empty if each gets a share and exchanges it over `gather`.
     timeout_seconds: for a transfer once it is waited for; None leaves that to the backend.
     watch: enforces the timeout where waiting does not block the host; None where it does.
     """
@@ -119,7 +118,7 @@ class BridgeEnd:
         return plan.cached("incoming", self.rank, incoming)
 
     def collects(self, plan: BridgePlan) -> Exchange:
-        """Return `BridgePlan.collects` with the messages of all `replicas` of this rank."""
+        """Return the gradients to receive: this rank's share, or those of all its `replicas`."""
 
         def collects() -> Exchange:
             shares = [plan.collects(rank) for rank in self.replicas.get(self.rank, [self.rank])]
@@ -128,7 +127,7 @@ class BridgeEnd:
         return plan.cached("all collects", self.rank, collects)
 
     def returns(self, plan: BridgePlan) -> Exchange:
-        """Return `BridgePlan.returns` with each message once for every one of the `replicas`."""
+        """Return the gradients to send: to the rows' sender, or to all its `replicas`."""
 
         def returns() -> Exchange:
             return Exchange.of(
@@ -143,14 +142,14 @@ class BridgeEnd:
         self,
         plan: BridgePlan,
         copy: Callable[[Tensor], Tensor],
-        replicas: dist.ProcessGroup | None = None,
+        sharing: dist.ProcessGroup | None = None,
     ) -> None:
         """Compute what this rank's transfers of ``plan`` need, ahead of them, in any thread.
 
-        copy: starts to copy a tensor to the device. replicas: encoder ranks, other than
+        copy: starts to copy a tensor to the device. sharing: encoder ranks, other than
         the `sharers`, that exchange their shares of the gradients with this one.
         """
-        others = [] if replicas is None else dist.get_process_group_ranks(replicas)
+        others = [] if sharing is None else dist.get_process_group_ranks(sharing)
         for rank in {self.rank, *self.sharers(), *others}:
             _ = plan.receives(rank), plan.collects(rank).merged_places
         mine = plan.sends(self.rank), self.collects(plan), self.returns(plan)

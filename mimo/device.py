@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.cuda import nccl
 
-# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, and bytes.
+# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD with bytes, of which 32 MiB are the most.
 _KEEP_MEMORY = (-1, 1 << 30), (-3, 1 << 25)
 
 _BRIDGE_CTAS = 4  # the H100 has 132 multiprocessors
@@ -353,15 +353,11 @@ class Staging:
         self._tensors.clear()
 
 
-def ranks_on_this_machine() -> int:
-    """Return the ranks of the job on this machine; all of them where no launcher counts them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
 def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:
     """Set the CPU threads of this rank; by default an equal share of the cores, at least one.
 
-    Without a GPU, freed memory is kept: mapping its pages anew would cost up to a tenth of a step.
+    Without a GPU, freed blocks below 32 MiB are kept: mapping their pages anew would cost up to a
+    tenth of a step.
     """
     libc = ctypes.CDLL(None)
     for parameter, num_bytes in _KEEP_MEMORY if hasattr(libc, "mallopt") and not has_gpu() else ():

@@ -65,7 +65,7 @@ def torch_optimizer(
         lr=learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        fused=True,  # one kernel for all parameters
+        fused=True,  # one kernel; on a CPU gradients must lie in memory as the weights do
     )
 
 
@@ -79,7 +79,7 @@ def fill_state(optimizer: torch.optim.Optimizer, config: object = None) -> None:
     for param in _params(optimizer):
         state = optimizer.state[param]
         if STEP not in state:
-            state[STEP] = torch.zeros((), device=param.device)  # where a fused update counts
+            state[STEP] = torch.zeros((), device=param.device)  # as a fused update needs it
             state |= {kind: torch.zeros_like(param) for kind in MOMENTS}
 
 

@@ -23,7 +23,7 @@ from bridge import (
 )
 from mimo.checkpoint.hf.initial import HFCheckpoint, InitialWeights
 from mimo.config.schema import Recipe
-from mimo.device import has_gpu, local_device, ranks_on_this_machine
+from mimo.device import has_gpu, local_device
 from mimo.engines.draw import draw, normal
 from mimo.engines.megatron import LanguageModel
 from mimo.engines.megatron.config import LoRA, ModuleContext, ProcessGroupCollection
@@ -272,9 +272,8 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
         whole_lane = tp if needs_gather else None
         shares, lane, grid = None, 0, layout.item_grids[name]
         is_disjoint, has_replicas = name not in layout.colocated, grid.tp > 1 and not grid.sp
-        # Between machines a gradient crosses once, and the encoder's ranks pass it on.
-        is_direct = has_replicas and is_disjoint and not is_output
-        is_direct = is_direct and ranks_on_this_machine() == layout.world_size
+        # On one host it is faster to send to every replica than to let them exchange shares.
+        is_direct = has_replicas and is_disjoint and not is_output and topology.is_on_one_host
         lanes = stage_ranks(grid, grid.pp - 1)[:, 0].tolist() if is_direct else []
         if topology.owns(name):
             shares = topology.modules[name].tp if has_replicas and not is_direct else None

@@ -2,7 +2,7 @@
 
 Every choice is a pure function of the request, the dtype and a `Machine`, so all are tested without
 a GPU; only `this_machine` looks at the hardware. Light to import, because recipes are checked with
-it before an engine is imported. Nothing is fused in fp32 or fp64, or on a CPU.
+it before an engine is imported. No layer is fused in fp32 or fp64, or on a CPU.
 """
 
 import functools

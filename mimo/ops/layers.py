@@ -23,14 +23,14 @@ _SMALLEST = 2**21
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left (M, K), right (N, K), of any strides -> left · rightᵀ (M, N), written to ``out`` if any.
 
-    In fp32 on a CPU by oneDNN, which on an AMD EPYC (Zen 5) is twice as fast as PyTorch's MKL. The
-    choice between the two, and so the last bits, depends on the sizes alone.
+    In fp32 on a CPU by oneDNN, which on an AMD EPYC (Zen 5) is twice as fast as PyTorch's MKL.
+    Whether oneDNN computes it depends on the sizes alone. The result may be transposed in memory.
     """
     (m, k), n = left.shape, right.shape[0]
     is_single = left.dtype == right.dtype == torch.float32
     if not (_ONEDNN and left.is_cpu and is_single and m * k * n >= _SMALLEST):
         return torch.mm(left, right.T, out=out)
-    # It copies a transposed left matrix, slowly: let that be the smaller one.
+    # oneDNN copies a transposed left matrix slowly, so it gets the smaller one there.
     is_swapped = left.stride(1) != 1 and n < m
     first, second = (right, left) if is_swapped else (left, right)
     result = torch.ops.mkldnn._linear_pointwise(first, second, None, "none", [], "")

@@ -1,9 +1,9 @@
 """Fit rates to the metrics of runs, however short.
 
-A rank's seconds in each kind of pass are its FLOPs times the module's seconds per FLOP, plus calls
-for its layers. Least squares of relative errors over all runs give these constants. Passes that
-share cores take longer than alone: each fit divides measured times by the slowdown in a simulation
-with the previous fit.
+A rank's seconds in each kind of pass are its FLOPs times the module's seconds per FLOP, plus a
+constant for each layer and pass. Least squares of relative errors over all runs give these
+constants. Passes that share cores take longer than alone: each fit divides measured times by the
+slowdown in a simulation with the previous fit.
 """
 
 import math

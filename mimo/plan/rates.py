@@ -69,10 +69,11 @@ class Rates:
     """Times of one rank's work.
 
     forward, backward: seconds per FLOP by module, "" for all others; on a CPU, of one thread. call,
-    call_back: more seconds of a layer's forward and backward. element: seconds of gradients and
-    update per element that a rank updates. step: seconds of a step beyond these. node, network:
-    bytes per second that a rank sends inside a node and to another. latency: seconds of a message.
-    cores: ranks that compute at full speed at the same time. peak: FLOP/s of a rank; 0 if unknown.
+    call_back: more seconds of each layer's forward and backward, and of each pass. element: seconds
+    of gradients and update per element that a rank updates. step: seconds of a step beyond these.
+    node, network: bytes per second that a rank sends inside a node and to another. latency: seconds
+    of a message. cores: ranks that compute at full speed at the same time. peak: FLOP/s of a rank;
+    0 if unknown.
     """
 
     name: str

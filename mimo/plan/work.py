@@ -45,9 +45,8 @@ class Passes:
     """FLOPs of a rank's passes, forward and backward (M, L, P), and other costs.
 
     messages: (M, L, P) seconds of the collectives in a forward. gathers: (P,) seconds in which
-    FSDP2 gathers weights. calls: (M, 1, P) layers, and one for the pass itself; 0 where an encoder
-    encodes this microbatch in one go with an earlier one. num_repeated: forwards that a backward
-    repeats.
+    FSDP2 gathers weights. calls: (M, 1, P) layers, plus 1; 0 where an encoder encodes this
+    microbatch in one go with an earlier one. num_repeated: forwards that a backward repeats.
     """
 
     forward: np.ndarray

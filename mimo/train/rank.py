@@ -22,6 +22,7 @@ from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_faile
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_memory
+from mimo.parallel.connections import find_host
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import Topology, build_topology
 from mimo.runtime.hang_monitor import COLLECTIVE_FACTOR, HangMonitor
@@ -114,7 +115,7 @@ def train_in_world(
     Returns 0, or EXIT_CONTINUE if the run was asked to stop early and has saved. Afterwards only
     the world's group is left, so that another run can follow.
     """
-    device.set_threads(recipe.train.threads_per_rank, device.ranks_on_this_machine())
+    device.set_threads(recipe.train.threads_per_rank, len(find_host().ranks))
     rank = dist.get_rank()
     # `force` removes console handlers that libraries have added.
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -315,7 +315,7 @@ def test_check_of_plans_names_the_ranks_that_differ_and_the_microbatch(
     }
 
 
-# The first is quick in the next test.
+# The first is quick in the next test, with bf16 in messages.
 @pytest.mark.parametrize("name", quick(LARGE_CASES, *[*LARGE_CASES][1:]))
 def test_no_microbatch_gets_the_rows_or_gradients_of_another_in_reused_memory(
     run_ranks: RunRanks, name: str

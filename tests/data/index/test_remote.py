@@ -139,7 +139,7 @@ def _read_after_fork(file: ShardFile, answers: multiprocessing.SimpleQueue[bytes
 def test_an_open_shard_can_be_read_in_a_forked_process(
     server: FileServer, monkeypatch: pytest.MonkeyPatch
 ):
-    # After a fork a try may wait for all of its time, and is made again.
+    # After a fork the first try may time out and be retried.
     monkeypatch.setattr(remote, "_TIMEOUT_SECONDS", 1.0)
     file = ShardFile(find_shards(f"{server.url}/d/a-0.tar")[0])
     assert file.read(100, 50) == CONTENT[100:150]

@@ -177,7 +177,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.slow  # what the importer overlooks, below, is as wrong a setting
+@pytest.mark.slow  # the next test finds settings that are as wrong
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_setting_that_is_wrong_is_found_where_it_first_matters(
     what: str, runners: dict[str, ParityRunner]

@@ -24,7 +24,7 @@ from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.cli.main import app
 from mimo.config.schema import Recipe
 from mimo.errors import RecipeError
-from tests.cases import quick
+from tests.cases import quick, quick_values
 from tests.conftest import RunRanks
 from tests.mimo.check.cells import (
     RECIPE,
@@ -332,8 +332,7 @@ CASES = by_fault(
 )
 
 
-@pytest.mark.slow  # the quick layout above differs with such a fault
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", quick_values(CASES, "shift_condition_rows"))
 def test_a_fault_is_reported_with_the_first_parameter_that_differs(
     verifier: Verifier, recipe: Recipe, case: Case
 ) -> None:

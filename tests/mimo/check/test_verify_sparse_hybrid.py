@@ -44,7 +44,7 @@ def recipe() -> Recipe:
 
 
 # Quick are steps of hybrid layers in `tests/mimo/engines/megatron/test_delta_net.py`, of experts
-# with router losses in `test_experts.py` there, and of both together in `test_parity.py`.
+# with router losses in `test_experts.py` there, and of both in `tests/mimo/check/test_parity.py`.
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_layout_of_sparse_hybrid_layers_takes_the_steps_of_one_rank(

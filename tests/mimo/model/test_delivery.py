@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +10,9 @@ import pytest
 
 from bridge import communicator
 from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.parallel import groups
 from mimo.parallel.build import build_layout
+from mimo.parallel.connections import Host
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo import tiny
@@ -65,27 +66,29 @@ def test_both_deliveries_give_the_same_forward_bit_for_bit_and_the_same_gradient
     check_gradients(sharded, replicated, 1e-6)
 
 
-def run_beside(
-    rank: int, path: Path, overrides: list[str], ranks_here: int
+def run_on_hosts(
+    rank: int, path: Path, overrides: list[str], ranks_per_host: int
 ) -> tuple[dict[str, Any], int]:
-    """Train with this many ranks on a machine; return also how often rows were shared out."""
-    share_out, machine = communicator.share_out, {"LOCAL_WORLD_SIZE": str(ranks_here)}
-    patched = mock.patch.object(communicator, "share_out", side_effect=share_out)
-    with patched as shared, mock.patch.dict(os.environ, machine):
+    """Train; return also how often rows or gradients were shared out over a lane."""
+    first = rank - rank % ranks_per_host
+    host = Host(tuple(range(first, first + ranks_per_host)), "", 0, 1)
+    share_out = mock.patch.object(communicator, "share_out", side_effect=communicator.share_out)
+    with share_out as shared, mock.patch.object(groups, "find_host", return_value=host):
         return tiny.run_layout_steps(rank, path, overrides), shared.call_count
 
 
-def test_on_one_machine_replicas_of_an_encoder_get_the_same_gradients_without_passing_them_on(
+def test_on_one_host_replicas_of_an_encoder_get_the_same_gradients_without_passing_them_on(
     run_ranks: RunRanks, recipe: Path
 ) -> None:
     overrides = ["encoders.vision.grid={tp: 2}", "language.grid={tp: 2, sp: true, dp: 1}"]
-    one = run_ranks(run_beside, 4, recipe, overrides, 4)
-    several = run_ranks(run_beside, 4, recipe, overrides, 2)
-    assert [count for _, count in one] == [0] * 4
-    assert [count > 0 for _, count in several] == [True, True, False, False]
-    whole, expected = (tiny.assemble([r for r, _ in of], "gradient") for of in (one, several))
-    assert whole.keys() == expected.keys()
-    for name, gradient in whole.items():
+    on_one, on_two = (run_ranks(run_on_hosts, 4, recipe, overrides, n) for n in (4, 2))
+    assert [count for _, count in on_one] == [0] * 4
+    assert [count > 0 for _, count in on_two] == [True, True, False, False]
+    gradients, expected = (
+        tiny.assemble([result for result, _ in results], "gradient") for results in (on_one, on_two)
+    )
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
         assert (gradient == expected[name]).all(), name
 
 

@@ -111,7 +111,7 @@ def check_equal(got: list[Tensor], expected: list[Tensor], tolerance: float) -> 
 packed = st.lists(st.integers(0, 140), min_size=1, max_size=4).filter(any).map(tuple)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(packed, st.sampled_from([(1, 1), (2, 2), (1, 3), (2, 4)]), st.sampled_from([*TOLERANCES]))
 def test_outputs_and_gradients_equal_transformers_for_each_segment(
     lengths: tuple[int, ...], heads: tuple[int, int], dtype: torch.dtype

@@ -61,7 +61,7 @@ def join(port: int, timeout_seconds: float) -> Rendezvous:
 def fail_to_join(port: int) -> str:
     """Return the error."""
     try:
-        join(port, 2)
+        join(port, 5)
     except InputError as error:
         return str(error)
     return "joined"

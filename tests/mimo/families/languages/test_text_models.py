@@ -37,7 +37,7 @@ CASES = {
     for positions in POSITIONS
 } | {"gemma3": ("gemma3", True, "text")}
 TP_AND_SP = {"one rank": (1, False), "tp2": (2, False), "tp2 sp": (2, True)}
-# Of each family one rank and tp2 sp; one of the two has tied embeddings, and one has images.
+# Of each family one rank and tp2 sp; for Qwen, one of the two is tied, and one has images.
 QUICK = (
     "qwen3 tied images-one rank",
     "qwen3 untied text-tp2 sp",
