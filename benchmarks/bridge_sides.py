@@ -94,7 +94,7 @@ class OurBridge(Bridge):
             device=device.local_device(),
             trainable=True,
             to_language=not case.is_output,
-            replicas={rank: lane for lane in lanes for rank in lane},
+            replicas=lanes,
         )
         self.bridge: Any
         if self.gives:
@@ -270,7 +270,7 @@ def in_world(case: Case, rounds: int, rival: Path | None) -> dict[str, Contest]:
     environment = rank_environment()
     assert environment is not None, "runs inside a launched job"
     rank, world_size = environment.rank, environment.world_size
-    torch.set_num_threads(1)  # not `set_threads`, which would speed up Megatron's allocations
+    device.set_threads(None, world_size)
     set_variables(variables_of(case.layout, rank))
     device.initialize_distributed(
         rank, world_size, environment.rendezvous, _TIMEOUT_SECONDS, environment.local_rank

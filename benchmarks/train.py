@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from mimo.checkpoint.hf.initial import initial_weights
 from mimo.checkpoint.hf.recipes import load_recipe
 from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.config.schema import Recipe, Train
-from mimo.device import initialize_distributed, set_threads
+from mimo.device import initialize_distributed, keep_freed_memory, set_threads
 from mimo.model.dataset import open_dataset
 from mimo.parallel.build import build_layout
 
@@ -159,6 +158,7 @@ def our_side(workload: Workload, steps: int) -> Callable[[str], Any]:
     from mimo.train.step import StepObserver
 
     set_threads(None, 1)
+    keep_freed_memory()
     initialize_distributed(0, 1, HashStore(), _TIMEOUT_SECONDS)
     trainings = {}
     for lengths in GOALS:
@@ -173,7 +173,7 @@ def our_side(workload: Workload, steps: int) -> Callable[[str], Any]:
 
 def their_side(workload: Workload) -> Callable[[str], Any]:
     """Return a function that does a step; call this in a process of its own."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    set_threads(None, 1)
     train = workload.recipe("equal", 1).train
     trainings = {lengths: TransformersSteps(workload, lengths, train) for lengths in GOALS}
     return lambda lengths: timed(trainings[lengths].step)

@@ -174,7 +174,7 @@ class BridgeReceiver(SteppedEnd):
         """Send back gradients (n, H) of received rows. Returns None: the anchor is the input."""
         plan, end = self._plans[microbatch], self.end
         received = gradient.detach()[end.own_rows(plan)]
-        returns = end.returns(plan)
+        returns = plan.returns(end.rank)
         self._sent.append(start_sending(end, microbatch, "gradients", returns, received))
 
     def finish(self) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,9 @@ from bridge.shard_map import ShardMap, Source
 class Exchange:
     """One rank's end of a plan, in one direction: its peers and the rows that it exchanges.
 
-    peers: global ranks, ascending; `BridgeEnd` may repeat them. counts: rows exchanged with each,
-        above zero. On a rank of both grids a peer may be the rank itself: those rows are copied,
-        without a message.
+    peers: global ranks, ascending (`BridgeEnd.collects` repeats them). counts: rows exchanged with
+        each, above zero. On a rank of both grids a peer may be the rank itself: those rows are
+        copied, without a message.
     index: (sum of counts,) int64, the local index of each row, message after message.
     """
 
@@ -48,25 +48,14 @@ class Exchange:
     counts: tuple[int, ...]
     index: Ints
 
-    @classmethod
-    def of(cls, messages: Iterable[tuple[int, Ints]]) -> Exchange:
-        """Make the exchange of messages, each a peer and the local index of its rows."""
-        peers, rows = zip(*messages, strict=True) if (messages := [*messages]) else ((), ())
-        return cls(peers, tuple(map(len, rows)), np.concatenate([ints([]), *rows]))
-
-    def messages(self) -> Iterator[tuple[int, Ints]]:
-        """Yield each peer with the local index (n,) of the rows exchanged with it."""
-        bounds = offsets(ints(self.counts)).tolist()
-        for peer, (first, last) in zip(self.peers, itertools.pairwise(bounds), strict=True):
-            yield peer, self.index[first:last]
-
     @property
     def num_rows(self) -> int:
         return int(self.index.size)
 
     @functools.cached_property
     def places(self) -> tuple[Places, ...]:
-        return tuple(places_of(rows) for _, rows in self.messages())
+        bounds = offsets(ints(self.counts)).tolist()
+        return tuple(places_of(self.index[slice(*ends)]) for ends in itertools.pairwise(bounds))
 
     @functools.cached_property
     def merged_places(self) -> tuple[Places, ...]:

@@ -8,7 +8,7 @@ Letters: n rows of this rank's messages, N rows of a buffer, H hidden.
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -52,10 +52,8 @@ class BridgeEnd:
     wire_dtype: dtype of all messages. trainable: whether gradients travel back at all.
     gather: this rank's tensor-parallel group, if each rank gets a share of the lane's rows but
         needs all of them (forward on the receiver, backward on the sender).
-    replicas: for each encoder rank the ranks of its lane, if the language model sends every
-        gradient to all of them. Empty if each gets a share and exchanges it over `gather`.
-    timeout_seconds: for a transfer once it is waited for; None leaves that to the backend.
-    watch: enforces the timeout where waiting does not block the host; None where it does.
+    replicas: ranks of each encoder lane, if the language model sends every gradient to all of them.
+        Empty if each gets a share and exchanges it over `gather`.
     """
 
     name: str
@@ -72,7 +70,7 @@ class BridgeEnd:
     watch: TransferWatch | None = None
     clock: WaitClock = field(default_factory=WaitClock)
     to_language: bool = True
-    replicas: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    replicas: Sequence[Sequence[int]] = ()
 
     def begin_step(self) -> None:
         self.clock.sent_bytes.clear()
@@ -117,26 +115,22 @@ class BridgeEnd:
 
         return plan.cached("incoming", self.rank, incoming)
 
+    def replicas_of(self, rank: int) -> Sequence[int]:
+        """Return the ranks that get what is sent to ``rank``, in order."""
+        return next((lane for lane in self.replicas if rank in lane), (rank,))
+
     def collects(self, plan: BridgePlan) -> Exchange:
         """Return the gradients to receive: this rank's share, or those of all its `replicas`."""
 
         def collects() -> Exchange:
-            shares = [plan.collects(rank) for rank in self.replicas.get(self.rank, [self.rank])]
-            return Exchange.of((peer, rows) for share in shares for peer, rows in share.messages())
-
-        return plan.cached("all collects", self.rank, collects)
-
-    def returns(self, plan: BridgePlan) -> Exchange:
-        """Return the gradients to send: to the rows' sender, or to all its `replicas`."""
-
-        def returns() -> Exchange:
-            return Exchange.of(
-                (replica, rows)
-                for peer, rows in plan.returns(self.rank).messages()
-                for replica in self.replicas.get(peer, [peer])
+            shares = [plan.collects(rank) for rank in self.replicas_of(self.rank)]
+            return Exchange(
+                peers=tuple(peer for share in shares for peer in share.peers),
+                counts=tuple(count for share in shares for count in share.counts),
+                index=np.concatenate([share.index for share in shares]),
             )
 
-        return plan.cached("all returns", self.rank, returns)
+        return plan.cached("all collects", self.rank, collects)
 
     def stage(
         self,
@@ -152,7 +146,7 @@ class BridgeEnd:
         others = [] if sharing is None else dist.get_process_group_ranks(sharing)
         for rank in {self.rank, *self.sharers(), *others}:
             _ = plan.receives(rank), plan.collects(rank).merged_places
-        mine = plan.sends(self.rank), self.collects(plan), self.returns(plan)
+        mine = plan.sends(self.rank), self.collects(plan), plan.returns(self.rank)
         for exchange in (*mine, self.incoming(plan)):
             _ = exchange.places
         self.positions(plan, copy)
@@ -232,10 +226,12 @@ class SteppedEnd:
 def start_sending(
     end: BridgeEnd, microbatch: int, kind: Kind, exchange: Exchange, values: Tensor
 ) -> Transfer:
-    """Start sending the rows of ``values`` (N, H) at ``exchange.index``."""
+    """Start sending the rows of ``values`` (N, H) at ``exchange.index``, also to `replicas`."""
     parts = _send_buffers(end, exchange, values)
     group, what = _route(end, microbatch, kind)
-    messages = _start(end, kind, group, sent=[*zip(exchange.peers, parts, strict=True)])
+    to_peers = zip(exchange.peers, parts, strict=True)
+    sent = [(rank, part) for peer, part in to_peers for rank in end.replicas_of(peer)]
+    messages = _start(end, kind, group, sent)
     return Transfer(end, kind, messages, parts, what, microbatch)
 
 

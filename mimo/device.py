@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.cuda import nccl
 
-# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD with bytes, of which 32 MiB are the most.
+# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD. It accepts at most 32 MiB for the second.
 _KEEP_MEMORY = (-1, 1 << 30), (-3, 1 << 25)
 
 _BRIDGE_CTAS = 4  # the H100 has 132 multiprocessors
@@ -353,15 +353,15 @@ class Staging:
         self._tensors.clear()
 
 
-def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:
-    """Set the CPU threads of this rank; by default an equal share of the cores, at least one.
-
-    Without a GPU, freed blocks below 32 MiB are kept: mapping their pages anew would cost up to a
-    tenth of a step.
-    """
+def keep_freed_memory() -> None:
+    """Without a GPU, keep freed blocks below 32 MiB: mapping their pages anew costs a tenth."""
     libc = ctypes.CDLL(None)
     for parameter, num_bytes in _KEEP_MEMORY if hasattr(libc, "mallopt") and not has_gpu() else ():
         libc.mallopt(parameter, num_bytes)
+
+
+def set_threads(num_threads: int | None, ranks_on_this_machine: int) -> int:
+    """Set the CPU threads of this rank; by default an equal share of the cores, at least one."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads or max(1, cores // max(1, ranks_on_this_machine)))
     return torch.get_num_threads()

@@ -273,7 +273,8 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
         shares, lane, grid = None, 0, layout.item_grids[name]
         is_disjoint, has_replicas = name not in layout.colocated, grid.tp > 1 and not grid.sp
         # On one host it is faster to send to every replica than to let them exchange shares.
-        is_direct = has_replicas and is_disjoint and not is_output and topology.is_on_one_host
+        is_direct = has_replicas and is_disjoint and not is_output
+        is_direct = is_direct and topology.ranks_on_host == layout.world_size
         lanes = stage_ranks(grid, grid.pp - 1)[:, 0].tolist() if is_direct else []
         if topology.owns(name):
             shares = topology.modules[name].tp if has_replicas and not is_direct else None
@@ -295,7 +296,7 @@ def _add_bridges(model: MimoModel, recipe: Recipe, topology: Topology) -> None:
             watch=model.watch,
             clock=WaitClock(around=partial(_waiting, name)),
             to_language=not is_output,
-            replicas={rank: lane_ranks for lane_ranks in lanes for rank in lane_ranks},
+            replicas=lanes,
         )
         if is_output and is_alone:
             model.outputs.receivers[link] = OutputReceiver(end, lane)

@@ -79,7 +79,7 @@ class Topology:
     modules: the groups of each module that has a part on this rank. meshes: of modules on FSDP2,
     the same ranks as (dp_replicate, dp_shard, tp). bridges: those with this rank at one end; for
     each encoder, in the order of their stages. groups: all of them, in the order of creation.
-    is_on_one_host: whether all ranks of the world share memory.
+    ranks_on_host: number of the world's ranks on this rank's host.
     """
 
     layout: Layout
@@ -88,7 +88,7 @@ class Topology:
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     bridges: dict[Link, BridgeGroups] = field(default_factory=dict)
     groups: list[dist.ProcessGroup] = field(default_factory=list)
-    is_on_one_host: bool = False
+    ranks_on_host: int = 1
 
     def owns(self, module: str) -> bool:
         return module in self.modules
@@ -215,8 +215,7 @@ def build_topology(layout: Layout, timeout_seconds: float | None = None) -> Topo
     """
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world_size, "the layout was made for another world"
-    is_on_one_host = len(find_host().ranks) == layout.world_size
-    topology = Topology(layout, rank, is_on_one_host=is_on_one_host)
+    topology = Topology(layout, rank, ranks_on_host=len(find_host().ranks))
     timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
     factory = _GroupFactory(rank, topology.groups, timeout)
     assert dist.group.WORLD is not None

@@ -22,7 +22,6 @@ from mimo.errors import EXIT_CONTINUE, InputError, StartError, file_system_faile
 from mimo.model.dataset import Dataset, changed_shards_named, dataset_of, open_indexes
 from mimo.model.modules import MimoModel
 from mimo.model.recipe_checks import check_memory
-from mimo.parallel.connections import find_host
 from mimo.parallel.grids import Layout
 from mimo.parallel.groups import Topology, build_topology
 from mimo.runtime.hang_monitor import COLLECTIVE_FACTOR, HangMonitor
@@ -115,7 +114,6 @@ def train_in_world(
     Returns 0, or EXIT_CONTINUE if the run was asked to stop early and has saved. Afterwards only
     the world's group is left, so that another run can follow.
     """
-    device.set_threads(recipe.train.threads_per_rank, len(find_host().ranks))
     rank = dist.get_rank()
     # `force` removes console handlers that libraries have added.
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -132,6 +130,8 @@ def train_in_world(
     # A failure is reported before the save in flight is waited for.
     with ExitStack() as saves, monitor.watched():
         topology = build_topology(layout, collective_timeout(recipe))
+        device.set_threads(recipe.train.threads_per_rank, topology.ranks_on_host)
+        device.keep_freed_memory()
         deadline = None
         if (minutes := recipe.train.max_minutes) is not None and rank == 0:
             deadline = 60 * minutes + (time.monotonic() if job_start is None else job_start)

@@ -216,7 +216,7 @@ def transport(rank: int, case: Case, **options: Any) -> BridgeEnd:
     if (case.sequence_sharded or case.direct) if encodes else case.sequence_parallel:
         gather = None
     lanes = [range(first, first + case.tp) for first in range(0, case.encoder_ranks, case.tp)]
-    replicas = {rank: lane for lane in lanes for rank in lane} if case.direct else {}
+    replicas = lanes if case.direct else ()
     return case.end(rank, forward, backward, gather=gather, replicas=replicas, **options)
 
 

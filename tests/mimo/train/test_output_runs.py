@@ -41,7 +41,7 @@ phases:
     train: {steps: 2}
   - name: all
     generators: {image: {grid: {dp: 2}, learning_rate: 0.001, warmup_steps: 0}}
-    train: {steps: 1}
+    train: {steps: 2}
 """
 
 
@@ -64,7 +64,7 @@ def test_a_phase_may_train_the_generator_and_its_queries_alone(
     runs = tmp_path / "runs" / "tiny"
     first, last, end = (
         read(runs / phase / "checkpoints" / f"step_{step}")
-        for phase, step in (("phase_1_draw", 1), ("phase_1_draw", 2), ("phase_2_all", 1))
+        for phase, step in (("phase_1_draw", 1), ("phase_1_draw", 2), ("phase_2_all", 2))
     )
     moved = changed(first, last)
     assert {name for name in moved if not name.startswith("image.")} == {"language.queries.image"}
