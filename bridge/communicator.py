@@ -84,7 +84,7 @@ class BridgeSender(SteppedEnd):
         # Without a backward that waits for the receiver, nothing else retires finished sends.
         while not self._expects_gradients and len(self._sent) >= max(1, self.run_ahead):
             self._sent.popleft().wait()
-        self._sent.append(start_sending(end, microbatch, "rows", exchange, values.detach()))
+        self._sent.append(start_sending(end, microbatch, "rows", exchange, values))
         return values.new_zeros(())
 
     def _backward(self, microbatch: int, token: Tensor) -> Tensor:
@@ -95,11 +95,11 @@ class BridgeSender(SteppedEnd):
         start_receiving(end, microbatch, "gradients", collects, gradient).wait()
         # A gradient came back, so its rows have arrived: their buffer may be used again.
         self._sent.popleft().wait()
-        if end.gather is None:  # all other rows are padding
-            gradient[collects.num_rows :].zero_()
-        else:
+        if end.gather is not None:
             shares = [plan.collects(rank).merged_places for rank in end.sharers()]
             share_out(end, end.gather, microbatch, "gradients", gradient, shares)
+        elif collects.num_rows < held:  # all other rows are padding
+            gradient[collects.num_rows :].zero_()
         return gradient.to(end.dtype)
 
     def finish(self) -> None:
@@ -173,7 +173,7 @@ class BridgeReceiver(SteppedEnd):
     def _backward(self, microbatch: int, gradient: Tensor) -> None:
         """Send back gradients (n, H) of received rows. Returns None: the anchor is the input."""
         plan, end = self._plans[microbatch], self.end
-        received = gradient.detach()[end.own_rows(plan)]
+        received = gradient[end.own_rows(plan)]
         returns = plan.returns(end.rank)
         self._sent.append(start_sending(end, microbatch, "gradients", returns, received))
 
@@ -218,20 +218,19 @@ class RowMemory:
         block = self._take(num_bytes)
         lease = block[:num_bytes]  # a separate object, which the tensor's storage keeps alive
         weakref.finalize(lease, self._give_back, block).atexit = False
-        return torch.from_numpy(lease).view(dtype).view(num_rows, hidden_size)
+        return torch.frombuffer(lease, dtype=dtype).view(num_rows, hidden_size)
 
     def _take(self, num_bytes: int) -> np.ndarray:
         # A lease may end at any moment, on any thread that collects garbage: blocks that come back
         # meanwhile go to a new list.
         free, self._free = self._free, []
-        fitting = [block for block in free if block.nbytes >= num_bytes]
-        if fitting:
-            taken = min(fitting, key=len)
-        else:  # microbatches differ in size: a little more fits most of the next ones too
-            taken = np.empty(math.ceil(num_bytes * 1.125), np.uint8)
-        rest = sorted((block for block in free if block is not taken), key=len)
-        self._free.extend(rest[-_MOST_FREE:])
-        return taken
+        free.sort(key=len)
+        fitting = next((n for n, block in enumerate(free) if len(block) >= num_bytes), None)
+        # Microbatches differ in size: a little more fits most of the next ones too.
+        size = math.ceil(num_bytes * 1.125)
+        block = np.empty(size, np.uint8) if fitting is None else free.pop(fitting)
+        self._free.extend(free[-_MOST_FREE:])
+        return block
 
     def _give_back(self, block: np.ndarray) -> None:
         self._free.append(block)

@@ -7,6 +7,7 @@ Letters: N rows of one lane, H language hidden size, L feature levels beside the
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.plan import BridgePlan
-from bridge.runs import ints
 from bridge.transfer import BridgeEnd
 from bridge.waiting import BridgeError, UnexpectedRows
 
@@ -43,28 +43,29 @@ def check_rows(
     plans: of the microbatches that were encoded together, from ``first_microbatch`` on. The error
     names the first item with a wrong number of rows, its microbatch and its sample.
     """
-    runs = [plan.runs for plan in plans]
-    mine = [np.flatnonzero(of_plan.source_lane == lane) for of_plan in runs]
-    planned = np.concatenate([runs[m].rows[items] for m, items in enumerate(mine)])
-    produced, ends = ints(rows.rows_per_item), np.cumsum([len(items) for items in mine])
-    needed, width = -(-int(planned.sum()) // rows.parts), end.hidden_size
+    by_plan = [plan.runs.rows_of_lane(lane) for plan in plans]
+    planned, produced = [*itertools.chain(*by_plan)], [*rows.rows_per_item]
+    needed, width, size = -(-sum(planned) // rows.parts), end.hidden_size, rows.values.shape
     microbatch, sample, problem = first_microbatch, None, ""
-    if produced.size != planned.size:
-        problem = f"rows of {produced.size} items {produced.tolist()}, planned are {planned.size} "
-        problem += f"{planned.tolist()}"
-    elif (wrong := np.flatnonzero(produced != planned)).size:
-        which = int(np.searchsorted(ends, wrong[0], side="right"))
-        item = int(wrong[0] - ends[which] + len(mine[which]))
-        microbatch, sample = microbatch + which, int(runs[which].sample[mine[which][item]])
-        problem = f"{produced[wrong[0]]} rows for item {item} of {len(mine[which])}, counted from "
-        problem += f"0, planned are {planned[wrong[0]]}"
+    if len(produced) != len(planned):
+        problem = f"rows of {len(produced)} items {produced}, planned are {len(planned)} {planned}"
+    elif produced != planned:
+        wrong = next(n for n, num_rows in enumerate(planned) if num_rows != produced[n])
+        which, item = 0, wrong
+        while item >= len(by_plan[which]):
+            item -= len(by_plan[which])
+            which += 1
+        runs, microbatch = plans[which].runs, microbatch + which
+        sample = int(runs.sample[runs.source_lane == lane][item])
+        problem = f"{produced[wrong]} rows for item {item} of {len(by_plan[which])}, counted from "
+        problem += f"0, planned are {planned[wrong]}"
     elif rows.parts != plans[0].source_parts:
         problem = f"rows cut over {rows.parts} ranks, the plan needs {plans[0].source_parts}"
-    elif rows.values.shape[1:] != (width,):
-        sizes = " x ".join(map(str, rows.values.shape[1:]))
+    elif size[1:] != (width,):
+        sizes = " x ".join(map(str, size[1:]))
         problem = f"rows of size {sizes}, the language model needs {width}"
-    elif len(rows.values) != needed:
-        problem = f"{len(rows.values)} rows, but its items need {needed}"
+    elif size[0] != needed:
+        problem = f"{size[0]} rows, but its items need {needed}"
     if problem:
         where = f"encoder {end.name}, lane {lane}, microbatch {microbatch}"
         raise UnexpectedRows(f"{where}: the tower produced {problem}", microbatch, sample=sample)
