@@ -24,6 +24,9 @@ from bridge.waiting import Message, TransferWatch, Watched, wait_for
 
 Kind = Literal["rows", "gradients"]
 
+# Devices whose backend, Gloo, combines no messages: `P2POp` and `isend` only add checks.
+_UNBATCHED = {"cpu"}
+
 
 @dataclass
 class WaitClock:
@@ -345,11 +348,17 @@ def _start(
 ) -> list[Message]:
     calls = [(dist.irecv, part, peer) for peer, part in received]
     calls += [(dist.isend, part, peer) for peer, part in sent]
-    operations = [dist.P2POp(operation, part, peer, group) for operation, part, peer in calls]
     end.clock.sent_bytes[kind] += sum(part.nbytes for _, part in sent)
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    # Backends may answer a batch with one handle for all of it.
-    works = works * len(operations) if len(works) == 1 else works
+    if not calls:
+        return []
+    if end.device.type in _UNBATCHED:
+        to_ranks = [(call, part, dist.get_group_rank(group, peer)) for call, part, peer in calls]
+        starts = {dist.irecv: group.recv, dist.isend: group.send}
+        works: list[dist.Work] = [starts[call]([part], rank, 0) for call, part, rank in to_ranks]
+    else:
+        works = dist.batch_isend_irecv([dist.P2POp(*call, group) for call in calls])
+        # Backends may answer a batch with one handle for all of it.
+        works = works * len(calls) if len(works) == 1 else works
     return [
         Message(work, peer, part.shape[0], operation is dist.irecv)
         for work, (operation, part, peer) in zip(works, calls, strict=True)

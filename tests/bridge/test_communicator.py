@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,9 @@ from bridge import (
     ItemRows,
     TransferWatch,
     check_plans,
+    transfer,
 )
+from bridge.waiting import Message
 from tests.bridge.two_grids import (
     CASES,
     HIDDEN,
@@ -141,16 +143,16 @@ class _Watched:
 def most_outstanding_sends(rank: int, case: Case, microbatches: int) -> int:
     """A forward-only pass over one microbatch many times; the receivers are slow."""
     end = build_end(rank, case)
-    batch, outstanding, most = dist.batch_isend_irecv, [0], 0
+    start, outstanding, most = transfer._start, [0], 0
 
-    def watch(operations):
+    def watch(*args: Any, **options: Any) -> list[Message]:
         nonlocal most
-        works = batch(operations)
-        outstanding[0] += len(works)
+        messages = start(*args, **options)
+        outstanding[0] += len(messages)
         most = max(most, outstanding[0])
-        return [_Watched(work, outstanding) for work in works]
+        return [replace(m, work=cast(Any, _Watched(m.work, outstanding))) for m in messages]
 
-    dist.batch_isend_irecv = watch
+    transfer._start = watch
     end.begin([case.plan(0)] * microbatches, forward_only=True)
     with torch.no_grad():
         for m in range(microbatches):

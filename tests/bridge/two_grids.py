@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ from bridge import (
     ItemRuns,
     ReplicatedSource,
     sharded_destination,
+    transfer,
 )
+from bridge.waiting import Message
 from tests.bridge.layouts import cut_alone, lanes_of
 
 HIDDEN = 5
@@ -176,17 +179,15 @@ CASES = {
 @contextmanager
 def recorded() -> Iterator[list[tuple[str, int, Any]]]:
     """Every message that starts meanwhile: (what, peer, group)."""
-    batch, messages = dist.batch_isend_irecv, []
+    start, messages = transfer._start, []
 
-    def record(operations):
-        messages.extend((op.op.__name__, op.peer, op.group) for op in operations)
-        return batch(operations)
+    def record(*args: Any, **options: Any) -> list[Message]:
+        started = start(*args, **options)
+        messages.extend(("irecv" if m.incoming else "isend", m.peer, args[2]) for m in started)
+        return started
 
-    dist.batch_isend_irecv = record
-    try:
+    with mock.patch.object(transfer, "_start", record):
         yield messages
-    finally:
-        dist.batch_isend_irecv = batch
 
 
 def build_end(rank: int, case: Case) -> BridgeSender | BridgeReceiver:

@@ -187,6 +187,7 @@ def behave_like_nccl(
     one_queue: bool = False, connects_late: bool = False, limit_seconds: float = 15.0
 ) -> None:
     """Put this rank's messages under NCCL's rules, until its process ends."""
+    from bridge import transfer
     from mimo.engines.megatron.cpu import adapt_to_machine
     from mimo.model.modules import MimoModel
 
@@ -227,6 +228,7 @@ def behave_like_nccl(
     for name, function in replaced.items():
         setattr(dist, name, function)
         setattr(distributed_c10d, name, function)
+    transfer._UNBATCHED.clear()
     adapt_to_machine()
     torch.cuda.synchronize = device.synchronize
 
