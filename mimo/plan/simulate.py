@@ -7,11 +7,16 @@ time share the cores equally.
 
 import heapq
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+Role = tuple[str, int]
+"""Module and stage."""
+Pass = tuple[str, str]
+"""Module and kind of pass."""
 
 
 class Deadlock(Exception):
@@ -28,7 +33,7 @@ class Worker:
     ranks: int = 1
 
     @property
-    def role(self) -> tuple[str, int]:
+    def role(self) -> Role:
         return self.module, self.stage
 
 
@@ -51,6 +56,15 @@ class Task:
         return f"{self.module} {self.kind} {self.microbatch}"
 
 
+def mean_seconds(tasks: Sequence[Task], seconds: Iterable[float]) -> dict[Pass, float]:
+    """Return the seconds of each kind of pass: the mean over the workers with such tasks."""
+    totals, workers = defaultdict[Pass, float](float), defaultdict[Pass, set[int]](set)
+    for task, duration in zip(tasks, seconds, strict=True):
+        totals[task.module, task.kind] += float(duration)
+        workers[task.module, task.kind].add(task.worker)
+    return {key: total / len(workers[key]) for key, total in totals.items()}
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Start and end of each task, (n,) seconds. awaited: the task it waited for last, or -1."""
@@ -65,40 +79,32 @@ class Timeline:
     def seconds(self) -> float:
         return float(self.end.max(initial=0.0))
 
-    def busy(self) -> dict[tuple[str, str], float]:
-        """Return the seconds by module and kind: the mean over the workers with such tasks."""
-        totals, workers = defaultdict[tuple[str, str], float](float), defaultdict(set)
-        for number, task in enumerate(self.tasks):
-            totals[task.module, task.kind] += float(self.end[number] - self.start[number])
-            workers[task.module, task.kind].add(task.worker)
-        return {key: total / len(workers[key]) for key, total in totals.items()}
+    def busy(self) -> dict[Pass, float]:
+        """Return the seconds of each kind of pass: the mean over the workers with such tasks."""
+        return mean_seconds(self.tasks, self.end - self.start)
 
-    def idle(self, tail: float = 0.0) -> dict[tuple[str, int], float]:
-        """Return the share of a step in which the ranks of each role are idle.
+    def idle(self, tail: float = 0.0) -> dict[Role, float]:
+        """Return the share of a step in which the workers of each role are idle.
 
         tail: seconds from the last task to the end of the step; all ranks count as busy in it.
         """
-        busy, ranks = defaultdict[tuple[str, int], float](float), defaultdict(int)
-        for number, task in enumerate(self.tasks):
-            worker = self.workers[task.worker]
-            busy[worker.role] += float(self.end[number] - self.start[number]) * worker.ranks
-        for worker in self.workers:
-            ranks[worker.role] += worker.ranks
-        worked = {role: busy[role] / ranks[role] + tail for role in ranks}
-        return {role: 1 - seconds / (self.seconds + tail) for role, seconds in worked.items()}
+        workers = [task.worker for task in self.tasks]
+        busy = np.bincount(workers, self.end - self.start, len(self.workers)) + tail
+        shares = defaultdict[Role, list[float]](list)
+        for worker, share in zip(self.workers, 1 - busy / (self.seconds + tail), strict=True):
+            shares[worker.role].append(share)
+        return {role: float(np.mean(of_role)) for role, of_role in shares.items()}
 
-    def waits(self) -> dict[tuple[tuple[str, int], tuple[str, int]], float]:
+    def waits(self) -> dict[tuple[Role, Role], float]:
         """Return the seconds that a worker of the first role waits for the second: the mean.
 
         A wait counts for the task whose message ends it.
         """
-        free, waits = defaultdict[int, float](float), defaultdict[tuple, float](float)
-        count = defaultdict[tuple[str, int], int](int)
-        for worker in self.workers:
-            count[worker.role] += 1
+        free, waits = defaultdict[int, float](float), defaultdict[tuple[Role, Role], float](float)
+        count = Counter(worker.role for worker in self.workers)
         for number, task in enumerate(self.tasks):  # in the order of each worker
             role, waited = self.workers[task.worker].role, self.start[number] - free[task.worker]
-            if waited > 0 and self.awaited[number] >= 0:
+            if waited > 0:
                 other = self.workers[self.tasks[self.awaited[number]].worker].role
                 waits[role, other] += float(waited) / count[role]
             free[task.worker] = float(self.end[number])
@@ -112,62 +118,43 @@ def run_tasks(
 
     cores: number of ranks that compute at full speed at the same time.
     """
-    queues: list[list[int]] = [[] for _ in workers]
     following: list[list[tuple[int, float]]] = [[] for _ in tasks]
+    missing, previous = [0] * len(tasks), dict[int, int]()
     for number, task in enumerate(tasks):
-        queues[task.worker].append(number)
-        for before, seconds in task.after:
-            following[before].append((number, seconds))
-    position = [0] * len(workers)
-    missing = [len(task.after) for task in tasks]
-    arrival, awaited = np.zeros(len(tasks)), np.full(len(tasks), -1)
+        before = [(previous[task.worker], 0.0)] if task.worker in previous else []
+        for earlier, seconds in (*before, *task.after):
+            following[earlier].append((number, seconds))
+            missing[number] += 1
+        previous[task.worker] = number
+    arrival, awaited = [0.0] * len(tasks), np.full(len(tasks), -1)
     start, end = np.full(len(tasks), math.inf), np.full(len(tasks), math.inf)
-    arriving: list[tuple[float, int]] = []  # (arrival of the last message, task)
+    ready = [(0.0, number) for number, count in enumerate(missing) if not count]  # (start, task)
     running: list[tuple[float, int]] = []  # (value of `work` at its end, task)
-    has_arrived, is_busy = [not count for count in missing], [False] * len(workers)
     now = work = 0.0  # seconds; and seconds of work done for each busy rank so far
     num_active = 0
-
-    def begin_next(worker: int) -> None:
-        nonlocal num_active
-        if is_busy[worker] or position[worker] == len(queues[worker]):
-            return
-        number = queues[worker][position[worker]]
-        if has_arrived[number]:
-            is_busy[worker], start[number] = True, now
-            num_active += workers[worker].ranks
-            heapq.heappush(running, (work + tasks[number].seconds, number))
-
-    for worker in range(len(workers)):
-        begin_next(worker)
-    while running or arriving:
+    while running or ready:
         speed = min(1.0, cores / num_active) if num_active else 1.0
         at_end = now + max(0.0, running[0][0] - work) / speed if running else math.inf
-        if arriving and arriving[0][0] <= at_end:
-            time, number = heapq.heappop(arriving)
+        if ready and ready[0][0] <= at_end:
+            time, number = heapq.heappop(ready)
             work, now = work + (time - now) * speed, time
-            has_arrived[number] = True
-            begin_next(tasks[number].worker)
+            start[number] = now
+            num_active += workers[tasks[number].worker].ranks
+            heapq.heappush(running, (work + tasks[number].seconds, number))
             continue
         work, number = heapq.heappop(running)
-        now, worker = at_end, tasks[number].worker
-        end[number], is_busy[worker] = now, False
-        num_active -= workers[worker].ranks
-        position[worker] += 1
+        end[number] = now = at_end
+        num_active -= workers[tasks[number].worker].ranks
         for later, seconds in following[number]:
-            if (arrives := now + seconds) >= arrival[later]:
-                arrival[later], awaited[later] = arrives, number
+            if now + seconds >= arrival[later]:
+                arrival[later], awaited[later] = now + seconds, number
             missing[later] -= 1
             if not missing[later]:
-                heapq.heappush(arriving, (float(arrival[later]), later))
-        begin_next(worker)
-    stuck = [w for w, queue in enumerate(queues) if position[w] < len(queue)]
+                heapq.heappush(ready, (arrival[later], later))
+    unfinished = reversed(np.flatnonzero(np.isinf(end)).tolist())
+    stuck = {tasks[n].worker: tasks[n] for n in unfinished}  # the first of each worker
     if stuck:
-        heads = [tasks[queues[w][position[w]]] for w in stuck]
-        waits = [
-            f"{head} waits for {next(tasks[n] for n, _ in head.after if end[n] == math.inf)}"
-            for head in heads
-            if any(end[n] == math.inf for n, _ in head.after)
-        ]
-        raise Deadlock("; ".join(waits[:3]))
+        heads = [(stuck[worker], dict(stuck[worker].after)) for worker in sorted(stuck)[:3]]
+        waits = [(head, next(n for n in after if math.isinf(end[n]))) for head, after in heads]
+        raise Deadlock("; ".join(f"{head} waits for {tasks[n]}" for head, n in waits))
     return Timeline(workers, tasks, start, end, awaited)
