@@ -320,30 +320,39 @@ def pads_samples(recipe: Recipe) -> bool:
 
 
 class StepFlops:
-    """Counts the FLOPs of planned steps. tokenizer_size: number of its tokens."""
+    """Counts the FLOPs of planned steps. tokenizer_size: number of its tokens.
+
+    products: by module. passes_gradient: by module, whether something before it trains.
+    """
 
     def __init__(self, recipe: Recipe, tokenizer_size: int, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self._language = language_settings(recipe)
-        vocab_size = self._language.padded_vocab_size(tokenizer_size)
-        self._encoders = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-        self._generators = {name: generator_settings(recipe, name) for name in recipe.generators}
-        hidden_size = self._language.hidden_size
-        products = {LANGUAGE: self._language.products(vocab_size)}
-        products |= {name: s.products(hidden_size) for name, s in self._encoders.items()}
-        products |= {name: s.products() for name, s in self._generators.items()}
-        inner = {LANGUAGE: recipe.trains_before_language}
-        inner |= dict.fromkeys(recipe.generators, recipe.trains_before_generators)
+        self._dataset, self._generators = dataset, recipe.generators
+        self._language = language = language_settings(recipe)
+        encoders = {name: encoder_settings(recipe, name) for name in recipe.encoders}
+        generators = {name: generator_settings(recipe, name) for name in recipe.generators}
+        self._item_settings = {**encoders, **generators}
+        self.products = {LANGUAGE: language.products(language.padded_vocab_size(tokenizer_size))}
+        self.products |= {n: s.products(language.hidden_size) for n, s in encoders.items()}
+        self.products |= {name: settings.products() for name, settings in generators.items()}
+        self.passes_gradient = dict.fromkeys(encoders, False)
+        self.passes_gradient[LANGUAGE] = recipe.trains_before_language
+        self.passes_gradient |= dict.fromkeys(generators, recipe.trains_before_generators)
         self._per_unit = {
             name: flops_per_unit(
-                products_of_module,
+                products,
                 trainable_names(recipe, name),
-                # Gradients pass through a module to what trains before it.
-                input_needs_gradient=inner.get(name, False),
+                input_needs_gradient=self.passes_gradient[name],
                 adapters=recipe.module(name).lora,
             )
-            for name, products_of_module in products.items()
+            for name, products in self.products.items()
         }
+
+    def grids(self, planned: PlannedMicrobatch, name: str) -> np.ndarray:
+        """Return the grids of an encoder's or generator's items in a microbatch, (k, 3)."""
+        samples, items = planned.samples, planned.items[name].item
+        source = samples.source[samples.item_sample[items]]
+        plans = plans_of_items(self._dataset.readers, source, samples.item[items])
+        return np.array([plan.grid for plan in plans], np.int64).reshape(-1, 3)
 
     def of(self, plan: StepPlan) -> dict[str, float]:
         """Return the FLOPs of forward and backward by module, over all its ranks."""
@@ -355,13 +364,11 @@ class StepFlops:
                     samples.length, samples.item_rows, int(samples.loss_tokens.sum())
                 )
             }
-            for name, settings in (self._encoders | self._generators).items():
-                items = planned.items[name].item
-                source = samples.source[samples.item_sample[items]]
-                plans = plans_of_items(self._dataset.readers, source, samples.item[items])
+            for name, settings in self._item_settings.items():
+                grids, items = self.grids(planned, name), planned.items[name].item
                 rows = (samples.item_rows[items],) if name in self._generators else ()
-                if plans:
-                    counts[name] = settings.counts(np.array([p.grid for p in plans]), *rows)
+                if len(grids):
+                    counts[name] = settings.counts(grids, *rows)
             for name, units in counts.items():
                 flops[name] += step_flops(self._per_unit[name], units)
         return flops

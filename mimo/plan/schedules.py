@@ -3,9 +3,9 @@
 The orders are those of Megatron: 1F1B, with or without run-ahead, and interleaved 1F1B.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 
 import numpy as np
 
@@ -19,95 +19,79 @@ FORWARD, BACKWARD, ENCODE = "forward", "backward", "encode"
 
 @dataclass(frozen=True)
 class ModuleCosts:
-    """Seconds of a module's passes, for M microbatches, L lanes and P parts of its layers.
+    """Seconds of a module's passes and messages, for M microbatches, L lanes, P parts of layers.
 
     A chunk of a stage computes part ``chunk * pp + stage``. forward, backward: (M, L, P). message:
-    (M, L) from a stage to the next.
+    (M, L) from a stage to the next. rows: (M, L, D) of an encoder's or generator's exchange with
+    each of D lanes of the language model; NaN where there is none.
     """
 
     forward: np.ndarray
     backward: np.ndarray
     message: np.ndarray
     has_backward: bool = True
+    rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0)))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Messages of one microbatch between a module and the language model.
+def order_of_stage(
+    numbers: Sequence[int],
+    stage: int,
+    pp: int,
+    vpp: int = 1,
+    ahead: int = 0,
+    has_backward: bool = True,
+) -> list[Op]:
+    """Return a stage's order: forwards to warm up, then pairs, then the remaining backwards.
 
-    pairs: (n, 2) lane of the module and lane of the language model of each message. seconds: (n,).
+    With chunks, pp microbatches pass through each chunk in turn. ahead: further forwards to warm up
+    without chunks.
     """
-
-    pairs: np.ndarray
-    seconds: np.ndarray
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """All costs of a step. rows: by encoder and generator, for each microbatch."""
-
-    modules: Mapping[str, ModuleCosts]
-    rows: Mapping[str, Sequence[Rows]] = field(default_factory=dict)
-
-
-def one_f_one_b(numbers: Sequence[int], warmup: int, has_backward: bool = True) -> Iterator[Op]:
-    """Yield a stage's order: ``warmup`` forwards, then pairs, then the remaining backwards."""
-    places = [(number, 0) for number in numbers]
-    return _alternate(places, places if has_backward else [], warmup)
-
-
-def interleaved(
-    numbers: Sequence[int], stage: int, pp: int, vpp: int, has_backward: bool = True
-) -> Iterator[Op]:
-    """Yield a stage's order of chunks: pp microbatches through each chunk in turn."""
     groups = [numbers[first : first + pp] for first in range(0, len(numbers), pp)]
     table = [(n, chunk) for group in groups for chunk in range(vpp) for n in group]
-    back = [(n, vpp - 1 - chunk) for n, chunk in table]
-    return _alternate(table, back if has_backward else [], (pp - stage - 1) * 2 + (vpp - 1) * pp)
-
-
-def _alternate(
-    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warmup: int
-) -> Iterator[Op]:
-    """Yield ``warmup`` forwards, then one of each in turn. Places are (microbatch, chunk)."""
-    warmup = min(warmup, len(forwards)) if backwards else len(forwards)
-    yield from ((FORWARD, *place) for place in forwards[:warmup])
-    for number, place in enumerate(backwards, start=warmup):
-        yield from ((FORWARD, *ahead) for ahead in forwards[number : number + 1])
-        yield BACKWARD, *place
+    forwards = [(FORWARD, n, chunk) for n, chunk in table]
+    if not has_backward:
+        return forwards
+    backwards = [(BACKWARD, n, vpp - 1 - chunk) for n, chunk in table]
+    later = pp - stage - 1
+    warmup = min(len(table), later + ahead if vpp == 1 else 2 * later + (vpp - 1) * pp)
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    return [*forwards[:warmup], *chain(*pairs), *backwards[len(table) - warmup :]]
 
 
 class StepTasks:
-    """The workers and tasks of one step of a layout.
+    """The workers and tasks of one step of a layout. costs: by module.
 
     run_ahead: of each disjoint encoder. group: number of microbatches that colocated encoders
     encode at once. Colocated encoders run on the language model's workers; a worker takes the time
-    of its slowest lane.
+    of its slowest lane. number: of a task by module, kind, microbatch, lane and part; for colocated
+    encoders by module, kind, first microbatch of a group, worker and 0.
     """
 
     def __init__(
-        self, layout: Layout, costs: StepCosts, run_ahead: Mapping[str, int], group: int
+        self,
+        layout: Layout,
+        costs: Mapping[str, ModuleCosts],
+        run_ahead: Mapping[str, int],
+        group: int,
     ) -> None:
-        self.layout, self.costs, self.group = layout, costs, group
-        self.workers: list[Worker] = []
-        self.tasks: list[Task] = []
-        self._number = dict[tuple[str, str, int, int, int], int]()
-        self._first_worker = dict[str, int]()
+        self.layout, self.costs = layout, costs
+        self.workers, self.tasks = list[Worker](), list[Task]()
+        self.number = dict[tuple[str, str, int, int, int], int]()
+        everything = range(len(costs[LANGUAGE].forward))
+        self.groups = [everything[first : first + group] for first in everything[::group]]
         for name, grid in layout.grids.items():
             if name in layout.colocated:
                 continue
-            self._first_worker[name] = len(self.workers)
-            ranks = grid.tp * grid.cp
-            places = ((stage, lane) for stage in range(grid.pp) for lane in range(grid.dp))
-            self.workers += [Worker(name, stage, lane, ranks) for stage, lane in places]
-        self.num_microbatches = len(costs.modules[LANGUAGE].forward)
-        self._add_language()
-        for name in (n for n in layout.item_grids if n not in layout.colocated):
-            if name in layout.encoders:
-                self._add_encoder(name, run_ahead[name])
-            else:
-                self._add_generator(name)
-        self._connect_language()
+            for stage, lane in product(range(grid.pp), range(grid.dp)):
+                self.workers.append(Worker(name, stage, lane, grid.tp * grid.cp))
+                if name == LANGUAGE:
+                    self._add_language(stage, lane)
+                elif name in layout.encoders:
+                    self._add_passes(name, stage, lane, everything, run_ahead[name])
+                else:
+                    for m in everything:
+                        self._add_draw(name, m, lane)
+        self._connect_stages()
         for name in layout.encoders:
             self._connect_encoder(name)
         for name in layout.generators:
@@ -115,53 +99,50 @@ class StepTasks:
 
     # ------------------------------------------------------------------ tasks in order
 
-    def _add(self, name: str, op: str, key: tuple[int, int, int], worker: int, cost: float) -> None:
-        """key: microbatch, lane, part; of colocated encoders, first of a group, worker, 0."""
-        self._number[(name, op, *key)] = len(self.tasks)
-        self.tasks.append(Task(worker, name, op, key[0], float(cost)))
+    def _add(self, name: str, op: str, key: tuple[int, int, int], seconds: float) -> None:
+        """Add a task of the newest worker. key: the rest of the key in `number`."""
+        self.number[(name, op, *key)] = len(self.tasks)
+        self.tasks.append(Task(len(self.workers) - 1, name, op, key[0], float(seconds)))
 
-    def _add_language(self) -> None:
-        grid, costs = self.layout.language, self.costs.modules[LANGUAGE]
-        for stage in range(grid.pp):
-            for lane in range(grid.dp):
-                worker = self._first_worker[LANGUAGE] + stage * grid.dp + lane
-                for first in range(0, self.num_microbatches, self.group):
-                    numbers = range(first, min(first + self.group, self.num_microbatches))
-                    self._add_colocated(ENCODE, numbers, stage, lane, worker)
-                    if grid.vpp > 1:
-                        ops = interleaved(numbers, stage, grid.pp, grid.vpp, costs.has_backward)
-                    else:
-                        warmup = grid.pp - stage - 1 + self.layout.ahead
-                        ops = one_f_one_b(numbers, warmup, costs.has_backward)
-                    for op, m, chunk in ops:
-                        part = chunk * grid.pp + stage
-                        seconds = getattr(costs, op)[m, lane, part]
-                        self._add(LANGUAGE, op, (m, lane, part), worker, seconds)
-                        for name in self.layout.generators if op == FORWARD else ():
-                            if name in self.layout.colocated:
-                                self._add_draw(name, m, lane, worker)
-                    self._add_colocated(BACKWARD, numbers, stage, lane, worker)
+    def _add_language(self, stage: int, lane: int) -> None:
+        for numbers in self.groups:
+            self._add_colocated(ENCODE, numbers, stage, lane)
+            self._add_passes(LANGUAGE, stage, lane, numbers, self.layout.ahead)
+            self._add_colocated(BACKWARD, numbers, stage, lane)
 
-    def _add_colocated(self, op: str, numbers: range, stage: int, lane: int, worker: int) -> None:
+    def _add_passes(self, name: str, stage: int, lane: int, numbers: range, ahead: int) -> None:
+        """Add the passes of these microbatches in the order of a stage."""
+        grid, costs = self.layout.grids[name], self.costs[name]
+        order = order_of_stage(numbers, stage, grid.pp, grid.vpp, ahead, costs.has_backward)
+        for op, m, chunk in order:
+            part = chunk * grid.pp + stage
+            kind = ENCODE if op == FORWARD and name != LANGUAGE else op
+            self._add(name, kind, (m, lane, part), getattr(costs, op)[m, lane, part])
+            if kind == FORWARD:
+                for generator in self.layout.generators:
+                    if generator in self.layout.colocated:
+                        self._add_draw(generator, m, lane)
+
+    def _add_colocated(self, op: str, numbers: range, stage: int, lane: int) -> None:
         """Add the forward, or backward, of colocated encoders for a group of microbatches."""
-        grid, key = self.layout.language, (numbers[0], worker, 0)
-        for name in self.layout.encoders:
-            costs = self.costs.modules[name]
+        grid = self.layout.language
+        ranks = np.arange(grid.tp * grid.cp) + grid.tp * grid.cp * (lane + grid.dp * stage)
+        for name, encoder in self.layout.encoders.items():
+            costs = self.costs[name]
             if name not in self.layout.colocated or (op == BACKWARD and not costs.has_backward):
                 continue
             of_pass = costs.forward if op == ENCODE else costs.backward
             totals = of_pass[numbers.start : numbers.stop, :, 0].sum(axis=0)
-            lanes, tp = len(totals), self.layout.encoders[name].tp
-            ranks = np.arange(grid.tp * grid.cp) + grid.tp * grid.cp * (lane + grid.dp * stage)
-            self._add(name, op, key, worker, totals[np.unique(ranks // tp) % lanes].max())
+            seconds = totals[ranks // encoder.tp % encoder.dp].max()
+            self._add(name, op, (numbers[0], len(self.workers) - 1, 0), seconds)
 
-    def _add_draw(self, name: str, m: int, lane: int, worker: int) -> None:
+    def _add_draw(self, name: str, m: int, lane: int) -> None:
         """Add a generator's passes of a microbatch. lane: lane of the worker."""
-        costs, lanes = self.costs.modules[name], self.layout.generators[name].dp
-        numbers = [n for n in range(lanes) if self._lane_of_draw(name, n) == lane]
+        costs, lanes = self.costs[name], range(self.layout.generators[name].dp)
+        of_worker = [n for n in lanes if self._lane_of_draw(name, n) == lane]
         for op in (FORWARD, BACKWARD)[: 1 + costs.has_backward]:
-            seconds = getattr(costs, op)[m, numbers].max(initial=0.0)
-            self._add(name, op, (m, lane, 0), worker, seconds)
+            seconds = getattr(costs, op)[m, of_worker].max(initial=0.0)
+            self._add(name, op, (m, lane, 0), seconds)
 
     def _lane_of_draw(self, name: str, lane: int) -> int:
         """Return the lane of the worker that runs a generator's lane."""
@@ -169,85 +150,60 @@ class StepTasks:
             return lane
         return lane * self.layout.language.dp // self.layout.generators[name].dp
 
-    def _add_encoder(self, name: str, run_ahead: int) -> None:
-        grid, costs = self.layout.encoders[name], self.costs.modules[name]
-        for stage in range(grid.pp):
-            for lane in range(grid.dp):
-                worker = self._first_worker[name] + stage * grid.dp + lane
-                warmup = grid.pp - stage - 1 + run_ahead
-                numbers = range(self.num_microbatches)
-                for op, m, _ in one_f_one_b(numbers, warmup, costs.has_backward):
-                    seconds = getattr(costs, op)[m, lane, stage]
-                    kind = ENCODE if op == FORWARD else op
-                    self._add(name, kind, (m, lane, stage), worker, seconds)
-
-    def _add_generator(self, name: str) -> None:
-        for lane in range(self.layout.generators[name].dp):
-            for m in range(self.num_microbatches):
-                self._add_draw(name, m, lane, self._first_worker[name] + lane)
-
     # ------------------------------------------------------------------ who waits for whom
 
     def _wait(self, later: int, before: int, seconds: float) -> None:
         self.tasks[later].after.append((before, float(seconds)))
 
-    def _connect_language(self) -> None:
-        grid, costs, number = self.layout.language, self.costs.modules[LANGUAGE], self._number
-        parts = grid.pp * grid.vpp
-        for (name, op, m, lane, part), task in number.items():
-            if name != LANGUAGE:
-                continue
-            before = part - 1 if op == FORWARD else part + 1
-            if 0 <= before < parts:
-                seconds = costs.message[m, lane] * (grid.pp > 1)
-                self._wait(task, number[LANGUAGE, op, m, lane, before], seconds)
+    def _connect_stages(self) -> None:
+        """A forward waits for that of the part before, a backward for that of the part after."""
+        for (name, op, m, lane, part), task in self.number.items():
+            before = self.number.get((name, op, m, lane, part + (1 if op == BACKWARD else -1)))
+            if before is not None:
+                self._wait(task, before, self.costs[name].message[m, lane])
 
     def _connect_encoder(self, name: str) -> None:
-        grid, costs, number = self.layout.encoders[name], self.costs.modules[name], self._number
-        language = self.layout.language
-        parts = [
-            c * language.pp + link.stage for link in self.layout.links_of(name) for c in link.chunks
-        ]
-        if name in self.layout.colocated:
-            self._connect_colocated(name, sorted(set(parts)))
+        """Connect an encoder's lanes; if colocated, all workers before and after each group."""
+        language, rows, links = (
+            self.layout.language,
+            self.costs[name].rows,
+            self.layout.links_of(name),
+        )
+        parts = {chunk * language.pp + link.stage for link in links for chunk in link.chunks}
+        if name not in self.layout.colocated:
+            for m, lane, to in np.argwhere(~np.isnan(rows)).tolist():
+                self._exchange(name, range(m, m + 1), lane, to, parts, rows[m, lane, to])
             return
-        for (module, op, m, lane, stage), task in number.items():
-            before = stage - 1 if op == ENCODE else stage + 1
-            if module == name and 0 <= before < grid.pp:
-                self._wait(task, number[name, op, m, lane, before], costs.message[m, lane])
-        for m, rows in enumerate(self.costs.rows[name]):
-            for (lane, to), seconds in zip(rows.pairs.tolist(), rows.seconds, strict=True):
-                sent = number[name, ENCODE, m, lane, grid.pp - 1]
-                for part in set(parts):
-                    self._wait(number[LANGUAGE, FORWARD, m, to, part], sent, seconds)
-                    if costs.has_backward:
-                        returned = number[LANGUAGE, BACKWARD, m, to, part]
-                        self._wait(number[name, BACKWARD, m, lane, grid.pp - 1], returned, seconds)
+        workers = [n for n, worker in enumerate(self.workers) if worker.module == LANGUAGE]
+        for numbers in self.groups:
+            of_group = np.nan_to_num(rows[numbers.start : numbers.stop])
+            seconds = of_group.max(axis=(1, 2)).sum()
+            for worker, to in product(workers, range(language.dp)):
+                self._exchange(name, numbers, worker, to, parts, seconds)
 
-    def _connect_colocated(self, name: str, parts: Sequence[int]) -> None:
-        """Exchange rows after a group's forward and gradients before its backward, on all ranks."""
-        grid, number, costs = self.layout.language, self._number, self.costs.modules[name]
-        start = self._first_worker[LANGUAGE]
-        workers = range(start, start + grid.pp * grid.dp)
-        for first in range(0, self.num_microbatches, self.group):
-            last = min(first + self.group, self.num_microbatches) - 1
-            rows = self.costs.rows[name][first : last + 1]
-            seconds = sum(max(of.seconds, default=0.0) for of in rows)
-            for worker, lane, part in itertools.product(workers, range(grid.dp), parts):
-                place, encoded = (lane, part), number[name, ENCODE, first, worker, 0]
-                self._wait(number[LANGUAGE, FORWARD, first, *place], encoded, seconds)
-                if costs.has_backward:
-                    returned = number[LANGUAGE, BACKWARD, last, *place]
-                    self._wait(number[name, BACKWARD, first, worker, 0], returned, seconds)
+    def _exchange(
+        self, name: str, numbers: range, lane: int, to: int, parts: set[int], seconds: float
+    ) -> None:
+        """Send an encoder's rows of these microbatches, and their gradients back.
+
+        lane: the encoder's, or a worker. to, parts: of the language model.
+        """
+        first, last, number = numbers[0], numbers[-1], self.number
+        stage = self.layout.encoders[name].pp - 1
+        for part in parts:
+            sent = number[name, ENCODE, first, lane, stage]
+            self._wait(number[LANGUAGE, FORWARD, first, to, part], sent, seconds)
+            if self.costs[name].has_backward:
+                returned = number[LANGUAGE, BACKWARD, last, to, part]
+                self._wait(number[name, BACKWARD, first, lane, stage], returned, seconds)
 
     def _connect_generator(self, name: str) -> None:
-        number, language = self._number, self.layout.language
-        last, costs = language.pp * language.vpp - 1, self.costs.modules[LANGUAGE]
-        last_pass = BACKWARD if self.costs.modules[name].has_backward else FORWARD
-        for m, rows in enumerate(self.costs.rows[name]):
-            for (lane, to), seconds in zip(rows.pairs.tolist(), rows.seconds, strict=True):
-                key = m, self._lane_of_draw(name, lane), 0
-                begun, drawn = number[name, FORWARD, *key], number[name, last_pass, *key]
-                self._wait(begun, number[LANGUAGE, FORWARD, m, to, last], seconds)
-                if costs.has_backward:
-                    self._wait(number[LANGUAGE, BACKWARD, m, to, last], drawn, seconds)
+        number, language, rows = self.number, self.layout.language, self.costs[name].rows
+        last = language.pp * language.vpp - 1
+        last_pass = BACKWARD if self.costs[name].has_backward else FORWARD
+        for m, lane, to in np.argwhere(~np.isnan(rows)).tolist():
+            key, seconds = (m, self._lane_of_draw(name, lane), 0), rows[m, lane, to]
+            begun, drawn = number[name, FORWARD, *key], number[name, last_pass, *key]
+            self._wait(begun, number[LANGUAGE, FORWARD, m, to, last], seconds)
+            if self.costs[LANGUAGE].has_backward:
+                self._wait(number[LANGUAGE, BACKWARD, m, to, last], drawn, seconds)

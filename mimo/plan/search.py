@@ -278,7 +278,7 @@ class _Estimate:
         self.layers = {name: module_settings(recipe, name).num_layers for name in flops}
         work = StepWork(recipe, layout, dataset, rates)
         self.size, self.wide = work.size, max(4, work.size)
-        self.weights = sum(part.weights for part in work.parts[LANGUAGE])
+        self.weights = work.parts[LANGUAGE].weights.sum()
 
     def seconds(self, overrides: Overrides) -> float:
         """Return the estimated seconds of a step."""

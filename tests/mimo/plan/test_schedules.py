@@ -1,7 +1,8 @@
 """The tasks of a step: Megatron's orders, closed forms of their time, deadlocks, and waits."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,22 @@ import numpy as np
 import pytest
 
 from mimo.parallel.grids import LANGUAGE, GridSpec, Layout, links_of, minimum_run_ahead
-from mimo.plan import schedules
-from mimo.plan.schedules import BACKWARD, ENCODE, FORWARD, StepTasks
+from mimo.plan.schedules import (
+    BACKWARD,
+    ENCODE,
+    FORWARD,
+    ModuleCosts,
+    Op,
+    StepTasks,
+    order_of_stage,
+)
 from mimo.plan.simulate import Deadlock, Timeline, run_tasks
 
 
-def costs_of(shape: tuple[int, int, int], first: float, back: float) -> schedules.ModuleCosts:
+def costs_of(shape: tuple[int, int, int], first: float, back: float) -> ModuleCosts:
     """Return equal costs. shape: (M, L, P). first, back: seconds of forward and backward."""
     passes = np.full(shape, first), np.full(shape, back)
-    return schedules.ModuleCosts(*passes, np.zeros(shape[:2]), back > 0)
+    return ModuleCosts(*passes, np.zeros(shape[:2]), back > 0)
 
 
 def step_of(
@@ -44,14 +52,11 @@ def step_of(
     links = {name: links_of(name, pp, vpp, layers, levels) for name in encoders if levels}
     size = grid.size + sum(g.size for name, g in guests.items() if name not in colocated)
     layout = Layout(grid, dict(encoders), size, colocated, links, generators=dict(generators))
-    modules = {LANGUAGE: costs_of((m, dp, pp * vpp), 1.0 / vpp, 2.0 / vpp)}
-    rows = dict[str, Sequence[schedules.Rows]]()
+    costs = {LANGUAGE: costs_of((m, dp, pp * vpp), 1.0 / vpp, 2.0 / vpp)}
     for name, guest in guests.items():
-        modules[name] = costs_of((m, guest.dp, guest.pp), 0.3, 0.0 if name in frozen else 0.6)
-        pairs = np.array([*product(range(guest.dp), range(dp))])
-        rows[name] = [schedules.Rows(pairs, np.full(len(pairs), message))] * m
-    ahead = dict.fromkeys(encoders, run_ahead)
-    return StepTasks(layout, schedules.StepCosts(modules, rows), ahead, group or m)
+        of_passes = costs_of((m, guest.dp, guest.pp), 0.3, 0.0 if name in frozen else 0.6)
+        costs[name] = replace(of_passes, rows=np.full((m, guest.dp, dp), message))
+    return StepTasks(layout, costs, dict.fromkeys(encoders, run_ahead), group or m)
 
 
 def run(step: StepTasks) -> Timeline:
@@ -87,14 +92,11 @@ def test_stages_run_in_the_order_of_megatron(pp: int, vpp: int, m: int) -> None:
             m, vpp, pp, p2p_communicator=pipeline
         )
         table = megatron.get_schedule_table(m, vpp, pp)
-        forwards: list[schedules.Op] = [(FORWARD, *place) for place in table]
-        backwards: list[schedules.Op] = [(BACKWARD, n, vpp - 1 - chunk) for n, chunk in table]
+        forwards: list[Op] = [(FORWARD, *place) for place in table]
+        backwards: list[Op] = [(BACKWARD, n, vpp - 1 - chunk) for n, chunk in table]
         pairs = zip(forwards[warmup:], backwards, strict=False)
         expected = [*forwards[:warmup], *chain(*pairs), *backwards[remaining:]]
-        order = schedules.one_f_one_b(range(m), pp - stage - 1)
-        if vpp > 1:
-            order = schedules.interleaved(range(m), stage, pp, vpp)
-        assert [*order] == expected
+        assert order_of_stage(range(m), stage, pp, vpp) == expected
 
 
 # ---------------------------------------------------------------------- disjoint modules
@@ -135,7 +137,7 @@ def test_a_disjoint_generator_runs_between_the_last_forward_and_backward(lanes: 
     grids = {"image": GridSpec("image", dp=lanes)}
     for pp, vpp, m in GRID:
         step = step_of(m, pp, vpp, dp=2, generators=grids, message=0.5)
-        timeline, last = run(step), step._number
+        timeline, last = run(step), step.number
         for n, lane, to in product(range(m), range(lanes), range(2)):
             part = pp * vpp - 1
             begun = timeline.start[last["image", FORWARD, n, lane, 0]]
@@ -155,7 +157,7 @@ def test_a_colocated_generator_runs_its_forward_and_backward_in_the_forward() ->
 def test_rows_are_waited_for_by_each_stage_that_has_a_link(pp: int, vpp: int, levels: int) -> None:
     m, message, ahead = 4, 0.75, minimum_run_ahead(pp, vpp, 4) + 1
     step = step_of(m, pp, vpp, 2, VISION, run_ahead=ahead, levels=levels, message=message)
-    timeline, numbers = run(step), step._number
+    timeline, numbers = run(step), step.number
     # Two layers to a part: levels 1 and 2 are added in part 0, level 3 in part 1.
     parts = {layer // 2 for layer in range(max(1, levels)) if layer // 2 < pp * vpp}
     for part, n, lane, to in product(range(pp * vpp), range(m), range(2), range(2)):
@@ -183,7 +185,7 @@ def test_colocated_encoders_encode_a_group_before_its_forwards(
     together = frozenset(encoders)
     options = {"colocated": together, "frozen": together if frozen else frozenset()}
     step = step_of(6, pp, vpp, dp=2, encoders=encoders, group=group, message=0.4, **options)
-    timeline, number = run(step), step._number
+    timeline, number = run(step), step.number
     for first in range(0, 6, group):
         numbers = range(first, min(first + group, 6))
         exchange = 0.4 * len(numbers)  # rows of a group are exchanged at once
