@@ -23,11 +23,11 @@ from mimo.errors import InputError
 from mimo.families.registry import GENERAL, encoder_settings, language_settings
 from mimo.model.dataset import Dataset
 from mimo.model.indexing import indexed_dataset
-from mimo.model.step_plan import StepPlan
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Layout
-from mimo.plan.forecast import Step, plans, simulate
+from mimo.plan.forecast import plans, simulate
 from mimo.plan.rates import Rates
+from mimo.plan.simulate import Pass, mean_seconds
 from mimo.plan.work import StepWork
 from mimo.runtime.run_files import METRICS, json_lines, starts_of
 
@@ -36,11 +36,9 @@ _MIN_WORK = 0.1  # least share of a pass's time that is not messages
 _HERE, _STEPS_HERE = "this_machine", 8
 _WARMUP = 3  # first steps, whose times are ignored
 _TAIL = ("gradients", "update")  # parts of a step after its last backward
-_CALLS = ("call", "call_back")
-_NO_RATES = Rates("", {}, {})
 
-Key = tuple[str, str]
-"""Module and kind of pass."""
+Constant = tuple[str, str]
+"""A constant of `Rates`: field and module, which is "" for the constants of layers."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,7 @@ class MeasuredRun:
 
 def read_run(folder: Path) -> MeasuredRun:
     """Read a finished or stopped run. Raises InputError."""
-    lines = json_lines(folder / METRICS)
-    timed = [line for line in lines if "idle_fraction" in line]
+    timed = [line for line in json_lines(folder / METRICS) if "idle_fraction" in line]
     timed = [line for line in timed if line["step"] > _WARMUP] or timed
     if not timed:
         raise InputError(
@@ -68,11 +65,8 @@ def read_run(folder: Path) -> MeasuredRun:
     recipe = load_recipe(folder / "recipe.yaml")
     if (dataset := indexed_dataset(recipe)) is None:
         raise InputError(f"{folder}: its data are not indexed here; run mimo data index first")
-    names = dict.fromkeys(name for line in timed for name in line)
-    values = {name: [line[name] for line in timed if name in line] for name in names}
-    metrics = {
-        name: median(v) for name, v in values.items() if all(isinstance(x, int | float) for x in v)
-    }
+    names = {name for line in timed for name in line if "seconds" in name}
+    metrics = {name: median(line[name] for line in timed if name in line) for name in names}
     start = (starts_of(folder) or [{}])[-1]
     on_cpu = start.get("device", "CPU") == "CPU"
     cores = float(start.get("cores", 1)) if on_cpu else math.inf
@@ -86,15 +80,10 @@ def measure_here(recipe: Recipe, folder: Path) -> MeasuredRun:
     Widths are the recipe's. The language model has one period of layers, and random weights.
     folder: where the run is written, with a checkpoint of this model.
     """
-    if GENERAL in {recipe.module(name).family for name in recipe.modules}:
+    if any(part.family == GENERAL or part.engine == "fsdp" for part in recipe.modules.values()):
         raise InputError(
-            "--calibrate here: models of family transformers cannot be shortened; give the folder "
-            "of a run"
-        )
-    if "fsdp" in {recipe.module(name).engine for name in recipe.modules}:
-        raise InputError(
-            "--calibrate here: with engine: fsdp the folder of init_from sets the number of "
-            "layers; give the folder of a run"
+            "--calibrate here: the models of family transformers and of engine fsdp cannot be "
+            "shortened; give the folder of a run"
         )
     settings = language_settings(recipe)
     levels = max((encoder_settings(recipe, name).num_levels for name in recipe.encoders), default=0)
@@ -131,98 +120,87 @@ def measure_here(recipe: Recipe, folder: Path) -> MeasuredRun:
 
 def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
     """Return rates fitted to runs. assumed: rates of links, and of the update if not measured."""
-    all_features = [_Features(run) for run in runs]
-    modules = list(dict.fromkeys(name for run in runs for name in run.layout.grids))
-    rates = replace(assumed, cores=runs[0].cores)
+    rates = replace(assumed, cores=runs[0].cores, element=0.0, step=0.0)
     if math.isfinite(rates.cores):  # messages inside one machine count as free
         rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
-    rates = replace(rates, forward={}, backward={}, call=0.0, call_back=0.0, element=0.0, step=0.0)
-    names = [f"{module} {kind}" for module in modules for kind in ("first", "back")] + [*_CALLS]
-    fit = dict.fromkeys(names, 0.0)
+    modules = dict.fromkeys(name for run in runs for name in run.layout.grids)
+    constants = [(kind, module) for module in modules for kind in ("forward", "backward")]
+    constants += [("call", ""), ("call_back", "")]
+    measured_steps, fit = [_MeasuredSteps(run, constants) for run in runs], [0.0] * len(constants)
     for _ in range(_FITS):
+        rates = _with_constants(rates, dict(zip(constants, fit, strict=True)))
         matrix, seconds = [], []
-        for features in all_features:
-            alone = features.work(rates)
-            slowdowns = features.slowdowns(rates, alone)
-            for key, measured in features.measured.items():
-                row, unshared = features.per_constant[key], measured / slowdowns.get(key, 1.0)
-                messages = alone[key] - sum(fit[name] * value for name, value in row.items())
-                matrix.append([row.get(name, 0.0) for name in names])
+        for steps in measured_steps:
+            alone, shared = steps.seconds(rates), steps.seconds(rates, is_shared=True)
+            for key, measured in steps.measured.items():
+                row = [per_pass[key] for per_pass in steps.per_constant]
+                unshared = measured * alone[key] / shared[key] if shared[key] else measured
+                messages = alone[key] - float(np.dot(row, fit))
+                matrix.append(row)
                 seconds.append(max(unshared - messages, _MIN_WORK * unshared))
-        fit = dict(zip(names, _nonnegative_least_squares(matrix, seconds), strict=True))
-        forward = {module: fit[f"{module} first"] for module in modules}
-        backward = {module: fit[f"{module} back"] for module in modules}
-        for fitted in (forward, backward):
-            fitted[""] = float(np.mean([*fitted.values()]))  # of modules that no run has
-        calls = {name: fit[name] for name in _CALLS}
-        rates = replace(rates, forward=forward, backward=backward, **calls)
-    element = [cost for features in all_features for cost in features.element_costs(rates)]
+        fit = _nonnegative_least_squares(matrix, seconds)
+    fitted = dict(zip(constants, fit, strict=True))
+    for kind in ("forward", "backward"):  # of modules that no run has
+        fitted[kind, ""] = float(np.mean([fitted[kind, module] for module in modules]))
+    rates = _with_constants(rates, fitted)
+    element = [cost for steps in measured_steps for cost in steps.element_costs(rates)]
     rates = replace(rates, element=median(element) if element else assumed.element)
-    rest = [features.unsimulated(rates) for features in all_features]
-    source = "fitted to " + ", ".join(run.name for run in runs)
-    return replace(rates, name="fitted", step=median(rest), source=source)
+    rest = median(steps.unsimulated(rates) for steps in measured_steps)
+    return replace(rates, step=rest, source="fitted to " + ", ".join(run.name for run in runs))
 
 
-class _Features:
-    """A run's measured times, and per_constant: seconds of each key per unit of a constant."""
+def _with_constants(rates: Rates, constants: Mapping[Constant, float]) -> Rates:
+    """Return rates with these constants, and others of 0."""
+    forward, backward = (
+        {module: seconds for (kind, module), seconds in constants.items() if kind == of_pass}
+        for of_pass in ("forward", "backward")
+    )
+    call, call_back = (constants.get((kind, ""), 0.0) for kind in ("call", "call_back"))
+    return replace(rates, forward=forward, backward=backward, call=call, call_back=call_back)
 
-    def __init__(self, run: MeasuredRun) -> None:
-        self.run, self.seconds = run, run.metrics["step_seconds"]
-        self.plans: list[StepPlan] = [*plans(run.recipe, run.layout, run.dataset, _STEPS)]
-        self.per_constant: dict[Key, dict[str, float]] = {}
-        for name, rates in self._bases().items():
-            for key, seconds in self.work(rates).items():
-                self.per_constant.setdefault(key, {})[name] = seconds
-        values = {key: run.metrics.get(f"seconds_{key[0]}_{key[1]}") for key in self.per_constant}
-        self.measured = {key: value for key, value in values.items() if value}
 
-    def _bases(self) -> dict[str, Rates]:
-        cores = self.run.cores
-        bases = {name: replace(_NO_RATES, **{name: 1.0}, cores=cores) for name in _CALLS}
-        for module in self.run.layout.grids:
-            bases[f"{module} first"] = replace(_NO_RATES, forward={module: 1.0}, cores=cores)
-            bases[f"{module} back"] = replace(_NO_RATES, backward={module: 1.0}, cores=cores)
-        return bases
+class _MeasuredSteps:
+    """The first steps of a run, and its measured times.
 
-    def work(self, rates: Rates) -> dict[Key, float]:
-        """Return the mean seconds of each key per worker and step, with a core for each rank."""
-        totals: dict[Key, float] = {}
-        workers: dict[Key, set[int]] = {}
-        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
+    per_constant: for each constant the seconds of each kind of pass per unit of it. measured:
+    seconds of each kind of pass.
+    """
+
+    def __init__(self, run: MeasuredRun, constants: Sequence[Constant]) -> None:
+        self.run, self.plans = run, [*plans(run.recipe, run.layout, run.dataset, _STEPS)]
+        none = Rates("", {}, {}, cores=run.cores)
+        self.per_constant = [self.seconds(_with_constants(none, {c: 1.0})) for c in constants]
+        seconds = {(m, k): run.metrics.get(f"seconds_{m}_{k}") for m, k in self.per_constant[0]}
+        self.measured = {key: value for key, value in seconds.items() if value}
+
+    def work(self, rates: Rates) -> StepWork:
+        return StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
+
+    def seconds(self, rates: Rates, is_shared: bool = False) -> dict[Pass, float]:
+        """Return the mean seconds of each kind of pass per worker and step.
+
+        is_shared: as simulated on the machine's cores; else with a core for each rank.
+        """
+        totals, work = Counter[Pass](), self.work(rates)
         for plan in self.plans:
-            for task in work.tasks(plan).tasks:
-                key = task.module, task.kind
-                totals[key] = totals.get(key, 0.0) + task.seconds
-                workers.setdefault(key, set()).add(task.worker)
-        return {key: t / len(workers[key]) / len(self.plans) for key, t in totals.items()}
-
-    def _simulate(self, rates: Rates) -> list[Step]:
-        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
-        return [simulate(work, plan) for plan in self.plans]
-
-    def slowdowns(self, rates: Rates, alone: Mapping[Key, float]) -> dict[Key, float]:
-        """Return the slowdown of passes by shared cores. alone: seconds with a core per rank."""
-        if math.isinf(rates.cores) or not rates.forward:
-            return {}
-        shared = Counter[Key]()
-        for step in self._simulate(rates):
-            shared.update(step.timeline.busy())
-        return {key: shared[key] / len(self.plans) / alone[key] for key in shared if alone[key]}
+            tasks = work.tasks(plan).tasks
+            alone = mean_seconds(tasks, [task.seconds for task in tasks])
+            totals.update(simulate(work, plan).timeline.busy() if is_shared else alone)
+        return {key: total / len(self.plans) for key, total in totals.items()}
 
     def unsimulated(self, rates: Rates) -> float:
         """Return the seconds of a step that are not simulated, with a core for each rank."""
-        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
-        simulated = float(np.mean([step.seconds for step in self._simulate(rates)]))
-        return max(0.0, self.seconds - simulated) / work.ranks_per_core
+        work = self.work(rates)
+        simulated = float(np.mean([simulate(work, plan).seconds for plan in self.plans]))
+        return max(0.0, self.run.metrics["step_seconds"] - simulated) / work.ranks_per_core
 
     def element_costs(self, rates: Rates) -> list[float]:
         """Return each module's seconds of gradients and update per element that a rank updates."""
-        work = StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
-        costs = []
+        work, costs = self.work(rates), []
         for name, (_, updated) in work.elements.items():
-            parts = [self.run.metrics.get(f"seconds_{name}_{p}", 0.0) for p in _TAIL]
-            if updated and sum(parts):
-                costs.append(sum(parts) / work.ranks_per_core / updated)
+            seconds = sum(self.run.metrics.get(f"seconds_{name}_{part}", 0.0) for part in _TAIL)
+            if updated and seconds:
+                costs.append(seconds / work.ranks_per_core / updated)
         return costs
 
 

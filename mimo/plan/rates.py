@@ -6,7 +6,7 @@ each layer and one for the pass. On a CPU, small layers spend most of their time
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,15 +68,15 @@ def parse_gpu(text: str) -> Gpu:
 class Rates:
     """Times of one rank's work.
 
-    forward, backward: seconds per FLOP by module, "" for all others; on a CPU, of one thread. call,
-    call_back: more seconds of each layer's forward and backward, and of each pass. element: seconds
-    of gradients and update per element that a rank updates. step: seconds of a step beyond these.
-    node, network: bytes per second that a rank sends inside a node and to another. latency: seconds
-    of a message. cores: ranks that compute at full speed at the same time. peak: FLOP/s of a rank;
-    0 if unknown.
+    source: what they come from. forward, backward: seconds per FLOP by module, "" for all others;
+    on a CPU, of one thread. call, call_back: more seconds of each layer's forward and backward, and
+    of each pass. element: seconds of gradients and update per element that a rank updates. step:
+    seconds of a step beyond these. node, network: bytes per second that a rank sends inside a node
+    and to another. latency: seconds of a message. cores: ranks that compute at full speed at the
+    same time. peak: FLOP/s of a rank; 0 if unknown.
     """
 
-    name: str
+    source: str
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     call: float = 0.0
@@ -89,15 +89,11 @@ class Rates:
     cores: float = math.inf
     peak: float = 0.0
     ranks_per_node: int = 8
-    source: str = field(default="", compare=False)
 
     def seconds_per_flop(self, module: str) -> tuple[float, float]:
         """Return the seconds per FLOP of a module's forward and backward."""
-        first, second = (
-            by_module.get(module, by_module.get("", 0.0))
-            for by_module in (self.forward, self.backward)
-        )
-        return first, second
+        forward = self.forward.get(module, self.forward.get("", 0.0))
+        return forward, self.backward.get(module, self.backward.get("", 0.0))
 
     def with_threads(self, threads: int | None, ranks: int) -> "Rates":
         """Return the rates of ranks with ``threads``, by default an equal share of the cores.
@@ -107,17 +103,14 @@ class Rates:
         if math.isinf(self.cores):
             return self
         count = threads or max(1, int(self.cores) // ranks)
-        forward, backward = (
-            {module: seconds / count for module, seconds in by_module.items()}
-            for by_module in (self.forward, self.backward)
-        )
+        forward = {module: seconds / count for module, seconds in self.forward.items()}
+        backward = {module: seconds / count for module, seconds in self.backward.items()}
         return replace(self, forward=forward, backward=backward)
 
     def message[T: (float, np.ndarray)](self, num_bytes: T, span: int) -> T:
         """Return the seconds of a message to a rank whose number differs by ``span``."""
-        return self.latency + num_bytes / (
-            self.node if span < self.ranks_per_node else self.network
-        )
+        link = self.node if span < self.ranks_per_node else self.network
+        return self.latency + num_bytes / link
 
     def collective[T: (float, np.ndarray)](self, num_bytes: T, ranks: int, span: int) -> T:
         """Return the seconds of a ring that gathers ``num_bytes`` in all on each of ``ranks``.
@@ -133,7 +126,7 @@ def rates_of_gpu(gpu: Gpu, ranks_per_node: int) -> Rates:
     """Return assumed rates of a GPU."""
     per_flop = {"": 1 / (gpu.flops * _EFFICIENCY)}
     return Rates(
-        name=gpu.name,
+        source=f"{gpu.name}: data sheet, {100 * _EFFICIENCY:.0f} % of its peak (assumed)",
         forward=per_flop,
         backward=per_flop,
         call=_CALL_SECONDS,
@@ -144,5 +137,4 @@ def rates_of_gpu(gpu: Gpu, ranks_per_node: int) -> Rates:
         latency=_LATENCY_SECONDS,
         peak=gpu.flops,
         ranks_per_node=ranks_per_node,
-        source=f"{gpu.name}: data sheet, {100 * _EFFICIENCY:.0f} % of its peak (assumed)",
     )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
+import numpy as np
+
 from mimo.errors import InputError
 from mimo.plan.calibrate import calibrate, read_run
 from mimo.plan.forecast import forecast
@@ -45,13 +47,11 @@ def compare_forecasts(results: Sequence[Result]) -> list[Comparison]:
     compared = []
     for name, (run, *_) in runs.items():
         result = forecast(run.recipe, run.layout, run.dataset, rates)
-        ranks = {module: grid.size for module, grid in run.layout.grids.items()}
-        shares = [(result.idle_of(m), ranks[m]) for m in dict.fromkeys(m for m, _ in result.idle)]
-        idle = sum(share * count for share, count in shares) / sum(count for _, count in shares)
+        grids = [run.layout.grids[module] for module, _ in result.idle]  # of each stage
+        idle = np.average([*result.idle.values()], weights=[grid.size / grid.pp for grid in grids])
         measured = [figures_of[name][key] for key in ("step_seconds", "idle_fraction")]
-        compared.append(
-            Comparison(name, name in fitted, measured[0], result.percentile(50), measured[1], idle)
-        )
+        times = measured[0], result.percentile(50)
+        compared.append(Comparison(name, name in fitted, *times, measured[1], float(idle)))
     return compared
 
 
@@ -75,16 +75,13 @@ def forecasts_table(compared: Sequence[Comparison]) -> Table:
 def forecasts_verdict(compared: Sequence[Comparison]) -> str:
     """Return a sentence about the errors and the order of forecasts."""
     errors = [abs(c.error) for c in compared if not c.is_fitted] or [0.0]
+    by_time = sorted(compared, key=lambda c: c.measured_seconds)
     pairs = [
-        (first, second)
-        for first, second in combinations(compared, 2)
-        if abs(first.measured_seconds - second.measured_seconds)
-        > _MIN_DIFFERENCE * min(first.measured_seconds, second.measured_seconds)
+        (faster, slower)
+        for faster, slower in combinations(by_time, 2)
+        if slower.measured_seconds > (1 + _MIN_DIFFERENCE) * faster.measured_seconds
     ]
-    in_order = sum(
-        (first.measured_seconds < second.measured_seconds) == (first.seconds < second.seconds)
-        for first, second in pairs
-    )
+    in_order = sum(faster.seconds < slower.seconds for faster, slower in pairs)
     return (
         f"forecasts of {len(errors)} layouts: median error {percent(median(errors))}, largest "
         f"{percent(max(errors))}; {in_order} of {len(pairs)} pairs that differ by more than "

@@ -4,7 +4,7 @@ import functools
 import json
 import operator
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from mimo.errors import InputError, RecipeError, suggestion
 from mimo.model.dataset import Dataset
 from mimo.model.indexing import indexed_dataset
 from mimo.model.recipe_checks import check_recipe
-from mimo.plan.calibrate import MeasuredRun, calibrate, measure_here, read_run
+from mimo.plan.calibrate import calibrate, measure_here, read_run
 from mimo.plan.forecast import Forecast, forecast
-from mimo.plan.rates import parse_gpu, rates_of_gpu
-from mimo.plan.search import Choice, search, searched_keys
-from mimo.plan.simulate import Timeline
+from mimo.plan.rates import Gpu, Rates
+from mimo.plan.search import Choice, Overrides, search
+from mimo.plan.simulate import Role, Timeline
 from mimo.report.tables import Table, number, percent, show, write
 
 _GIB = 2**30
@@ -29,65 +29,51 @@ _COLORS = {"forward": "tab:blue", "encode": "tab:cyan", "backward": "tab:orange"
 _MICROSECONDS = 1e6
 
 
-def main(
-    path: Path,
-    overrides: Sequence[str],
-    gpus: int | None,
-    gpu: str,
-    nodes_of: int,
-    fixes: Sequence[str] = (),
-    calibrate_on: Sequence[str] = (),
-    experiment: Path | None = None,
-    timeline: Path | None = None,
-    to_write: Path | None = None,
-) -> int:
-    """Print a forecast or, with ``gpus``, the best layouts. Raises InputError.
+def fitted_rates(
+    recipe: Recipe, assumed: Rates, calibrate_on: Sequence[str], experiment: Path | None
+) -> Rates:
+    """Return rates fitted to runs; those assumed if there are none. Raises InputError.
 
-    calibrate_on: folders of runs that rates are fitted to, or "here" for a short run on this
-    machine. experiment: a folder with such folders.
+    calibrate_on: folders of runs, or "here" for a short run on this machine. experiment: a folder
+    with such folders.
     """
-    device = parse_gpu(gpu)
-    phases = load_phases(path, overrides).phases
-    recipe = phases[0].recipe
-    if len(phases) > 1:
-        print(f"planning the first phase, {phases[0].title}")
-    dataset = dataset_of_index(recipe, path)
-    rates = rates_of_gpu(device, nodes_of)
     runs = [] if experiment is None else [read_run(folder) for folder in runs_of(experiment)]
-    runs += [_run_for_rates(recipe, text) for text in calibrate_on]
-    if runs:
-        rates = calibrate(runs, rates)
-    print(f"rates: {rates.source}")
-    if gpus is None:
-        if fixes or to_write is not None:
-            raise InputError("--fix and --write belong to a search; give --gpus as well")
-        layout = check_recipe(recipe, None)
-        result = forecast(recipe, layout, dataset, rates)
-        show(forecast_table(result), roles_table(result))
-        chosen = result
-    else:
-        fixed = parse_fixes(path, overrides, fixes)
-        results = search(recipe, dataset, rates, device, gpus, fixed)
-        counts = ", ".join(f"{count:,} {name}" for name, count in results.counts.items())
-        print(f"layouts on {gpus} GPUs: {counts}")
-        show(choices_table(results.choices, device.memory))
-        best = results.choices[0]
-        line = " ".join(f"{k}={json.dumps(v)}" for k, v in best.overrides.items())
-        print(f"overrides of the first: {line}")
-        chosen = best.forecast
-        if to_write is not None:
-            write(to_write, "".join(f"{k}={json.dumps(v)}\n" for k, v in best.overrides.items()))
-    if timeline is not None:
-        write(timeline / "trace.json", json.dumps(trace(chosen.median_step.timeline)))
-        draw(chosen.median_step.timeline, timeline / "timeline.png")
-    return 0
+    for text in calibrate_on:
+        if text != "here":
+            runs.append(read_run(Path(text)))
+            continue
+        with tempfile.TemporaryDirectory(prefix="mimo-plan-") as folder:
+            runs.append(measure_here(recipe, Path(folder)))
+    return calibrate(runs, assumed) if runs else assumed
 
 
-def _run_for_rates(recipe: Recipe, text: str) -> MeasuredRun:
-    if text != "here":
-        return read_run(Path(text))
-    with tempfile.TemporaryDirectory(prefix="mimo-plan-") as folder:
-        return measure_here(recipe, Path(folder))
+def print_forecast(recipe: Recipe, dataset: Dataset, rates: Rates) -> Forecast:
+    """Print a forecast of the recipe's layout, and return it. Raises InputError."""
+    result = forecast(recipe, check_recipe(recipe, None), dataset, rates)
+    show(forecast_table(result), roles_table(result))
+    return result
+
+
+def print_search(
+    recipe: Recipe,
+    dataset: Dataset,
+    rates: Rates,
+    gpu: Gpu,
+    num_gpus: int,
+    fixed: Overrides,
+    file: Path | None,
+) -> Choice:
+    """Print the best layouts, write overrides of the first, and return it. Raises InputError."""
+    results = search(recipe, dataset, rates, gpu, num_gpus, fixed)
+    counts = ", ".join(f"{count:,} {name}" for name, count in results.counts.items())
+    print(f"layouts on {num_gpus} GPUs: {counts}")
+    show(choices_table(results.choices, gpu.memory))
+    best = results.choices[0]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in best.overrides.items()]
+    print(f"overrides of the first: {' '.join(overrides)}")
+    if file is not None:
+        write(file, "\n".join([*overrides, ""]))
+    return best
 
 
 def dataset_of_index(recipe: Recipe, path: Path) -> Dataset:
@@ -109,21 +95,19 @@ def runs_of(experiment: Path) -> list[Path]:
     return folders
 
 
-def parse_fixes(path: Path, overrides: Sequence[str], fixes: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `--fix` by key. Raises RecipeError for unsearched keys, bad values."""
-    known = searched_keys(load_phases(path, overrides).phases[0].recipe)
-    for text in fixes:
-        key, _, _ = text.partition("=")
+def parse_fixes(
+    path: Path, overrides: Sequence[str], fixes: Sequence[str], known: Sequence[str]
+) -> dict[str, Any]:
+    """Return the values of `--fix` by key. Raises RecipeError for keys not known, bad values."""
+    keys = [text.partition("=")[0] for text in fixes]
+    for key, text in zip(keys, fixes, strict=True):
         if key not in known:
             raise RecipeError(
-                f"--fix {text}: this key is not searched, so give it as an override without --fix; "
-                f"{suggestion(key, known)}"
+                f"--fix {text}: this key is not searched, so give it as an override without "
+                f"--fix; {suggestion(key, known)}"
             )
-    fixed = load_phases(path, [*overrides, *fixes]).phases[0].recipe.model_dump(mode="json")
-    return {
-        key: functools.reduce(operator.getitem, key.split("."), fixed)
-        for key in (text.partition("=")[0] for text in fixes)
-    }
+    values = load_phases(path, [*overrides, *fixes]).phases[0].recipe.model_dump(mode="json")
+    return {key: functools.reduce(operator.getitem, key.split("."), values) for key in keys}
 
 
 # ------------------------------------------------------------------------------ tables
@@ -143,13 +127,13 @@ def roles_table(result: Forecast) -> Table:
     rows = []
     for role, share in result.idle.items():
         waits = {whom: seconds for (who, whom), seconds in result.waits.items() if who == role}
-        longest = max(waits, key=lambda whom: waits[whom], default=None)
-        why = _wait(longest, waits[longest], result) if longest else "nobody"
+        longest = max(waits.items(), key=operator.itemgetter(1), default=None)
+        why = _wait(*longest, result) if longest else "nobody"
         rows.append((_role(*role), percent(share), why))
     return Table(("role", "idle", "waits most for"), rows, words=True, title="the median step")
 
 
-def _wait(whom: tuple[str, int], seconds: float, result: Forecast) -> str:
+def _wait(whom: Role, seconds: float, result: Forecast) -> str:
     return f"{_role(*whom)}, {percent(seconds / result.median_step.seconds)}"
 
 
@@ -157,14 +141,11 @@ def choices_table(choices: Sequence[Choice], memory: float) -> Table:
     """Return a table of the best layouts and their longest waits. memory: bytes of a GPU."""
     rows = []
     for place, choice in enumerate(choices, start=1):
-        result = choice.forecast
+        result, why = choice.forecast, "nobody waits"
         modules = list(dict.fromkeys(name for name, _ in result.idle))
         idle = ", ".join(f"{name} {percent(result.idle_of(name))}" for name in modules)
-        longest = max(result.waits.items(), key=lambda wait: wait[1], default=None)
-        why = "nobody waits"
-        if longest is not None:
-            (who, whom), seconds = longest
-            why = f"{_role(*who)} for {_wait(whom, seconds, result)}"
+        for (who, whom), seconds in sorted(result.waits.items(), key=operator.itemgetter(1)):
+            why = f"{_role(*who)} for {_wait(whom, seconds, result)}"  # the last is the longest
         room = f"{choice.memory / _GIB:.1f} of {memory / _GIB:.0f} ({choice.role})"
         speed = (number(result.percentile(50)), number(result.tokens_per_second))
         rows.append((str(place), describe(choice), *speed, room, idle, why))
@@ -190,42 +171,41 @@ def _role(module: str, stage: int) -> str:
 # ------------------------------------------------------------------------------ timelines
 
 
+def write_timeline(timeline: Timeline, folder: Path) -> None:
+    """Write trace.json and timeline.png. Raises InputError."""
+    write(folder / "trace.json", json.dumps(trace(timeline)))
+    draw(timeline).savefig(folder / "timeline.png", dpi=150, metadata={"Software": None})
+    print(f"written: {folder / 'timeline.png'}")
+
+
 def trace(timeline: Timeline) -> dict[str, Any]:
     """Return a timeline as events that Perfetto and chrome://tracing read."""
-    names = {n: f"{w.module} stage {w.stage} lane {w.lane}" for n, w in enumerate(timeline.workers)}
-    events: list[Mapping[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": n, "name": "thread_name", "args": {"name": name}}
-        for n, name in names.items()
-    ]
-    for number_, task in enumerate(timeline.tasks):
-        start, end = timeline.start[number_], timeline.end[number_]
+    events = list[dict[str, Any]]()
+    for worker, who in enumerate(timeline.workers):
+        name = f"{who.module} stage {who.stage} lane {who.lane}"
+        event = {"ph": "M", "tid": worker, "name": "thread_name", "args": {"name": name}}
+        events.append({"pid": 0, **event})
+    for task, start, end in zip(timeline.tasks, timeline.start, timeline.end, strict=True):
         times = {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
         events.append({"ph": "X", "pid": 0, "tid": task.worker, "name": str(task), **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def draw(timeline: Timeline, path: Path) -> None:
-    """Draw the first lane of each module and stage as a PNG. Raises InputError."""
+@mpl.rc_context({"font.size": 8})
+def draw(timeline: Timeline) -> Figure:
+    """Draw the first lane of each module and stage."""
     shown = [n for n, worker in enumerate(timeline.workers) if worker.lane == 0]
-    place = {worker: row for row, worker in enumerate(shown)}
-    with mpl.rc_context({"font.size": 8}):
-        figure = Figure(figsize=(12, 1.0 + 0.45 * len(shown)), layout="constrained")
-        axes = figure.subplots()
-        for number_, task in enumerate(timeline.tasks):
-            if task.worker in place:
-                start, end = timeline.start[number_], timeline.end[number_]
-                color = _COLORS[task.kind]
-                box = {"left": start, "color": color, "edgecolor": "white", "linewidth": 0.4}
-                axes.barh(place[task.worker], end - start, **box)
-        for kind in dict.fromkeys(task.kind for task in timeline.tasks):
-            axes.barh(0, 0, color=_COLORS[kind], label=kind)
-        workers = [timeline.workers[n] for n in shown]
-        axes.set_yticks(range(len(shown)), [_role(*worker.role) for worker in workers])
-        axes.invert_yaxis()
-        axes.set(xlabel="seconds (lane 0 of each module)")
-        figure.legend(ncols=4, frameon=False, loc="outside upper right")
-        try:
-            figure.savefig(path, dpi=150, metadata={"Software": None})
-        except OSError as error:
-            raise InputError(f"{path} cannot be written ({error.strerror})") from error
-    print(f"written: {path}")
+    figure = Figure(figsize=(12, 1.0 + 0.45 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for row, worker in enumerate(shown):
+        tasks = [n for n, task in enumerate(timeline.tasks) if task.worker == worker]
+        start, colors = timeline.start[tasks], [_COLORS[timeline.tasks[n].kind] for n in tasks]
+        style = {"color": colors, "edgecolor": "white", "linewidth": 0.4}
+        axes.barh([row] * len(tasks), timeline.end[tasks] - start, left=start, **style)
+    for kind in dict.fromkeys(task.kind for task in timeline.tasks):
+        axes.barh(0, 0, color=_COLORS[kind], label=kind)
+    axes.set_yticks(range(len(shown)), [_role(*timeline.workers[n].role) for n in shown])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds (lane 0 of each module)")
+    figure.legend(ncols=4, frameon=False, loc="outside upper right")
+    return figure
