@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from mimo.config.schema import Recipe
 from mimo.errors import InputError, RecipeError, format_bytes
-from mimo.families.registry import language_settings, module_settings
+from mimo.families.contracts import LanguageSettings
+from mimo.families.registry import language_settings
 from mimo.model.dataset import Dataset
 from mimo.model.memory import memory_by_role
 from mimo.model.recipe_checks import check_recipe
-from mimo.model.step_plan import StepFlops
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches, run_ahead
 from mimo.plan.forecast import Forecast, forecast, plans
 from mimo.plan.rates import Gpu, Rates
@@ -30,10 +31,10 @@ Overrides = Mapping[str, Any]
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _NUM_SIMULATED, _QUICK_STEPS = 48, 2
 _NUM_BEST, _STEPS = 5, 16
-_MAX_STAGES, _MAX_CHUNKS, _MAX_CONTEXT = 16, 4, 8
+_MAX_TENSOR, _MAX_CONTEXT, _MAX_STAGES, _MAX_CHUNKS, _MAX_EXPERT = 8, 8, 16, 4, 64
 _NEARBY = 16  # numbers of GPUs that an error message tries, up and down
 _MIN_GAIN = 0.005  # of a step's time, to accept a longer run-ahead, which takes memory
-_RECOMPUTE = "language.recompute"
+_RECOMPUTE, _BATCH = "language.recompute", "train.micro_batch_size"
 _LANGUAGE_KEYS = ("tp", "cp", "pp", "vpp", "ep")
 
 
@@ -48,6 +49,10 @@ class Choice:
     memory: float
     role: str
 
+    @property
+    def seconds(self) -> float:
+        return self.forecast.percentile(50)
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -59,11 +64,9 @@ class SearchResult:
 
 def searched_keys(recipe: Recipe) -> list[str]:
     """Return the keys that the search sets and `--fix` accepts."""
-    keys = ["train.micro_batch_size", _RECOMPUTE]
-    keys += [f"language.grid.{axis}" for axis in _LANGUAGE_KEYS]
+    keys = [_BATCH, _RECOMPUTE, *(f"language.grid.{axis}" for axis in _LANGUAGE_KEYS)]
     for name in (*recipe.encoders, *recipe.generators):
-        prefix = _key(recipe, name)
-        keys += [f"{prefix}.placement", f"{prefix}.grid.tp", f"{prefix}.grid.dp"]
+        keys += [f"{_key(recipe, name)}.{key}" for key in ("placement", "grid.tp", "grid.dp")]
     return keys + [f"encoders.{name}.run_ahead" for name in recipe.encoders]
 
 
@@ -73,37 +76,34 @@ def search(
     """Return the best layouts on exactly ``num_gpus``. Raises InputError if there is none."""
     space = Space(recipe, num_gpus, rates.ranks_per_node, fixed)
     ranked = _ranked(space, dataset, rates)
-    counts = {"ranked": len(ranked), "refused": 0, "too large": 0}
-    fitting, smallest, refusal = list[Choice](), None, ""
-    simulated = set[tuple[tuple[str, Any], ...]]()
+    fitting, too_large, refusals = list[Choice](), list[tuple[float, str]](), list[str]()
+    simulated = list[Overrides]()
     for overrides in ranked:
-        rest = tuple((key, value) for key, value in overrides.items() if key != _RECOMPUTE)
-        if rest in simulated:  # already, without recomputing, which only costs time
-            continue
+        if len(fitting) == _NUM_SIMULATED:
+            break
+        if (without := {**overrides, _RECOMPUTE: "none"}) in simulated:
+            continue  # recomputing only costs time
         try:
             candidate, layout = space.check(overrides)
         except RecipeError as error:
-            counts["refused"] += 1
-            refusal = refusal or error.problems[0]
+            refusals.append(error.problems[0])
             continue
-        memory = largest_rank(candidate, layout)
-        if memory[0] > gpu.memory:
-            counts["too large"] += 1
-            smallest = min(
-                smallest or (*memory, overrides), (*memory, overrides), key=operator.itemgetter(0)
-            )
+        memory, role = largest_rank(candidate, layout)
+        if memory > gpu.memory:
+            too_large.append((memory, role))
             continue
         result = forecast(candidate, layout, dataset, rates, _QUICK_STEPS)
-        fitting.append(Choice(overrides, candidate, layout, result, *memory))
-        simulated.add(rest)
-        if len(simulated) == _NUM_SIMULATED:
-            break
-    counts["simulated"] = len(simulated)
+        fitting.append(Choice(overrides, candidate, layout, result, memory, role))
+        simulated.append(without)
     if not fitting:
-        raise InputError(_no_layout_message(space, smallest, refusal, gpu))
-    best = sorted(fitting, key=_seconds)[:_NUM_BEST]
+        raise InputError(f"--gpus {num_gpus}: {_why_none(space, too_large, refusals, gpu)}")
+    best = sorted(fitting, key=lambda choice: choice.seconds)[:_NUM_BEST]
     final = [_with_best_run_ahead(space, choice, dataset, rates, gpu) for choice in best]
-    return SearchResult(sorted(final, key=_seconds), counts)
+    counts = {"ranked": ranked, "refused": refusals, "too large": too_large, "simulated": fitting}
+    return SearchResult(
+        sorted(final, key=lambda choice: choice.seconds),
+        {name: len(layouts) for name, layouts in counts.items()},
+    )
 
 
 def largest_rank(recipe: Recipe, layout: Layout) -> tuple[float, str]:
@@ -114,43 +114,41 @@ def largest_rank(recipe: Recipe, layout: Layout) -> tuple[float, str]:
     return max((r.total + colocated * (r.module == LANGUAGE), r.role) for r in others)
 
 
-def _seconds(choice: Choice) -> float:
-    return choice.forecast.percentile(50)
-
-
 def _with_best_run_ahead(
     space: Space, choice: Choice, dataset: Dataset, rates: Rates, gpu: Gpu
 ) -> Choice:
     """Forecast the choice over more steps, with a longer run-ahead where it helps and fits."""
     recipe, layout = choice.recipe, choice.layout
-    whole = forecast(recipe, layout, dataset, rates, _STEPS)
-    choice = replace(choice, forecast=whole)
+    choice = replace(choice, forecast=forecast(recipe, layout, dataset, rates, _STEPS))
     for name in recipe.encoders.keys() - layout.colocated:
-        key = f"encoders.{name}.run_ahead"
-        longer = 2 * run_ahead(recipe, layout, name)
+        key, longer = f"encoders.{name}.run_ahead", 2 * run_ahead(recipe, layout, name)
         if key in space.fixed or longer > num_microbatches(recipe, layout):
             continue
         overrides = {**choice.overrides, key: longer}
         candidate, _ = space.check(overrides)
-        memory = largest_rank(candidate, layout)
         result = forecast(candidate, layout, dataset, rates, _STEPS)
-        gains = result.percentile(50) < (1 - _MIN_GAIN) * _seconds(choice)
-        if gains and memory[0] <= gpu.memory:
-            choice = Choice(overrides, candidate, layout, result, *memory)
+        other = Choice(overrides, candidate, layout, result, *largest_rank(candidate, layout))
+        if other.seconds < (1 - _MIN_GAIN) * choice.seconds and other.memory <= gpu.memory:
+            choice = other
     return choice
 
 
+@dataclass(frozen=True)
 class Space:
     """All layouts of a recipe on ``num_gpus``, as overrides. fixed: values that stay, by key."""
 
-    def __init__(
-        self, recipe: Recipe, num_gpus: int, ranks_per_node: int, fixed: Overrides
-    ) -> None:
-        self.recipe, self.num_gpus, self.fixed = recipe, num_gpus, fixed
-        self.ranks_per_node = ranks_per_node
-        self.language = language_settings(recipe)
-        self.item_modules = [*recipe.encoders, *recipe.generators]
-        self._data = recipe.model_dump(mode="json")
+    recipe: Recipe
+    num_gpus: int
+    ranks_per_node: int
+    fixed: Overrides
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        return self.recipe.model_dump(mode="json")
+
+    @cached_property
+    def language(self) -> LanguageSettings:
+        return language_settings(self.recipe)
 
     def check(self, overrides: Overrides) -> tuple[Recipe, Layout]:
         """Return the recipe with the overrides, and its layout. Raises RecipeError."""
@@ -164,82 +162,76 @@ class Space:
         return recipe, check_recipe(recipe, self.num_gpus)
 
     def _values(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
-        fixed = self.fixed.get(key)
-        return values if fixed is None else (fixed,)
+        return (self.fixed[key],) if key in self.fixed else values
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for places in itertools.product(*map(self._placements, self.item_modules)):
+    def __iter__(self) -> Iterator[Overrides]:
+        modules = (*self.recipe.encoders, *self.recipe.generators)
+        for places in itertools.product(*map(self._placements, modules)):
             left = self.num_gpus - sum(ranks for ranks, _ in places)
             shared = {key: value for _, part in places for key, value in part.items()}
             if left > 0:
-                yield from (shared | own for own in self._language(left))
+                yield from ({**self.fixed, **shared, **own} for own in self._language(left))
 
-    def _placements(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _placements(self, name: str) -> Iterator[tuple[int, Overrides]]:
         """Yield the placements of an encoder or generator: ranks of its own, and overrides.
 
         Numbers of disjoint lanes are powers of two, and three times these.
         """
         key, sp = _key(self.recipe, name), self.recipe.module(name).grid.sp
-        fixed = {k: v for k, v in self.fixed.items() if k == f"{key}.run_ahead"}
         lanes = sorted(n for power in _POWERS for n in (power, 3 * power))
         for placement in self._values(f"{key}.placement", ("disjoint", "colocated")):
             is_disjoint = placement == "disjoint"
             for tp, dp in itertools.product(
-                self._values(f"{key}.grid.tp", (1, 2, 4, 8) if is_disjoint else (1,)),
+                self._values(f"{key}.grid.tp", _up_to(_MAX_TENSOR) if is_disjoint else (1,)),
                 self._values(f"{key}.grid.dp", lanes if is_disjoint else (None,)),
             ):
                 ranks = tp * dp if is_disjoint else 0
                 if ranks < self.num_gpus and tp <= self.ranks_per_node:
-                    grid = {"tp": tp, "sp": sp and tp > 1, "pp": 1, "dp": dp, "rank_offset": None}
-                    sizes = {f"{key}.grid.{axis}": size for axis, size in grid.items()}
-                    yield ranks, {f"{key}.placement": placement, **sizes, **fixed}
+                    grid = _grid(key, tp=tp, sp=sp and tp > 1, pp=1, dp=dp)
+                    yield ranks, {f"{key}.placement": placement, **grid}
 
-    def _language(self, ranks: int) -> Iterator[dict[str, Any]]:
-        train, grid = self.recipe.train, "language.grid"
-        layers, is_fsdp = self.language.num_layers, self.recipe.language.engine == "fsdp"
-        batches: Sequence[int] = sorted({1, 2, 4, 8, train.micro_batch_size})
-        if self.recipe.data.tokens_per_microbatch is not None:
-            batches = (train.micro_batch_size,)
-        stages = [
-            n for n in range(1, _MAX_STAGES + 1) if layers % n == 0 and not (is_fsdp and n > 1)
-        ]
-        contexts = (1,) if is_fsdp else [n for n in _POWERS if n <= _MAX_CONTEXT]
-        tensors = [n for n in _POWERS if n <= min(8, self.ranks_per_node)]
+    def _language(self, ranks: int) -> Iterator[Overrides]:
+        """Yield grids of the language model on these ranks, microbatch sizes and recomputing."""
+        train, layers, grid = self.recipe.train, self.language.num_layers, "language.grid"
+        is_fsdp = self.recipe.language.engine == "fsdp"
+        batches = {train.micro_batch_size}
+        if self.recipe.data.tokens_per_microbatch is None:
+            batches |= {1, 2, 4, 8}
+        stages = range(1, 2 if is_fsdp else _MAX_STAGES + 1)
         for tp, cp, pp in itertools.product(
-            self._values(f"{grid}.tp", tensors),
-            self._values(f"{grid}.cp", contexts),
-            self._values(f"{grid}.pp", stages),
+            self._values(f"{grid}.tp", _up_to(min(_MAX_TENSOR, self.ranks_per_node))),
+            self._values(f"{grid}.cp", _up_to(1 if is_fsdp else _MAX_CONTEXT)),
+            self._values(f"{grid}.pp", [n for n in stages if layers % n == 0]),
         ):
             dp, rest = divmod(ranks, tp * cp * pp)
             if rest or not dp:
                 continue
-            chunks = [n for n in range(1, _MAX_CHUNKS + 1) if layers % (pp * n) == 0 and pp > 1]
+            chunks = range(1, _MAX_CHUNKS + 1) if pp > 1 else (1,)
+            with_experts = math.gcd(dp * cp * tp, self.language.routers[1] or 1)
             for vpp, batch, recompute, ep in itertools.product(
-                self._values(f"{grid}.vpp", chunks or (1,)),
-                self._values("train.micro_batch_size", batches),
+                self._values(f"{grid}.vpp", [n for n in chunks if layers % (pp * n) == 0] or [1]),
+                self._values(_BATCH, sorted(batches)),
                 self._values(_RECOMPUTE, ("none", "full")),
-                self._values(f"{grid}.ep", self._expert_ranks(dp * cp * tp)),
+                self._values(
+                    f"{grid}.ep", [n for n in _up_to(_MAX_EXPERT) if with_experts % n == 0]
+                ),
             ):
                 count, rest = divmod(train.global_batch_size, batch * dp)
-                if rest or not count or (vpp > 1 and count % pp):
-                    continue
-                yield {
-                    **{f"{grid}.tp": tp, f"{grid}.sp": tp > 1, f"{grid}.cp": cp, f"{grid}.pp": pp},
-                    **{f"{grid}.vpp": vpp, f"{grid}.ep": ep, f"{grid}.dp": dp},
-                    f"{grid}.rank_offset": None,
-                    "train.micro_batch_size": batch,
-                    _RECOMPUTE: recompute,
-                }
-
-    def _expert_ranks(self, ranks: int) -> Sequence[int]:
-        experts = self.language.routers[1]
-        if not experts:
-            return (1,)
-        return [n for n in _POWERS if ranks % n == 0 and experts % n == 0 and n <= 64]
+                if count and not rest and (vpp == 1 or count % pp == 0):
+                    sizes = _grid("language", tp=tp, sp=tp > 1, cp=cp, pp=pp, vpp=vpp, ep=ep, dp=dp)
+                    yield {**sizes, _BATCH: batch, _RECOMPUTE: recompute}
 
 
 def _key(recipe: Recipe, module: str) -> str:
     return ".".join(map(str, recipe.key_of(module)))
+
+
+def _up_to(most: int) -> list[int]:
+    return [power for power in _POWERS if power <= most]
+
+
+def _grid(key: str, **sizes: int | None) -> Overrides:
+    return {f"{key}.grid.{axis}": size for axis, size in {**sizes, "rank_offset": None}.items()}
 
 
 def _with_value(data: Mapping[str, Any], key: Sequence[str], value: Any) -> dict[str, Any]:
@@ -249,16 +241,12 @@ def _with_value(data: Mapping[str, Any], key: Sequence[str], value: Any) -> dict
     return {**data, first: inner}
 
 
-def _ranked(space: Space, dataset: Dataset, rates: Rates) -> list[dict[str, Any]]:
+def _ranked(space: Space, dataset: Dataset, rates: Rates) -> list[Overrides]:
     """Return all layouts, sorted by their estimated time."""
     layouts = [*space]
     for overrides in layouts:
-        try:
-            recipe, layout = space.check(overrides)
-        except RecipeError:
-            continue
-        estimate = _Estimate(recipe, layout, dataset, rates)
-        return sorted(layouts, key=lambda overrides: estimate.seconds(overrides))
+        with suppress(RecipeError):
+            return sorted(layouts, key=_Estimate(*space.check(overrides), dataset, rates).seconds)
     return layouts
 
 
@@ -267,70 +255,60 @@ class _Estimate:
 
     def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
         (plan,) = plans(recipe, layout, dataset, 1)
-        flops = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset).of(plan)
-        self.recipe, self.rates, self.tokens = recipe, rates, plan.num_tokens
-        self.seconds_of = {}
-        for name, count in flops.items():
-            first, back = rates.seconds_per_flop(name)
-            self.seconds_of[name] = count * (first + 2 * back) / 3
-        self.calls = rates.call + rates.call_back  # of a layer, forward and backward
-        self.language = language_settings(recipe)
-        self.layers = {name: module_settings(recipe, name).num_layers for name in flops}
         work = StepWork(recipe, layout, dataset, rates)
-        self.size, self.wide = work.size, max(4, work.size)
-        self.weights = work.parts[LANGUAGE].weights.sum()
+        self.recipe, self.rates, self.language = recipe, rates, work.language
+        self.tokens, self.size, self.seconds_of = plan.num_tokens, work.size, dict[str, float]()
+        for name, flops in work.flops.of(plan).items():
+            forward, backward = rates.seconds_per_flop(name)
+            self.seconds_of[name] = flops * (forward + 2 * backward) / 3
+        self.layers = {name: settings.num_layers for name, settings in work.settings.items()}
+        self.trained = work.parts[LANGUAGE].weights.sum() * recipe.trains(LANGUAGE)
 
     def seconds(self, overrides: Overrides) -> float:
         """Return the estimated seconds of a step."""
-        grid = {axis: overrides[f"language.grid.{axis}"] for axis in (*_LANGUAGE_KEYS, "dp")}
-        tp, cp, pp, vpp, dp = (grid[axis] for axis in ("tp", "cp", "pp", "vpp", "dp"))
-        ranks, recompute = tp * cp * pp * dp, overrides[_RECOMPUTE] == "full"
-        count = self.recipe.train.global_batch_size / (overrides["train.micro_batch_size"] * dp)
-        work = self.seconds_of[LANGUAGE] * (4 / 3 if recompute else 1) / ranks
-        tokens = self.tokens / (count * dp) / cp
-        layers = self.layers[LANGUAGE] / pp
-        hidden = tokens * self.language.hidden_size * self.size
-        passes = count * layers * (3 if recompute else 2)
-        work += passes * (4 * self.rates.collective(hidden, tp, tp) + 0.5 * self.calls)
-        keys = 2 * tokens * cp * self.language.num_query_groups * self.language.head_size
-        work += passes * self.rates.collective(keys * self.size / tp, cp, tp * cp)
-        times = [0.0]
+        axes = ("tp", "cp", "pp", "vpp", "dp")
+        tp, cp, pp, vpp, dp = (overrides[f"language.grid.{axis}"] for axis in axes)
+        collective, recomputes = self.rates.collective, overrides[_RECOMPUTE] == "full"
+        calls = self.rates.call + self.rates.call_back  # of a layer
+        count = self.recipe.train.global_batch_size / (overrides[_BATCH] * dp)
+        work = self.seconds_of[LANGUAGE] * (4 / 3 if recomputes else 1)
+        numbers, ends = self.tokens / (count * dp) * self.size, [0.0]  # of a lane's microbatch
         for name in (*self.recipe.encoders, *self.recipe.generators):
             key = _key(self.recipe, name)
             if overrides[f"{key}.placement"] == "colocated":
-                work += self.seconds_of[name] / ranks
-            else:
-                lanes = overrides[f"{key}.grid.dp"]
-                calls = count * self.layers[name] * self.calls
-                times.append(self.seconds_of[name] / (lanes * overrides[f"{key}.grid.tp"]) + calls)
-        elements = self.weights / (tp * pp) * self.recipe.trains(LANGUAGE)
-        ranks = dp * cp
-        tail = 2 * self.rates.collective(elements * self.wide, ranks, ranks * tp)
+                work += self.seconds_of[name]
+                continue
+            ranks = overrides[f"{key}.grid.dp"] * overrides[f"{key}.grid.tp"]
+            ends.append(self.seconds_of[name] / ranks + count * self.layers[name] * calls)
+        keys = 2 * numbers * self.language.num_query_groups * self.language.head_size / tp
+        pass_of_layer = 4 * collective(numbers / cp * self.language.hidden_size, tp, tp)
+        pass_of_layer += collective(keys, cp, tp * cp) + 0.5 * calls
+        passes = count * self.layers[LANGUAGE] / pp * (3 if recomputes else 2)
+        work = work / (tp * cp * pp * dp) + passes * pass_of_layer
+        elements, ranks = self.trained / (tp * pp), dp * cp
+        tail = 2 * collective(elements * max(4, self.size), ranks, ranks * tp)
         tail += elements / ranks * self.rates.element
-        return max(*times, work * (1 + (pp - 1) / (vpp * count))) + tail
+        return max(*ends, work * (1 + (pp - 1) / (vpp * count))) + tail
 
 
-def _no_layout_message(
-    space: Space, smallest: tuple[float, str, Overrides] | None, refusal: str, gpu: Gpu
+def _why_none(
+    space: Space, too_large: Sequence[tuple[float, str]], refusals: Sequence[str], gpu: Gpu
 ) -> str:
     count = space.num_gpus
-    if smallest is not None:
-        size, role, overrides = smallest
-        layout = " ".join(f"{k}={v}" for k, v in overrides.items() if k.startswith("language.grid"))
+    if too_large:
+        size, role = min(too_large)
         return (
-            f"--gpus {count}: no layout fits {format_bytes(gpu.memory)} of {gpu.name}; the "
-            f"smallest needs {format_bytes(size)} ({role}, with {layout}); give about "
-            f"{math.ceil(count * size / gpu.memory)} GPUs, or larger ones"
+            f"no layout fits {format_bytes(gpu.memory)} of {gpu.name}; the smallest needs "
+            f"{format_bytes(size)} ({role}); give about {math.ceil(count * size / gpu.memory)} "
+            f"GPUs, or larger ones"
         )
-    if refusal:
-        return f"--gpus {count}: every layout is refused, the first because: {refusal}"
-    nearby = [n for k in range(1, _NEARBY) for n in (count - k, count + k) if n > 0]
-    spaces = {n: Space(space.recipe, n, space.ranks_per_node, space.fixed) for n in nearby}
-    nearest = next(
-        (f"give {n} GPUs" for n, other in spaces.items() if any(other)), "fix fewer keys"
-    )
-    batch, layers = space.recipe.train.global_batch_size, space.language.num_layers
+    if refusals:
+        return f"every layout is refused, the first because: {refusals[0]}"
+    nearby = range(max(1, count - _NEARBY + 1), count + _NEARBY)
+    nearest = sorted(nearby, key=lambda number: abs(number - count))
+    others = (f"give {n} GPUs" for n in nearest if any(replace(space, num_gpus=n)))
     return (
-        f"--gpus {count}: no grids tile {count} GPUs with train.global_batch_size {batch} and "
-        f"{layers} layers; {nearest}, or change the batch"
+        f"no grids tile {count} GPUs with train.global_batch_size "
+        f"{space.recipe.train.global_batch_size} and {space.language.num_layers} layers; "
+        f"{next(others, 'fix fewer keys')}, or change the batch"
     )
