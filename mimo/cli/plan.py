@@ -1,5 +1,6 @@
 """`mimo plan`: forecast steps and search layouts."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -45,9 +46,12 @@ def plan(
     mimo train RECIPE $(cat FILE), where FILE is that of --write
     """
     from mimo.checkpoint.hf.recipes import load_phases
+    from mimo.model.recipe_checks import check_recipe
+    from mimo.plan.forecast import dataset_of_index, forecast
     from mimo.plan.rates import parse_gpu, rates_of_gpu
-    from mimo.plan.search import searched_keys
+    from mimo.plan.search import search, searched_keys
     from mimo.report import plan as report
+    from mimo.report import tables
 
     if gpus is None and (fix or write is not None):
         raise InputError("--fix and --write belong to a search; give --gpus as well")
@@ -55,16 +59,23 @@ def plan(
     phase, *others = load_phases(recipe, overrides or []).phases
     if others:
         print(f"planning the first phase, {phase.title}")
-    dataset = report.dataset_of_index(phase.recipe, recipe)
-    rates = rates_of_gpu(device, nodes_of)
-    rates = report.fitted_rates(phase.recipe, rates, calibrate or [], from_experiment)
+    dataset, assumed = dataset_of_index(phase.recipe, recipe), rates_of_gpu(device, nodes_of)
+    rates = report.fitted_rates(phase.recipe, assumed, calibrate or [], from_experiment)
     print(f"rates: {rates.source}")
     if gpus is None:
-        result = report.print_forecast(phase.recipe, dataset, rates)
+        result = forecast(phase.recipe, check_recipe(phase.recipe, None), dataset, rates)
+        tables.show(report.forecast_table(result), report.roles_table(result))
     else:
         known = searched_keys(phase.recipe)
         fixed = report.parse_fixes(recipe, overrides or [], fix or [], known)
-        best = report.print_search(phase.recipe, dataset, rates, device, gpus, fixed, write)
-        result = best.forecast
+        found = search(phase.recipe, dataset, rates, device, gpus, fixed)
+        counts = ", ".join(f"{count:,} {name}" for name, count in found.counts.items())
+        print(f"layouts on {gpus} GPUs: {counts}")
+        tables.show(report.choices_table(found.choices, device.memory))
+        best, result = found.choices[0].overrides, found.choices[0].forecast
+        lines = [f"{key}={json.dumps(value)}" for key, value in best.items()]
+        print(f"overrides of the first: {' '.join(lines)}")
+        if write is not None:
+            tables.write(write, "".join(f"{line}\n" for line in lines))
     if timeline is not None:
         report.write_timeline(result.median_step.timeline, timeline)

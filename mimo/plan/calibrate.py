@@ -9,9 +9,11 @@ slowdown in a simulation with the previous fit.
 import math
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
@@ -22,10 +24,10 @@ from mimo.config.schema import LANGUAGE, Recipe
 from mimo.errors import InputError
 from mimo.families.registry import GENERAL, encoder_settings, language_settings
 from mimo.model.dataset import Dataset
-from mimo.model.indexing import indexed_dataset
+from mimo.model.step_plan import StepPlan
 from mimo.parallel.build import build_layout
 from mimo.parallel.grids import Layout
-from mimo.plan.forecast import plans, simulate
+from mimo.plan.forecast import dataset_of_index, plans, simulate
 from mimo.plan.rates import Rates
 from mimo.plan.simulate import Pass, mean_seconds
 from mimo.plan.work import StepWork
@@ -52,131 +54,14 @@ class MeasuredRun:
     metrics: Mapping[str, float]
     cores: float = math.inf
 
-
-def read_run(folder: Path) -> MeasuredRun:
-    """Read a finished or stopped run. Raises InputError."""
-    timed = [line for line in json_lines(folder / METRICS) if "idle_fraction" in line]
-    timed = [line for line in timed if line["step"] > _WARMUP] or timed
-    if not timed:
-        raise InputError(
-            f"{folder}: no step in {METRICS} has its times; give the folder of a run with a logged "
-            "step after its first"
-        )
-    recipe = load_recipe(folder / "recipe.yaml")
-    if (dataset := indexed_dataset(recipe)) is None:
-        raise InputError(f"{folder}: its data are not indexed here; run mimo data index first")
-    names = {name for line in timed for name in line if "seconds" in name}
-    metrics = {name: median(line[name] for line in timed if name in line) for name in names}
-    start = (starts_of(folder) or [{}])[-1]
-    on_cpu = start.get("device", "CPU") == "CPU"
-    cores = float(start.get("cores", 1)) if on_cpu else math.inf
-    layout = build_layout(recipe, start.get("ranks"))
-    return MeasuredRun(folder.name, recipe, layout, dataset, metrics, cores)
-
-
-def measure_here(recipe: Recipe, folder: Path) -> MeasuredRun:
-    """Train a few steps on one rank of this machine, and return that run. Raises InputError.
-
-    Widths are the recipe's. The language model has one period of layers, and random weights.
-    folder: where the run is written, with a checkpoint of this model.
-    """
-    if any(part.family == GENERAL or part.engine == "fsdp" for part in recipe.modules.values()):
-        raise InputError(
-            "--calibrate here: the models of family transformers and of engine fsdp cannot be "
-            "shortened; give the folder of a run"
-        )
-    settings = language_settings(recipe)
-    levels = max((encoder_settings(recipe, name).num_levels for name in recipe.encoders), default=0)
-    layers = math.ceil(max(levels, 1) / settings.layer_period) * settings.layer_period
-    data = recipe.model_dump(mode="json") | {"name": _HERE, "init_from": None}
-    data[LANGUAGE] |= {"grid": {}, "model": {**data[LANGUAGE]["model"], "num_layers": layers}}
-    for part in (*data["encoders"].values(), *data["generators"].values()):
-        part |= {"grid": {}, "placement": "colocated"}
-    for encoder in data["encoders"].values():
-        encoder["encode_group"] = "all"
-    data["train"] |= {
-        "steps": _STEPS_HERE,
-        "global_batch_size": 2 * recipe.train.micro_batch_size,
-        "log_every": 1,
-        "save_every": None,
-        "validate_every": None,
-        "warmup_steps": 0,
-        "schedule": "constant",
-        "decay_steps": None,
-        "loggers": [],
-        "profile": None,
-        "run_dir": str(folder),
-    }
-    path = folder / "here.yaml"
-    path.write_text(Recipe.model_validate(data).to_yaml(), encoding="utf-8")
-    print(f"training {_STEPS_HERE} steps on one rank of this machine", flush=True)
-    command = [sys.executable, "-m", "mimo.cli.main", "train", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise InputError(f"--calibrate here: training on one rank failed: {' '.join(last)}")
-    return read_run(folder / _HERE)
-
-
-def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
-    """Return rates fitted to runs. assumed: rates of links, and of the update if not measured."""
-    rates = replace(assumed, cores=runs[0].cores, element=0.0, step=0.0)
-    if math.isfinite(rates.cores):  # messages inside one machine count as free
-        rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
-    modules = dict.fromkeys(name for run in runs for name in run.layout.grids)
-    constants = [(kind, module) for module in modules for kind in ("forward", "backward")]
-    constants += [("call", ""), ("call_back", "")]
-    measured_steps, fit = [_MeasuredSteps(run, constants) for run in runs], [0.0] * len(constants)
-    for _ in range(_FITS):
-        rates = _with_constants(rates, dict(zip(constants, fit, strict=True)))
-        matrix, seconds = [], []
-        for steps in measured_steps:
-            alone, shared = steps.seconds(rates), steps.seconds(rates, is_shared=True)
-            for key, measured in steps.measured.items():
-                row = [per_pass[key] for per_pass in steps.per_constant]
-                unshared = measured * alone[key] / shared[key] if shared[key] else measured
-                messages = alone[key] - float(np.dot(row, fit))
-                matrix.append(row)
-                seconds.append(max(unshared - messages, _MIN_WORK * unshared))
-        fit = _nonnegative_least_squares(matrix, seconds)
-    fitted = dict(zip(constants, fit, strict=True))
-    for kind in ("forward", "backward"):  # of modules that no run has
-        fitted[kind, ""] = float(np.mean([fitted[kind, module] for module in modules]))
-    rates = _with_constants(rates, fitted)
-    element = [cost for steps in measured_steps for cost in steps.element_costs(rates)]
-    rates = replace(rates, element=median(element) if element else assumed.element)
-    rest = median(steps.unsimulated(rates) for steps in measured_steps)
-    return replace(rates, step=rest, source="fitted to " + ", ".join(run.name for run in runs))
-
-
-def _with_constants(rates: Rates, constants: Mapping[Constant, float]) -> Rates:
-    """Return rates with these constants, and others of 0."""
-    forward, backward = (
-        {module: seconds for (kind, module), seconds in constants.items() if kind == of_pass}
-        for of_pass in ("forward", "backward")
-    )
-    call, call_back = (constants.get((kind, ""), 0.0) for kind in ("call", "call_back"))
-    return replace(rates, forward=forward, backward=backward, call=call, call_back=call_back)
-
-
-class _MeasuredSteps:
-    """The first steps of a run, and its measured times.
-
-    per_constant: for each constant the seconds of each kind of pass per unit of it. measured:
-    seconds of each kind of pass.
-    """
-
-    def __init__(self, run: MeasuredRun, constants: Sequence[Constant]) -> None:
-        self.run, self.plans = run, [*plans(run.recipe, run.layout, run.dataset, _STEPS)]
-        none = Rates("", {}, {}, cores=run.cores)
-        self.per_constant = [self.seconds(_with_constants(none, {c: 1.0})) for c in constants]
-        seconds = {(m, k): run.metrics.get(f"seconds_{m}_{k}") for m, k in self.per_constant[0]}
-        self.measured = {key: value for key, value in seconds.items() if value}
+    @cached_property
+    def plans(self) -> list[StepPlan]:
+        return [*plans(self.recipe, self.layout, self.dataset, _STEPS)]
 
     def work(self, rates: Rates) -> StepWork:
-        return StepWork(self.run.recipe, self.run.layout, self.run.dataset, rates)
+        return StepWork(self.recipe, self.layout, self.dataset, rates)
 
-    def seconds(self, rates: Rates, is_shared: bool = False) -> dict[Pass, float]:
+    def pass_seconds(self, rates: Rates, is_shared: bool = False) -> dict[Pass, float]:
         """Return the mean seconds of each kind of pass per worker and step.
 
         is_shared: as simulated on the machine's cores; else with a core for each rank.
@@ -192,16 +77,117 @@ class _MeasuredSteps:
         """Return the seconds of a step that are not simulated, with a core for each rank."""
         work = self.work(rates)
         simulated = float(np.mean([simulate(work, plan).seconds for plan in self.plans]))
-        return max(0.0, self.run.metrics["step_seconds"] - simulated) / work.ranks_per_core
+        return max(0.0, self.metrics["step_seconds"] - simulated) / work.ranks_per_core
 
     def element_costs(self, rates: Rates) -> list[float]:
         """Return each module's seconds of gradients and update per element that a rank updates."""
         work, costs = self.work(rates), []
         for name, (_, updated) in work.elements.items():
-            seconds = sum(self.run.metrics.get(f"seconds_{name}_{part}", 0.0) for part in _TAIL)
+            seconds = sum(self.metrics.get(f"seconds_{name}_{part}", 0.0) for part in _TAIL)
             if updated and seconds:
                 costs.append(seconds / work.ranks_per_core / updated)
         return costs
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """Read a finished or stopped run. Raises InputError."""
+    timed = [line for line in json_lines(folder / METRICS) if "idle_fraction" in line]
+    timed = [line for line in timed if line["step"] > _WARMUP] or timed
+    if not timed:
+        raise InputError(
+            f"{folder}: no step in {METRICS} has its times; give the folder of a run with a logged "
+            "step after its first"
+        )
+    recipe = load_recipe(folder / "recipe.yaml")
+    dataset = dataset_of_index(recipe, folder / "recipe.yaml")
+    names = {name for line in timed for name in line if "seconds" in name}
+    metrics = {name: median(line[name] for line in timed if name in line) for name in names}
+    start = (starts_of(folder) or [{}])[-1]
+    on_cpu = start.get("device", "CPU") == "CPU"
+    cores = float(start.get("cores", 1)) if on_cpu else math.inf
+    layout = build_layout(recipe, start.get("ranks"))
+    return MeasuredRun(folder.name, recipe, layout, dataset, metrics, cores)
+
+
+def measure_here(recipe: Recipe) -> MeasuredRun:
+    """Train a few steps on one rank of this machine, and return that run. Raises InputError.
+
+    Widths are the recipe's. The language model has one period of layers, and random weights. The
+    run, with a checkpoint of this model, is in a temporary folder.
+    """
+    if any(part.family == GENERAL or part.engine == "fsdp" for part in recipe.modules.values()):
+        raise InputError(
+            "--calibrate here: the models of family transformers and of engine fsdp cannot be "
+            "shortened; give the folder of a run"
+        )
+    settings = language_settings(recipe)
+    levels = max((encoder_settings(recipe, name).num_levels for name in recipe.encoders), default=0)
+    layers = math.ceil(max(levels, 1) / settings.layer_period) * settings.layer_period
+    data = recipe.model_dump(mode="json") | {"name": _HERE, "init_from": None}
+    data[LANGUAGE] |= {"grid": {}, "model": {**data[LANGUAGE]["model"], "num_layers": layers}}
+    for part in (*data["encoders"].values(), *data["generators"].values()):
+        part |= {"grid": {}, "placement": "colocated"}
+    for encoder in data["encoders"].values():
+        encoder["encode_group"] = "all"
+    data["train"] |= {"steps": _STEPS_HERE, "global_batch_size": 2 * recipe.train.micro_batch_size}
+    data["train"] |= {"log_every": 1, "loggers": [], "warmup_steps": 0, "schedule": "constant"}
+    data["train"] |= dict.fromkeys(("save_every", "validate_every", "decay_steps", "profile"))
+    print(f"training {_STEPS_HERE} steps on one rank of this machine", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mimo-plan-") as folder:
+        data["train"]["run_dir"] = folder
+        path = Path(folder) / "here.yaml"
+        path.write_text(Recipe.model_validate(data).to_yaml(), encoding="utf-8")
+        command = [sys.executable, "-m", "mimo.cli.main", "train", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            raise InputError(f"--calibrate here: training on one rank failed: {' '.join(last)}")
+        return read_run(Path(folder) / _HERE)
+
+
+def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
+    """Return rates fitted to runs. assumed: rates of links, and of the update if not measured."""
+    rates = replace(assumed, cores=runs[0].cores, element=0.0, step=0.0)
+    if math.isfinite(rates.cores):  # messages inside one machine count as free
+        rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
+    modules = dict.fromkeys(name for run in runs for name in run.layout.grids)
+    constants = [(kind, module) for module in modules for kind in ("forward", "backward")]
+    constants += [("call", ""), ("call_back", "")]
+    none, fit = Rates("", {}, {}, cores=runs[0].cores), [0.0] * len(constants)
+    units = [_with_constants(none, {constant: 1.0}) for constant in constants]
+    per_constant = [[run.pass_seconds(unit) for unit in units] for run in runs]
+    for _ in range(_FITS):
+        rates = _with_constants(rates, dict(zip(constants, fit, strict=True)))
+        matrix, seconds = [], []
+        for run, per_unit in zip(runs, per_constant, strict=True):
+            alone, shared = run.pass_seconds(rates), run.pass_seconds(rates, is_shared=True)
+            for (module, kind), expected in alone.items():
+                if not (measured := run.metrics.get(f"seconds_{module}_{kind}")):
+                    continue
+                row = [of_constant[module, kind] for of_constant in per_unit]
+                unshared = measured * expected / shared[module, kind] if expected else measured
+                messages = expected - float(np.dot(row, fit))
+                matrix.append(row)
+                seconds.append(max(unshared - messages, _MIN_WORK * unshared))
+        fit = _nonnegative_least_squares(matrix, seconds)
+    fitted = dict(zip(constants, fit, strict=True))
+    for kind in ("forward", "backward"):  # of modules that no run has
+        fitted[kind, ""] = float(np.mean([fitted[kind, module] for module in modules]))
+    rates = _with_constants(rates, fitted)
+    element = [cost for run in runs for cost in run.element_costs(rates)]
+    rates = replace(rates, element=median(element) if element else assumed.element)
+    rest = median(run.unsimulated(rates) for run in runs)
+    return replace(rates, step=rest, source="fitted to " + ", ".join(run.name for run in runs))
+
+
+def _with_constants(rates: Rates, constants: Mapping[Constant, float]) -> Rates:
+    """Return rates with these constants, and others of 0."""
+    forward, backward = (
+        {module: seconds for (kind, module), seconds in constants.items() if kind == of_pass}
+        for of_pass in ("forward", "backward")
+    )
+    call, call_back = (constants.get((kind, ""), 0.0) for kind in ("call", "call_back"))
+    return replace(rates, forward=forward, backward=backward, call=call, call_back=call_back)
 
 
 def _nonnegative_least_squares(

@@ -1,18 +1,21 @@
 """Forecast the steps of a recipe: their time over the data, idle shares, and who waits for whom."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from mimo.config.schema import Recipe
+from mimo.errors import InputError
 from mimo.model.dataset import Dataset
+from mimo.model.indexing import indexed_dataset
 from mimo.model.step_plan import StepPlan, step_planner
 from mimo.parallel.grids import Layout
 from mimo.plan.rates import Rates
 from mimo.plan.schedules import BACKWARD
-from mimo.plan.simulate import Timeline, run_tasks
+from mimo.plan.simulate import Role, Timeline, run_tasks
 from mimo.plan.work import StepWork
 
 
@@ -52,12 +55,11 @@ class Forecast:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs per second as a share of the peak; None if it is unknown."""
-        seconds = sum(step.seconds for step in self.steps)
-        flops = sum(step.flops for step in self.steps)
-        return flops / (seconds * self.peak) if self.peak else None
+        flops = sum(step.flops for step in self.steps) / sum(step.seconds for step in self.steps)
+        return flops / self.peak if self.peak else None
 
     @cached_property
-    def idle(self) -> dict[tuple[str, int], float]:
+    def idle(self) -> dict[Role, float]:
         """The idle share of each module and stage in the median step."""
         return self.median_step.timeline.idle(self.median_step.tail)
 
@@ -66,7 +68,7 @@ class Forecast:
         return float(np.mean([share for (name, _), share in self.idle.items() if name == module]))
 
     @cached_property
-    def waits(self) -> Mapping[tuple[tuple[str, int], tuple[str, int]], float]:
+    def waits(self) -> dict[tuple[Role, Role], float]:
         """Who waits for whom in the median step; see `Timeline.waits`."""
         return self.median_step.timeline.waits()
 
@@ -89,6 +91,17 @@ def simulate(work: StepWork, plan: StepPlan) -> Step:
     backward = {module: s / count for (module, kind), s in busy.items() if kind == BACKWARD}
     tail = work.tail_seconds(backward)
     return Step(timeline, tail, plan.num_tokens, sum(work.flops.of(plan).values()))
+
+
+def dataset_of_index(recipe: Recipe, path: Path) -> Dataset:
+    """Return the training data. path: of the recipe. Raises InputError unless they are indexed."""
+    dataset = indexed_dataset(recipe)
+    if dataset is None:
+        raise InputError(
+            f"{path}: data.sources are not indexed, but a plan needs the sizes of samples; "
+            f"run: mimo data index {path}"
+        )
+    return dataset
 
 
 def plans(recipe: Recipe, layout: Layout, dataset: Dataset, count: int) -> Iterator[StepPlan]:

@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import getitem
 from typing import Any
 
 from mimo.config.schema import Recipe
+from mimo.config.source import dotted
 from mimo.errors import InputError, RecipeError, format_bytes
 from mimo.families.contracts import LanguageSettings
 from mimo.families.registry import language_settings
@@ -65,8 +67,8 @@ class SearchResult:
 def searched_keys(recipe: Recipe) -> list[str]:
     """Return the keys that the search sets and `--fix` accepts."""
     keys = [_BATCH, _RECOMPUTE, *(f"language.grid.{axis}" for axis in _LANGUAGE_KEYS)]
-    for name in (*recipe.encoders, *recipe.generators):
-        keys += [f"{_key(recipe, name)}.{key}" for key in ("placement", "grid.tp", "grid.dp")]
+    for module in (dotted(recipe.key_of(n)) for n in (*recipe.encoders, *recipe.generators)):
+        keys += [f"{module}.placement", f"{module}.grid.tp", f"{module}.grid.dp"]
     return keys + [f"encoders.{name}.run_ahead" for name in recipe.encoders]
 
 
@@ -143,18 +145,15 @@ class Space:
     fixed: Overrides
 
     @cached_property
-    def _data(self) -> dict[str, Any]:
-        return self.recipe.model_dump(mode="json")
-
-    @cached_property
     def language(self) -> LanguageSettings:
         return language_settings(self.recipe)
 
     def check(self, overrides: Overrides) -> tuple[Recipe, Layout]:
         """Return the recipe with the overrides, and its layout. Raises RecipeError."""
-        data = self._data
+        data = self.recipe.model_dump(mode="json")
         for key, value in overrides.items():
-            data = _with_value(data, key.split("."), value)
+            *sections, name = key.split(".")
+            reduce(getitem, sections, data)[name] = value
         try:
             recipe = Recipe.model_validate(data)
         except ValueError as error:
@@ -177,7 +176,7 @@ class Space:
 
         Numbers of disjoint lanes are powers of two, and three times these.
         """
-        key, sp = _key(self.recipe, name), self.recipe.module(name).grid.sp
+        key, sp = dotted(self.recipe.key_of(name)), self.recipe.module(name).grid.sp
         lanes = sorted(n for power in _POWERS for n in (power, 3 * power))
         for placement in self._values(f"{key}.placement", ("disjoint", "colocated")):
             is_disjoint = placement == "disjoint"
@@ -222,23 +221,12 @@ class Space:
                     yield {**sizes, _BATCH: batch, _RECOMPUTE: recompute}
 
 
-def _key(recipe: Recipe, module: str) -> str:
-    return ".".join(map(str, recipe.key_of(module)))
-
-
 def _up_to(most: int) -> list[int]:
     return [power for power in _POWERS if power <= most]
 
 
 def _grid(key: str, **sizes: int | None) -> Overrides:
     return {f"{key}.grid.{axis}": size for axis, size in {**sizes, "rank_offset": None}.items()}
-
-
-def _with_value(data: Mapping[str, Any], key: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a copy of nested data with a value set; the rest is shared."""
-    first, *rest = key
-    inner = _with_value(data.get(first) or {}, rest, value) if rest else value
-    return {**data, first: inner}
 
 
 def _ranked(space: Space, dataset: Dataset, rates: Rates) -> list[Overrides]:
@@ -274,7 +262,7 @@ class _Estimate:
         work = self.seconds_of[LANGUAGE] * (4 / 3 if recomputes else 1)
         numbers, ends = self.tokens / (count * dp) * self.size, [0.0]  # of a lane's microbatch
         for name in (*self.recipe.encoders, *self.recipe.generators):
-            key = _key(self.recipe, name)
+            key = dotted(self.recipe.key_of(name))
             if overrides[f"{key}.placement"] == "colocated":
                 work += self.seconds_of[name]
                 continue

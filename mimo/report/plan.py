@@ -3,7 +3,6 @@
 import functools
 import json
 import operator
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,12 @@ from matplotlib.figure import Figure
 from mimo.checkpoint.hf.recipes import load_phases
 from mimo.config.schema import Recipe
 from mimo.errors import InputError, RecipeError, suggestion
-from mimo.model.dataset import Dataset
-from mimo.model.indexing import indexed_dataset
-from mimo.model.recipe_checks import check_recipe
 from mimo.plan.calibrate import calibrate, measure_here, read_run
-from mimo.plan.forecast import Forecast, forecast
-from mimo.plan.rates import Gpu, Rates
-from mimo.plan.search import Choice, Overrides, search
+from mimo.plan.forecast import Forecast
+from mimo.plan.rates import Rates
+from mimo.plan.search import Choice
 from mimo.plan.simulate import Role, Timeline
-from mimo.report.tables import Table, number, percent, show, write
+from mimo.report.tables import Table, number, percent, write
 
 _GIB = 2**30
 _COLORS = {"forward": "tab:blue", "encode": "tab:cyan", "backward": "tab:orange"}
@@ -38,53 +34,8 @@ def fitted_rates(
     with such folders.
     """
     runs = [] if experiment is None else [read_run(folder) for folder in runs_of(experiment)]
-    for text in calibrate_on:
-        if text != "here":
-            runs.append(read_run(Path(text)))
-            continue
-        with tempfile.TemporaryDirectory(prefix="mimo-plan-") as folder:
-            runs.append(measure_here(recipe, Path(folder)))
+    runs += [measure_here(recipe) if w == "here" else read_run(Path(w)) for w in calibrate_on]
     return calibrate(runs, assumed) if runs else assumed
-
-
-def print_forecast(recipe: Recipe, dataset: Dataset, rates: Rates) -> Forecast:
-    """Print a forecast of the recipe's layout, and return it. Raises InputError."""
-    result = forecast(recipe, check_recipe(recipe, None), dataset, rates)
-    show(forecast_table(result), roles_table(result))
-    return result
-
-
-def print_search(
-    recipe: Recipe,
-    dataset: Dataset,
-    rates: Rates,
-    gpu: Gpu,
-    num_gpus: int,
-    fixed: Overrides,
-    file: Path | None,
-) -> Choice:
-    """Print the best layouts, write overrides of the first, and return it. Raises InputError."""
-    results = search(recipe, dataset, rates, gpu, num_gpus, fixed)
-    counts = ", ".join(f"{count:,} {name}" for name, count in results.counts.items())
-    print(f"layouts on {num_gpus} GPUs: {counts}")
-    show(choices_table(results.choices, gpu.memory))
-    best = results.choices[0]
-    overrides = [f"{key}={json.dumps(value)}" for key, value in best.overrides.items()]
-    print(f"overrides of the first: {' '.join(overrides)}")
-    if file is not None:
-        write(file, "\n".join([*overrides, ""]))
-    return best
-
-
-def dataset_of_index(recipe: Recipe, path: Path) -> Dataset:
-    """Return the training data. Raises InputError unless they are indexed."""
-    dataset = indexed_dataset(recipe)
-    if dataset is None:
-        raise InputError(
-            f"{path}: data.sources are not indexed, but a plan needs the sizes of samples; "
-            f"run: mimo data index {path}"
-        )
-    return dataset
 
 
 def runs_of(experiment: Path) -> list[Path]:
@@ -116,9 +67,9 @@ def parse_fixes(
 def forecast_table(result: Forecast) -> Table:
     """Return a table of the speed over all simulated steps."""
     columns = ("steps", "p50, s", "p95, s", "p99, s", "tokens/s", "MFU")
-    seconds = (number(result.percentile(percent)) for percent in (50, 95, 99))
-    mfu = percent(result.mfu) if result.mfu is not None else "–"
-    row = (str(len(result.steps)), *seconds, number(result.tokens_per_second), mfu)
+    seconds = (number(result.percentile(share)) for share in (50, 95, 99))
+    speed = number(result.tokens_per_second), percent(result.mfu)
+    row = (str(len(result.steps)), *seconds, *speed)
     return Table(columns, [row], title="forecast")
 
 
