@@ -49,7 +49,7 @@ def plan(
     from mimo.model.recipe_checks import check_recipe
     from mimo.plan.forecast import dataset_of_index, forecast
     from mimo.plan.rates import parse_gpu, rates_of_gpu
-    from mimo.plan.search import search, searched_keys
+    from mimo.plan.search import search
     from mimo.report import plan as report
     from mimo.report import tables
 
@@ -66,8 +66,7 @@ def plan(
         result = forecast(phase.recipe, check_recipe(phase.recipe, None), dataset, rates)
         tables.show(report.forecast_table(result), report.roles_table(result))
     else:
-        known = searched_keys(phase.recipe)
-        fixed = report.parse_fixes(recipe, overrides or [], fix or [], known)
+        fixed = report.parse_fixes(recipe, overrides or [], fix or [])
         found = search(phase.recipe, dataset, rates, device, gpus, fixed)
         counts = ", ".join(f"{count:,} {name}" for name, count in found.counts.items())
         print(f"layouts on {gpus} GPUs: {counts}")

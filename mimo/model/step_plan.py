@@ -23,9 +23,8 @@ from mimo.config.schema import LANGUAGE, Recipe
 from mimo.families.flops import flops_per_unit, step_flops
 from mimo.families.registry import (
     GENERAL,
-    encoder_settings,
-    generator_settings,
     language_settings,
+    module_settings,
     trainable_names,
 )
 from mimo.model.dataset import Dataset, linear_tokens, token_budget
@@ -322,21 +321,19 @@ def pads_samples(recipe: Recipe) -> bool:
 class StepFlops:
     """Counts the FLOPs of planned steps. tokenizer_size: number of its tokens.
 
-    products: by module. passes_gradient: by module, whether something before it trains.
+    settings, products: by module. passes_gradient: by module, whether something before it trains.
     """
 
     def __init__(self, recipe: Recipe, tokenizer_size: int, dataset: Dataset) -> None:
         self._dataset, self._generators = dataset, recipe.generators
-        self._language = language = language_settings(recipe)
-        encoders = {name: encoder_settings(recipe, name) for name in recipe.encoders}
-        generators = {name: generator_settings(recipe, name) for name in recipe.generators}
-        self._item_settings = {**encoders, **generators}
-        self.products = {LANGUAGE: language.products(language.padded_vocab_size(tokenizer_size))}
-        self.products |= {n: s.products(language.hidden_size) for n, s in encoders.items()}
-        self.products |= {name: settings.products() for name, settings in generators.items()}
-        self.passes_gradient = dict.fromkeys(encoders, False)
+        language = language_settings(recipe)
+        sizes = {LANGUAGE: (language.padded_vocab_size(tokenizer_size),)}
+        sizes |= dict.fromkeys(recipe.encoders, (language.hidden_size,))
+        self.settings: dict[str, Any] = {n: module_settings(recipe, n) for n in recipe.modules}
+        self.products = {n: s.products(*sizes.get(n, ())) for n, s in self.settings.items()}
+        self.passes_gradient = dict.fromkeys(recipe.encoders, False)
         self.passes_gradient[LANGUAGE] = recipe.trains_before_language
-        self.passes_gradient |= dict.fromkeys(generators, recipe.trains_before_generators)
+        self.passes_gradient |= dict.fromkeys(recipe.generators, recipe.trains_before_generators)
         self._per_unit = {
             name: flops_per_unit(
                 products,
@@ -360,15 +357,15 @@ class StepFlops:
         for planned in plan.microbatches:
             samples = planned.samples
             counts = {
-                LANGUAGE: self._language.counts(
+                LANGUAGE: self.settings[LANGUAGE].counts(
                     samples.length, samples.item_rows, int(samples.loss_tokens.sum())
                 )
             }
-            for name, settings in self._item_settings.items():
-                grids, items = self.grids(planned, name), planned.items[name].item
-                rows = (samples.item_rows[items],) if name in self._generators else ()
+            for name, items in planned.items.items():
+                grids = self.grids(planned, name)
+                rows = (samples.item_rows[items.item],) if name in self._generators else ()
                 if len(grids):
-                    counts[name] = settings.counts(grids, *rows)
+                    counts[name] = self.settings[name].counts(grids, *rows)
             for name, units in counts.items():
                 flops[name] += step_flops(self._per_unit[name], units)
         return flops

@@ -39,9 +39,6 @@ _HERE, _STEPS_HERE = "this_machine", 8
 _WARMUP = 3  # first steps, whose times are ignored
 _TAIL = ("gradients", "update")  # parts of a step after its last backward
 
-Constant = tuple[str, str]
-"""A constant of `Rates`: field and module, which is "" for the constants of layers."""
-
 
 @dataclass(frozen=True)
 class MeasuredRun:
@@ -150,14 +147,12 @@ def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
     rates = replace(assumed, cores=runs[0].cores, element=0.0, step=0.0)
     if math.isfinite(rates.cores):  # messages inside one machine count as free
         rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
-    modules = dict.fromkeys(name for run in runs for name in run.layout.grids)
-    constants = [(kind, module) for module in modules for kind in ("forward", "backward")]
-    constants += [("call", ""), ("call_back", "")]
-    none, fit = Rates("", {}, {}, cores=runs[0].cores), [0.0] * len(constants)
-    units = [_with_constants(none, {constant: 1.0}) for constant in constants]
+    modules = list(dict.fromkeys(name for run in runs for name in run.layout.grids))
+    none, num_constants = Rates("", {}, {}, cores=runs[0].cores), 2 * len(modules) + 2
+    units = [_with_constants(none, modules, unit) for unit in np.eye(num_constants).tolist()]
     per_constant = [[run.pass_seconds(unit) for unit in units] for run in runs]
+    rates, fit = _with_constants(rates, modules, [0.0] * num_constants), [0.0] * num_constants
     for _ in range(_FITS):
-        rates = _with_constants(rates, dict(zip(constants, fit, strict=True)))
         matrix, seconds = [], []
         for run, per_unit in zip(runs, per_constant, strict=True):
             alone, shared = run.pass_seconds(rates), run.pass_seconds(rates, is_shared=True)
@@ -169,32 +164,30 @@ def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
                 messages = expected - float(np.dot(row, fit))
                 matrix.append(row)
                 seconds.append(max(unshared - messages, _MIN_WORK * unshared))
-        fit = _nonnegative_least_squares(matrix, seconds)
-    fitted = dict(zip(constants, fit, strict=True))
-    for kind in ("forward", "backward"):  # of modules that no run has
-        fitted[kind, ""] = float(np.mean([fitted[kind, module] for module in modules]))
-    rates = _with_constants(rates, fitted)
+        fit = _nonnegative_least_squares(np.array(matrix), np.array(seconds))
+        rates = _with_constants(rates, modules, fit)
     element = [cost for run in runs for cost in run.element_costs(rates)]
     rates = replace(rates, element=median(element) if element else assumed.element)
-    rest = median(run.unsimulated(rates) for run in runs)
-    return replace(rates, step=rest, source="fitted to " + ", ".join(run.name for run in runs))
-
-
-def _with_constants(rates: Rates, constants: Mapping[Constant, float]) -> Rates:
-    """Return rates with these constants, and others of 0."""
-    forward, backward = (
-        {module: seconds for (kind, module), seconds in constants.items() if kind == of_pass}
-        for of_pass in ("forward", "backward")
+    return replace(
+        rates,
+        source="fitted to " + ", ".join(run.name for run in runs),
+        forward={**rates.forward, "": float(np.mean([*rates.forward.values()]))},
+        backward={**rates.backward, "": float(np.mean([*rates.backward.values()]))},
+        step=median(run.unsimulated(rates) for run in runs),
     )
-    call, call_back = (constants.get((kind, ""), 0.0) for kind in ("call", "call_back"))
+
+
+def _with_constants(rates: Rates, modules: Sequence[str], constants: Sequence[float]) -> Rates:
+    """Return rates with seconds per FLOP of each module's forward, each backward, then calls."""
+    *per_flop, call, call_back = constants
+    forward = dict(zip(modules, per_flop[: len(modules)], strict=True))
+    backward = dict(zip(modules, per_flop[len(modules) :], strict=True))
     return replace(rates, forward=forward, backward=backward, call=call, call_back=call_back)
 
 
-def _nonnegative_least_squares(
-    matrix: Sequence[Sequence[float]], seconds: Sequence[float]
-) -> list[float]:
+def _nonnegative_least_squares(matrix: np.ndarray, seconds: np.ndarray) -> list[float]:
     """Return constants >= 0 by least squares of relative errors, dropping negative ones."""
-    rows = np.array(matrix) / np.array(seconds)[:, None]
+    rows = matrix / seconds[:, None]
     scale = np.abs(rows).max(axis=0)
     used = scale > 0
     while True:

@@ -87,20 +87,16 @@ def simulate(work: StepWork, plan: StepPlan) -> Step:
     """Simulate a planned step. Raises `Deadlock`."""
     tasks = work.tasks(plan)
     timeline = run_tasks(tasks.workers, tasks.tasks, work.rates.cores)
-    busy, count = timeline.busy(), len(plan.microbatches)
-    backward = {module: s / count for (module, kind), s in busy.items() if kind == BACKWARD}
+    passes, count = timeline.busy().items(), len(plan.microbatches)
+    backward = {module: seconds / count for (module, kind), seconds in passes if kind == BACKWARD}
     tail = work.tail_seconds(backward)
     return Step(timeline, tail, plan.num_tokens, sum(work.flops.of(plan).values()))
 
 
 def dataset_of_index(recipe: Recipe, path: Path) -> Dataset:
     """Return the training data. path: of the recipe. Raises InputError unless they are indexed."""
-    dataset = indexed_dataset(recipe)
-    if dataset is None:
-        raise InputError(
-            f"{path}: data.sources are not indexed, but a plan needs the sizes of samples; "
-            f"run: mimo data index {path}"
-        )
+    if (dataset := indexed_dataset(recipe)) is None:
+        raise InputError(f"{path}: its data are not indexed; run: mimo data index {path}")
     return dataset
 
 

@@ -6,6 +6,7 @@ each layer and one for the pass. On a CPU, small layers spend most of their time
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,10 +16,6 @@ from mimo.errors import InputError
 _GIB = 2**30
 _EFFICIENCY = 0.45
 """Share of the peak FLOP/s that a layer reaches over all its kernels; assumed."""
-_CALL_SECONDS = 40e-6
-_LATENCY_SECONDS = 20e-6
-_STATE_BYTES = 40  # read and written per element of gradients and update: bf16 weights, fp32 states
-_MEMORY_BYTES = 2e12  # per second
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,10 @@ def parse_gpu(text: str) -> Gpu:
     """Return a GPU by its name, or an H100 with this many GiB. Raises InputError."""
     if text in GPUS:
         return GPUS[text]
-    try:
-        gib = float(text)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < 1e6:
-        names = ", ".join(GPUS)
-        raise InputError(f"--gpu: got {text!r}; give one of {names}, or its memory in GiB")
-    return replace(GPUS["h100"], name=f"{text} GiB", memory=gib * _GIB)
+    with suppress(ValueError):
+        if 0 < (gib := float(text)) < 1e6:
+            return replace(GPUS["h100"], name=f"{text} GiB", memory=gib * _GIB)
+    raise InputError(f"--gpu: got {text!r}; give one of {', '.join(GPUS)}, or its memory in GiB")
 
 
 @dataclass(frozen=True)
@@ -129,12 +122,12 @@ def rates_of_gpu(gpu: Gpu, ranks_per_node: int) -> Rates:
         source=f"{gpu.name}: data sheet, {100 * _EFFICIENCY:.0f} % of its peak (assumed)",
         forward=per_flop,
         backward=per_flop,
-        call=_CALL_SECONDS,
-        call_back=2 * _CALL_SECONDS,
-        element=_STATE_BYTES / _MEMORY_BYTES,
+        call=40e-6,
+        call_back=80e-6,
+        element=40 / 2e12,  # bytes of a bf16 weight and fp32 states, read and written at 2 TB/s
         node=gpu.node,
         network=gpu.network,
-        latency=_LATENCY_SECONDS,
+        latency=20e-6,
         peak=gpu.flops,
         ranks_per_node=ranks_per_node,
     )

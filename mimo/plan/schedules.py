@@ -9,7 +9,7 @@ from itertools import chain, product
 
 import numpy as np
 
-from mimo.parallel.grids import LANGUAGE, Layout
+from mimo.parallel.grids import LANGUAGE, GridSpec, Layout
 from mimo.plan.simulate import Task, Worker
 
 Op = tuple[str, int, int]
@@ -34,18 +34,14 @@ class ModuleCosts:
 
 
 def order_of_stage(
-    numbers: Sequence[int],
-    stage: int,
-    pp: int,
-    vpp: int = 1,
-    ahead: int = 0,
-    has_backward: bool = True,
+    numbers: Sequence[int], stage: int, grid: GridSpec, ahead: int = 0, has_backward: bool = True
 ) -> list[Op]:
     """Return a stage's order: forwards to warm up, then pairs, then the remaining backwards.
 
     With chunks, pp microbatches pass through each chunk in turn. ahead: further forwards to warm up
     without chunks.
     """
+    pp, vpp = grid.pp, grid.vpp
     groups = [numbers[first : first + pp] for first in range(0, len(numbers), pp)]
     table = [(n, chunk) for group in groups for chunk in range(vpp) for n in group]
     forwards = [(FORWARD, n, chunk) for n, chunk in table]
@@ -85,7 +81,10 @@ class StepTasks:
             for stage, lane in product(range(grid.pp), range(grid.dp)):
                 self.workers.append(Worker(name, stage, lane, grid.tp * grid.cp))
                 if name == LANGUAGE:
-                    self._add_language(stage, lane)
+                    for numbers in self.groups:
+                        self._add_colocated(ENCODE, numbers, stage, lane)
+                        self._add_passes(name, stage, lane, numbers, layout.ahead)
+                        self._add_colocated(BACKWARD, numbers, stage, lane)
                 elif name in layout.encoders:
                     self._add_passes(name, stage, lane, everything, run_ahead[name])
                 else:
@@ -104,16 +103,10 @@ class StepTasks:
         self.number[(name, op, *key)] = len(self.tasks)
         self.tasks.append(Task(len(self.workers) - 1, name, op, key[0], float(seconds)))
 
-    def _add_language(self, stage: int, lane: int) -> None:
-        for numbers in self.groups:
-            self._add_colocated(ENCODE, numbers, stage, lane)
-            self._add_passes(LANGUAGE, stage, lane, numbers, self.layout.ahead)
-            self._add_colocated(BACKWARD, numbers, stage, lane)
-
     def _add_passes(self, name: str, stage: int, lane: int, numbers: range, ahead: int) -> None:
         """Add the passes of these microbatches in the order of a stage."""
         grid, costs = self.layout.grids[name], self.costs[name]
-        order = order_of_stage(numbers, stage, grid.pp, grid.vpp, ahead, costs.has_backward)
+        order = order_of_stage(numbers, stage, grid, ahead, costs.has_backward)
         for op, m, chunk in order:
             part = chunk * grid.pp + stage
             kind = ENCODE if op == FORWARD and name != LANGUAGE else op
@@ -146,9 +139,9 @@ class StepTasks:
 
     def _lane_of_draw(self, name: str, lane: int) -> int:
         """Return the lane of the worker that runs a generator's lane."""
-        if name not in self.layout.colocated:
-            return lane
-        return lane * self.layout.language.dp // self.layout.generators[name].dp
+        generator, is_colocated = self.layout.generators[name], name in self.layout.colocated
+        host = self.layout.language if is_colocated else generator
+        return lane * host.dp // generator.dp
 
     # ------------------------------------------------------------------ who waits for whom
 

@@ -11,14 +11,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import partial, reduce
 from operator import getitem
 from typing import Any
 
 from mimo.config.schema import Recipe
 from mimo.config.source import dotted
 from mimo.errors import InputError, RecipeError, format_bytes
-from mimo.families.contracts import LanguageSettings
 from mimo.families.registry import language_settings
 from mimo.model.dataset import Dataset
 from mimo.model.memory import memory_by_role
@@ -37,7 +36,6 @@ _MAX_TENSOR, _MAX_CONTEXT, _MAX_STAGES, _MAX_CHUNKS, _MAX_EXPERT = 8, 8, 16, 4, 
 _NEARBY = 16  # numbers of GPUs that an error message tries, up and down
 _MIN_GAIN = 0.005  # of a step's time, to accept a longer run-ahead, which takes memory
 _RECOMPUTE, _BATCH = "language.recompute", "train.micro_batch_size"
-_LANGUAGE_KEYS = ("tp", "cp", "pp", "vpp", "ep")
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,8 @@ class SearchResult:
 
 def searched_keys(recipe: Recipe) -> list[str]:
     """Return the keys that the search sets and `--fix` accepts."""
-    keys = [_BATCH, _RECOMPUTE, *(f"language.grid.{axis}" for axis in _LANGUAGE_KEYS)]
+    keys = [_BATCH, _RECOMPUTE]
+    keys += [f"language.grid.{axis}" for axis in ("tp", "cp", "pp", "vpp", "ep")]
     for module in (dotted(recipe.key_of(n)) for n in (*recipe.encoders, *recipe.generators)):
         keys += [f"{module}.placement", f"{module}.grid.tp", f"{module}.grid.dp"]
     return keys + [f"encoders.{name}.run_ahead" for name in recipe.encoders]
@@ -101,11 +100,9 @@ def search(
         raise InputError(f"--gpus {num_gpus}: {_why_none(space, too_large, refusals, gpu)}")
     best = sorted(fitting, key=lambda choice: choice.seconds)[:_NUM_BEST]
     final = [_with_best_run_ahead(space, choice, dataset, rates, gpu) for choice in best]
-    counts = {"ranked": ranked, "refused": refusals, "too large": too_large, "simulated": fitting}
-    return SearchResult(
-        sorted(final, key=lambda choice: choice.seconds),
-        {name: len(layouts) for name, layouts in counts.items()},
-    )
+    counts = {"ranked": len(ranked), "refused": len(refusals), "too large": len(too_large)}
+    counts["simulated"] = len(fitting)
+    return SearchResult(sorted(final, key=lambda choice: choice.seconds), counts)
 
 
 def largest_rank(recipe: Recipe, layout: Layout) -> tuple[float, str]:
@@ -143,10 +140,6 @@ class Space:
     num_gpus: int
     ranks_per_node: int
     fixed: Overrides
-
-    @cached_property
-    def language(self) -> LanguageSettings:
-        return language_settings(self.recipe)
 
     def check(self, overrides: Overrides) -> tuple[Recipe, Layout]:
         """Return the recipe with the overrides, and its layout. Raises RecipeError."""
@@ -191,8 +184,8 @@ class Space:
 
     def _language(self, ranks: int) -> Iterator[Overrides]:
         """Yield grids of the language model on these ranks, microbatch sizes and recomputing."""
-        train, layers, grid = self.recipe.train, self.language.num_layers, "language.grid"
-        is_fsdp = self.recipe.language.engine == "fsdp"
+        train, language, grid = self.recipe.train, language_settings(self.recipe), "language.grid"
+        layers, is_fsdp = language.num_layers, self.recipe.language.engine == "fsdp"
         batches = {train.micro_batch_size}
         if self.recipe.data.tokens_per_microbatch is None:
             batches |= {1, 2, 4, 8}
@@ -206,14 +199,13 @@ class Space:
             if rest or not dp:
                 continue
             chunks = range(1, _MAX_CHUNKS + 1) if pp > 1 else (1,)
-            with_experts = math.gcd(dp * cp * tp, self.language.routers[1] or 1)
+            shared_by = math.gcd(dp * cp * tp, language.routers[1] or 1)  # ranks and experts
+            expert_ranks = [n for n in _up_to(_MAX_EXPERT) if shared_by % n == 0]
             for vpp, batch, recompute, ep in itertools.product(
                 self._values(f"{grid}.vpp", [n for n in chunks if layers % (pp * n) == 0] or [1]),
                 self._values(_BATCH, sorted(batches)),
                 self._values(_RECOMPUTE, ("none", "full")),
-                self._values(
-                    f"{grid}.ep", [n for n in _up_to(_MAX_EXPERT) if with_experts % n == 0]
-                ),
+                self._values(f"{grid}.ep", expert_ranks),
             ):
                 count, rest = divmod(train.global_batch_size, batch * dp)
                 if count and not rest and (vpp == 1 or count % pp == 0):
@@ -234,49 +226,46 @@ def _ranked(space: Space, dataset: Dataset, rates: Rates) -> list[Overrides]:
     layouts = [*space]
     for overrides in layouts:
         with suppress(RecipeError):
-            return sorted(layouts, key=_Estimate(*space.check(overrides), dataset, rates).seconds)
+            recipe, layout = space.check(overrides)
+            (plan,) = plans(recipe, layout, dataset, 1)
+            work = StepWork(recipe, layout, dataset, rates)
+            estimate = partial(_estimate, work, work.flops.of(plan), plan.num_tokens)
+            return sorted(layouts, key=estimate)
     return layouts
 
 
-class _Estimate:
-    """Estimate of a step's time by a closed form, from a planned step's FLOPs and tokens."""
-
-    def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
-        (plan,) = plans(recipe, layout, dataset, 1)
-        work = StepWork(recipe, layout, dataset, rates)
-        self.recipe, self.rates, self.language = recipe, rates, work.language
-        self.tokens, self.size, self.seconds_of = plan.num_tokens, work.size, dict[str, float]()
-        for name, flops in work.flops.of(plan).items():
-            forward, backward = rates.seconds_per_flop(name)
-            self.seconds_of[name] = flops * (forward + 2 * backward) / 3
-        self.layers = {name: settings.num_layers for name, settings in work.settings.items()}
-        self.trained = work.parts[LANGUAGE].weights.sum() * recipe.trains(LANGUAGE)
-
-    def seconds(self, overrides: Overrides) -> float:
-        """Return the estimated seconds of a step."""
-        axes = ("tp", "cp", "pp", "vpp", "dp")
-        tp, cp, pp, vpp, dp = (overrides[f"language.grid.{axis}"] for axis in axes)
-        collective, recomputes = self.rates.collective, overrides[_RECOMPUTE] == "full"
-        calls = self.rates.call + self.rates.call_back  # of a layer
-        count = self.recipe.train.global_batch_size / (overrides[_BATCH] * dp)
-        work = self.seconds_of[LANGUAGE] * (4 / 3 if recomputes else 1)
-        numbers, ends = self.tokens / (count * dp) * self.size, [0.0]  # of a lane's microbatch
-        for name in (*self.recipe.encoders, *self.recipe.generators):
-            key = dotted(self.recipe.key_of(name))
-            if overrides[f"{key}.placement"] == "colocated":
-                work += self.seconds_of[name]
-                continue
-            ranks = overrides[f"{key}.grid.dp"] * overrides[f"{key}.grid.tp"]
-            ends.append(self.seconds_of[name] / ranks + count * self.layers[name] * calls)
-        keys = 2 * numbers * self.language.num_query_groups * self.language.head_size / tp
-        pass_of_layer = 4 * collective(numbers / cp * self.language.hidden_size, tp, tp)
-        pass_of_layer += collective(keys, cp, tp * cp) + 0.5 * calls
-        passes = count * self.layers[LANGUAGE] / pp * (3 if recomputes else 2)
-        work = work / (tp * cp * pp * dp) + passes * pass_of_layer
-        elements, ranks = self.trained / (tp * pp), dp * cp
-        tail = 2 * collective(elements * max(4, self.size), ranks, ranks * tp)
-        tail += elements / ranks * self.rates.element
-        return max(*ends, work * (1 + (pp - 1) / (vpp * count))) + tail
+def _estimate(
+    work: StepWork, flops: Mapping[str, float], num_tokens: int, overrides: Overrides
+) -> float:
+    """Return a step's seconds by a closed form. flops: of a step by module."""
+    recipe, rates, language, size = work.recipe, work.rates, work.language, work.size
+    axes = ("tp", "cp", "pp", "vpp", "dp")
+    tp, cp, pp, vpp, dp = (overrides[f"language.grid.{axis}"] for axis in axes)
+    calls, recomputes = rates.call + rates.call_back, overrides[_RECOMPUTE] == "full"
+    count = recipe.train.global_batch_size / (overrides[_BATCH] * dp)
+    seconds_of, ends = dict[str, float](), [0.0]
+    for name in flops:
+        forward, backward = rates.seconds_per_flop(name)
+        seconds_of[name] = flops[name] * (forward + 2 * backward) / 3
+    seconds = seconds_of[LANGUAGE] * (4 / 3 if recomputes else 1)
+    for name in (*recipe.encoders, *recipe.generators):
+        key = dotted(recipe.key_of(name))
+        if overrides[f"{key}.placement"] == "colocated":
+            seconds += seconds_of[name]
+            continue
+        ranks = overrides[f"{key}.grid.dp"] * overrides[f"{key}.grid.tp"]
+        of_calls = count * work.settings[name].num_layers * calls
+        ends.append(seconds_of[name] / ranks + of_calls)
+    numbers = num_tokens / (count * dp) * size  # bytes of a number for each token of a microbatch
+    keys = 2 * numbers * language.num_query_groups * language.head_size / tp
+    pass_of_layer = 4 * rates.collective(numbers / cp * language.hidden_size, tp, tp)
+    pass_of_layer += rates.collective(keys, cp, tp * cp) + 0.5 * calls
+    passes = count * language.num_layers / pp * (3 if recomputes else 2)
+    seconds = seconds / (tp * cp * pp * dp) + passes * pass_of_layer
+    elements = work.parts[LANGUAGE].weights.sum() * recipe.trains(LANGUAGE) / (tp * pp)
+    tail = 2 * rates.collective(elements * max(4, size), dp * cp, dp * cp * tp)
+    tail += elements / (dp * cp) * rates.element
+    return max(*ends, seconds * (1 + (pp - 1) / (vpp * count))) + tail
 
 
 def _why_none(
@@ -295,8 +284,9 @@ def _why_none(
     nearby = range(max(1, count - _NEARBY + 1), count + _NEARBY)
     nearest = sorted(nearby, key=lambda number: abs(number - count))
     others = (f"give {n} GPUs" for n in nearest if any(replace(space, num_gpus=n)))
+    batch = space.recipe.train.global_batch_size
     return (
-        f"no grids tile {count} GPUs with train.global_batch_size "
-        f"{space.recipe.train.global_batch_size} and {space.language.num_layers} layers; "
+        f"no grids tile {count} GPUs with train.global_batch_size {batch} and "
+        f"{language_settings(space.recipe).num_layers} layers; "
         f"{next(others, 'fix fewer keys')}, or change the batch"
     )

@@ -10,13 +10,12 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from mimo.config.schema import Recipe
 from mimo.families.flops import Product, flops_per_unit
-from mimo.families.registry import language_settings, module_settings, trainable_names
+from mimo.families.registry import language_settings, trainable_names
 from mimo.families.wire import DTYPES
 from mimo.model.dataset import Dataset
 from mimo.model.memory import parameters_by_role
@@ -62,18 +61,15 @@ class Passes:
     def seconds(self, module: str, rates: Rates) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of forward and backward, each (M, L, P)."""
         per_flop, per_flop_back = rates.seconds_per_flop(module)
+        hides_gathers = math.isinf(rates.cores)  # a CPU hides none behind its work
         work = self.forward * per_flop
         others = rates.call * self.calls + self.messages
-        forward = work + others + self._exposed(work, rates)
+        forward = work + others + np.maximum(self.gathers - work * hides_gathers, 0)
         if not self.backward.any():
             return forward, np.zeros_like(forward)
         work = self.backward * per_flop_back + self.num_repeated * work
         others = rates.call_back * self.calls + self.messages + self.num_repeated * others
-        return forward, work + others + self._exposed(work, rates)
-
-    def _exposed(self, work: np.ndarray, rates: Rates) -> np.ndarray:
-        """Return the seconds of gathers beyond the work that hides them; a CPU hides none."""
-        return np.maximum(self.gathers - work * math.isinf(rates.cores), 0)
+        return forward, work + others + np.maximum(self.gathers - work * hides_gathers, 0)
 
 
 class StepWork:
@@ -82,10 +78,9 @@ class StepWork:
     def __init__(self, recipe: Recipe, layout: Layout, dataset: Dataset, rates: Rates) -> None:
         self.recipe, self.layout = recipe, layout
         self.rates = rates.with_threads(recipe.train.threads_per_rank, layout.world_size)
-        self.settings: dict[str, Any] = {n: module_settings(recipe, n) for n in layout.grids}
-        self.language = language_settings(recipe)
         self.size = DTYPES[recipe.train.precision].itemsize
         self.flops = StepFlops(recipe, dataset.readers[0].chat.vocab_size, dataset)
+        self.settings, self.language = self.flops.settings, language_settings(recipe)
         self.parts = {name: self._parts(name) for name in layout.grids}
 
     # ------------------------------------------------------------------ what does not change
@@ -151,12 +146,10 @@ class StepWork:
         for name in self.layout.grids:
             tokens = self.tokens(plan, name)
             passes = self.passes(plan, name, tokens)
-            forward, backward = passes.seconds(name, self.rates)
             microbatches = plan.microbatches if name != LANGUAGE else ()
             costs[name] = ModuleCosts(
-                forward,
-                backward,
-                self._stage_messages(name, tokens),
+                *passes.seconds(name, self.rates),
+                message=self._stage_messages(name, tokens),
                 has_backward=bool(passes.backward.any()),
                 rows=np.array([self._rows(name, microbatch) for microbatch in microbatches]),
             )

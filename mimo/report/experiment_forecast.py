@@ -43,15 +43,15 @@ def compare_forecasts(results: Sequence[Result]) -> list[Comparison]:
     fitted = [*runs][:_NUM_FITTED]
     assumed = rates_of_gpu(GPUS["h100"], ranks_per_node=8)
     rates = calibrate([run for name in fitted for run in runs[name]], assumed)
-    figures_of = {result.name: result.figures for result in results}
     compared = []
-    for name, (run, *_) in runs.items():
-        result = forecast(run.recipe, run.layout, run.dataset, rates)
-        grids = [run.layout.grids[module] for module, _ in result.idle]  # of each stage
-        idle = np.average([*result.idle.values()], weights=[grid.size / grid.pp for grid in grids])
-        measured = [figures_of[name][key] for key in ("step_seconds", "idle_fraction")]
-        times = measured[0], result.percentile(50)
-        compared.append(Comparison(name, name in fitted, *times, measured[1], float(idle)))
+    for name, figures in ((r.name, r.figures) for r in results if r.name in runs):
+        run, *_ = runs[name]
+        made = forecast(run.recipe, run.layout, run.dataset, rates)
+        grids = [run.layout.grids[module] for module, _ in made.idle]  # of each stage
+        idle = np.average([*made.idle.values()], weights=[grid.size / grid.pp for grid in grids])
+        measured, measured_idle = figures["step_seconds"], figures["idle_fraction"]
+        seconds, is_fitted = made.percentile(50), name in fitted
+        compared.append(Comparison(name, is_fitted, measured, seconds, measured_idle, float(idle)))
     return compared
 
 

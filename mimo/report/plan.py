@@ -16,13 +16,12 @@ from mimo.errors import InputError, RecipeError, suggestion
 from mimo.plan.calibrate import calibrate, measure_here, read_run
 from mimo.plan.forecast import Forecast
 from mimo.plan.rates import Rates
-from mimo.plan.search import Choice
+from mimo.plan.search import Choice, searched_keys
 from mimo.plan.simulate import Role, Timeline
 from mimo.report.tables import Table, number, percent, write
 
 _GIB = 2**30
 _COLORS = {"forward": "tab:blue", "encode": "tab:cyan", "backward": "tab:orange"}
-_MICROSECONDS = 1e6
 
 
 def fitted_rates(
@@ -33,23 +32,17 @@ def fitted_rates(
     calibrate_on: folders of runs, or "here" for a short run on this machine. experiment: a folder
     with such folders.
     """
-    runs = [] if experiment is None else [read_run(folder) for folder in runs_of(experiment)]
+    files = [] if experiment is None else sorted(experiment.glob("*/metrics.jsonl"))
+    if experiment is not None and not files:
+        raise InputError(f"--from {experiment}: no run is in it; give the folder of an experiment")
+    runs = [read_run(file.parent) for file in files]
     runs += [measure_here(recipe) if w == "here" else read_run(Path(w)) for w in calibrate_on]
     return calibrate(runs, assumed) if runs else assumed
 
 
-def runs_of(experiment: Path) -> list[Path]:
-    """Return the run folders of an experiment that have metrics. Raises InputError."""
-    folders = sorted(file.parent for file in experiment.glob("*/metrics.jsonl"))
-    if not folders:
-        raise InputError(f"--from {experiment}: no run is in it; give the folder of an experiment")
-    return folders
-
-
-def parse_fixes(
-    path: Path, overrides: Sequence[str], fixes: Sequence[str], known: Sequence[str]
-) -> dict[str, Any]:
-    """Return the values of `--fix` by key. Raises RecipeError for keys not known, bad values."""
+def parse_fixes(path: Path, overrides: Sequence[str], fixes: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `--fix` by key. Raises RecipeError for unsearched keys, bad values."""
+    known = searched_keys(load_phases(path, overrides).phases[0].recipe)
     keys = [text.partition("=")[0] for text in fixes]
     for key, text in zip(keys, fixes, strict=True):
         if key not in known:
@@ -137,7 +130,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         event = {"ph": "M", "tid": worker, "name": "thread_name", "args": {"name": name}}
         events.append({"pid": 0, **event})
     for task, start, end in zip(timeline.tasks, timeline.start, timeline.end, strict=True):
-        times = {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
+        times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}  # microseconds
         events.append({"ph": "X", "pid": 0, "tid": task.worker, "name": str(task), **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -96,7 +96,7 @@ def test_stages_run_in_the_order_of_megatron(pp: int, vpp: int, m: int) -> None:
         backwards: list[Op] = [(BACKWARD, n, vpp - 1 - chunk) for n, chunk in table]
         pairs = zip(forwards[warmup:], backwards, strict=False)
         expected = [*forwards[:warmup], *chain(*pairs), *backwards[remaining:]]
-        assert order_of_stage(range(m), stage, pp, vpp) == expected
+        assert order_of_stage(range(m), stage, GridSpec(LANGUAGE, pp=pp, vpp=vpp)) == expected
 
 
 # ---------------------------------------------------------------------- disjoint modules
