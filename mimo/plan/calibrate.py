@@ -97,7 +97,7 @@ def read_run(folder: Path) -> MeasuredRun:
         )
     recipe = load_recipe(folder / "recipe.yaml")
     dataset = dataset_of_index(recipe, folder / "recipe.yaml")
-    names = {name for line in timed for name in line if "seconds" in name}
+    names = {n for line in timed for n in line if n.startswith(("seconds_", "step_seconds"))}
     metrics = {name: median(line[name] for line in timed if name in line) for name in names}
     start = (starts_of(folder) or [{}])[-1]
     on_cpu = start.get("device", "CPU") == "CPU"
