@@ -352,9 +352,9 @@ def _start(
     if not calls:
         return []
     if end.device.type in _UNBATCHED:
-        to_ranks = [(call, part, dist.get_group_rank(group, peer)) for call, part, peer in calls]
         starts = {dist.irecv: group.recv, dist.isend: group.send}
-        works: list[dist.Work] = [starts[call]([part], rank, 0) for call, part, rank in to_ranks]
+        rank_of: dict[int, int] = {peer: dist.get_group_rank(group, peer) for _, _, peer in calls}
+        works = [starts[call]([part], rank_of[peer], 0) for call, part, peer in calls]
     else:
         works = dist.batch_isend_irecv([dist.P2POp(*call, group) for call in calls])
         # Backends may answer a batch with one handle for all of it.

@@ -44,12 +44,13 @@ class Settings(EncoderSettings):
         return parameter_products(half_shapes(self.config, of_language=False), "patch")
 
     def num_inputs(self, grid: tuple[int, int, int]) -> float:
-        """Return the patches in files of this size, as if no file were resized."""
-        frames, height, width = grid
+        """Return the patches of the processor's arrays for an item; of sounds, frames."""
         vision = self.config.get("vision_config") or {}
         side = vision.get("patch_size") or 14
         side = side if isinstance(side, int) else side[-1]
-        return max(frames * height * width / side**2, 1.0)
+        frames = vision.get("temporal_patch_size") or 1
+        modality = {0: "audio", 1: "image"}.get(grid[0], "video")
+        return self.processor(modality).form(grid).num_values / (3 * side**2 * frames)
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         return {"patch": sum(self.num_inputs(tuple(grid)) for grid in grids.tolist())}

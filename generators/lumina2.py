@@ -58,6 +58,11 @@ class Settings(_shared.TransformerSettings):
     def most_rows(self) -> int:
         return self.axes_lens[0] - 1
 
+    @property
+    def kept_beside_linears(self) -> tuple[float, float]:
+        size, inner = self.hidden_size, self.ffn_hidden_size
+        return 5 * size - inner, 11 * size + inner  # the gate is activated in fp32
+
     @staticmethod
     def latent_format(config: Config) -> tuple[int, int]:
         return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)

@@ -68,6 +68,10 @@ class Settings(_shared.TransformerSettings):
         tokens = self.max_pixels // self.token_pixels**2
         return max(4096 - int((tokens * MAX_ASPECT_RATIO) ** 0.5) // 2, 1)
 
+    @property
+    def kept_beside_linears(self) -> tuple[float, float]:
+        return 7.1 * self.hidden_size, 4 * self.hidden_size
+
     @staticmethod
     def latent_format(config: Config) -> tuple[int, int]:
         return config["z_dim"], 2 ** len(config["temperal_downsample"])

@@ -192,3 +192,101 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3": {"size": {"height": 896, "width": 896}, "image_mean": _HALF, "image_std": _HALF},
 }
 PROCESSORS["qwen3_5"] = PROCESSORS["qwen3_vl"]
+
+
+def merged(small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
+    """A tiny folder's file with the sizes of a large model; the ids of tokens stay."""
+    return {
+        **small,
+        **{
+            key: merged(small[key], value)
+            if isinstance(value, dict) and isinstance(small.get(key), dict)
+            else value
+            for key, value in large.items()
+        },
+    }
+
+
+# Of models that are built by transformers' own classes, by their `model_type`: the configuration
+# and the processor. Gemma 4 has the sizes of Gemma 3 27B where its own are not known here.
+ANY_CLASS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5": (
+        qwen3_5(
+            "qwen3_5",
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            intermediate_size=12288,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_conv_kernel_dim=4,
+            layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8,
+            tie_word_embeddings=False,
+        ),
+        {**PROCESSORS["qwen3_5"], "merge_size": 2, "temporal_patch_size": 2},
+    ),
+    "internvl": (
+        {
+            "text_config": {
+                "model_type": "qwen3",
+                "hidden_size": 4096,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "intermediate_size": 12288,
+                "vocab_size": 151936,
+                "layer_types": ["full_attention"] * 36,
+                "max_window_layers": 36,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 16,
+                "image_size": [448, 448],
+                "patch_size": [14, 14],
+                "attention_bias": True,
+            },
+        },
+        {"image_processor": {"size": {"height": 448, "width": 448}}, "image_seq_length": 256},
+    ),
+    "gemma4": (
+        {
+            "audio_config": None,
+            "text_config": {
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "num_hidden_layers": 60,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 16,
+                "head_dim": 256,
+                "global_head_dim": 512,
+                "num_global_key_value_heads": 4,
+                "attention_k_eq_v": True,
+                "vocab_size": 262144,
+                "hidden_size_per_layer_input": 0,
+                "sliding_window": 1024,
+                "final_logit_softcapping": 30.0,
+                "use_bidirectional_attention": "vision",
+                "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+                "per_layer_config": None,
+            },
+            "vision_config": {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+                "head_dim": 72,
+                "patch_size": 16,
+                "position_embedding_size": 10240,
+            },
+        },
+        {"image_processor": {"patch_size": 16, "max_soft_tokens": 280}, "image_seq_length": 280},
+    ),
+}

@@ -22,7 +22,8 @@ from mimo.parallel.grids import Layout, num_microbatches
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.checkpoint.hf import folders
-from tests.published import CONFIGS, PROCESSORS
+from tests.published import ANY_CLASS as PUBLISHED
+from tests.published import CONFIGS, PROCESSORS, merged
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _LAYOUT = re.compile(r"^#\s+(\d+) GPUs:\s+(.*)$", re.MULTILINE)
@@ -74,6 +75,13 @@ def documented(path: Path) -> list[Documented]:
 
 LARGE = sorted(path for path in RECIPES.glob("*.yaml") if documented(path))
 TINY = sorted(RECIPES.glob("*_tiny.yaml"))
+
+
+ANY_CLASS = {
+    "qwen3_5_9b_fsdp": "qwen3_5",
+    "gemma4_31b_fsdp": "gemma4",
+    "internvl3_5_8b_fsdp": "internvl",
+}
 
 
 @cache
@@ -150,7 +158,9 @@ def test_a_recipe_states_the_memory_of_each_role_that_the_formula_gives(
     assert expected in path.read_text(), f"the header should say\n{expected}"
 
 
-def formula_beside_dry_run(_: int, path: Path, folder: Path) -> list[tuple[str, float, float]]:
+def formula_beside_dry_run(
+    _: int, path: Path, folder: Path | None
+) -> list[tuple[str, float, float]]:
     """Each role of a recipe's first layout, its formula and its dry run."""
     import torch.distributed as dist
 
@@ -169,6 +179,34 @@ def formula_beside_dry_run(_: int, path: Path, folder: Path) -> list[tuple[str, 
 def test_the_formula_agrees_with_a_dry_run(path: Path, models: Path, run_ranks: RunRanks) -> None:
     folder = models / init_from_of(path).name
     (roles,) = run_ranks(formula_beside_dry_run, 1, path, folder, timeout_seconds=300)
+    for role, formula, dry_run in roles:
+        assert formula == pytest.approx(dry_run, rel=0.05), role
+
+
+def large_folder(family: str, folder: Path) -> Path:
+    """A folder of a class of transformers with published sizes, without weights."""
+    write_tiny(TinyCheckpoint(family), folder)
+    config, processor = PUBLISHED[family]
+    for name, large in {
+        "config.json": config,
+        "preprocessor_config.json": processor,
+        "processor_config.json": processor,
+    }.items():
+        if (folder / name).exists():
+            text = json.dumps(merged(json.loads((folder / name).read_text()), large))
+            (folder / name).write_text(text)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ANY_CLASS)
+def test_the_formula_of_any_class_agrees_with_a_dry_run(
+    stem: str, tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    folder, path = large_folder(ANY_CLASS[stem], tmp_path / "model"), RECIPES / f"{stem}.yaml"
+    (roles,) = run_ranks(formula_beside_dry_run, 1, path, folder, timeout_seconds=400)
+    assert len(roles) == 2
     for role, formula, dry_run in roles:
         assert formula == pytest.approx(dry_run, rel=0.05), role
 
@@ -212,13 +250,6 @@ def test_a_recipe_says_its_command_hardware_and_result(path: Path) -> None:
     assert f"name: {path.stem}\n" in path.read_text()
     for needed in ("# Command", "# Hardware:", "# Result:"):
         assert needed in header
-
-
-ANY_CLASS = {
-    "qwen3_5_9b_fsdp": "qwen3_5",
-    "gemma4_31b_fsdp": "gemma4",
-    "internvl3_5_8b_fsdp": "internvl",
-}
 
 
 @pytest.mark.parametrize("stem", quick(ANY_CLASS, "qwen3_5_9b_fsdp"))

@@ -22,8 +22,8 @@ import numpy as np
 from webdataset.writer import TarWriter
 
 from data.modalities.image_files import png_bytes
+from data.modalities.images import TargetImages
 from data.modalities.processor import Media, Part
-from data.modalities.targets import TargetImages
 from data.order import SampleOrder
 from data.text.digits import conversation, write_tokenizer
 

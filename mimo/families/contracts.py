@@ -211,6 +211,14 @@ class GeneratorSettings(FamilySettings):
         """Most hidden states of a condition."""
 
     @property
+    @abstractmethod
+    def kept_beside_linears(self) -> tuple[float, float]:
+        """About the numbers of a token that a layer keeps in the model's dtype, and in fp32.
+
+        Outputs of linears and attention, and activated ones, come on top.
+        """
+
+    @property
     def autoencoder_bytes(self) -> int:
         """Size of the autoencoder's files of weights."""
         files = Path(self.autoencoder).glob("*.safetensors") if self.autoencoder else ()

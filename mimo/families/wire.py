@@ -42,13 +42,14 @@ class WirePatches:
         """
         items = [item for item in items if len(item[1])] or items[:1]
         forms = tuple(dict.fromkeys(form for form, _ in items))
-        lengths = torch.tensor([len(patches) for _, patches in items])
-        kinds = torch.tensor([forms.index(form) for form, _ in items]).repeat_interleave(lengths)
-        # The patches sorted by form are the parts; each one's place among them is the inverse.
-        order = kinds.argsort(stable=True).argsort()
         offsets = torch.arange(0, 3 * 256, 256, dtype=torch.int32)[:, None, None]
         host = [offsets, *(torch.from_numpy(form.table()).flatten() for form in forms)]
-        offsets, *rest = send_together([*host, order] if len(forms) > 1 else host, copy)
+        if len(forms) > 1:
+            lengths = torch.tensor([len(patches) for _, patches in items])
+            kinds = torch.tensor([forms.index(form) for form, _ in items])
+            # The patches sorted by form are the parts; each one's place among them is the inverse.
+            host.append(kinds.repeat_interleave(lengths).argsort(stable=True).argsort())
+        offsets, *rest = send_together(host, copy)
         return cls(
             forms=forms,
             parts=tuple(

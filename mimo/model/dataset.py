@@ -15,8 +15,8 @@ from data.index.samples import Index, Processors, check_sizes, check_skipped
 from data.index.shard_index import DamagedFileError
 from data.index.shards import ShardChangedError
 from data.index.store import Build, load_or_build_index
+from data.modalities.images import TargetImages
 from data.modalities.processor import Media
-from data.modalities.targets import TargetImages
 from data.order import SampleOrder
 from data.packing import TokenBudget
 from data.text.chat import ChatTokenizer

@@ -36,8 +36,11 @@ _CUT_BY_ROWS = (
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 """Endings of the weights that tensor parallelism cuts by columns, the inputs of a linear."""
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+HEADS = ("output_layer.weight", "lm_head.weight")
+"""Endings of the name of a head that is not the embedding; the second is transformers'."""
 EXPERTS = ".mlp.experts."
+_LARGE_IMAGE = 1024, 1024
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,14 @@ def microbatches_at_once(recipe: Recipe, layout: Layout, module: str) -> int:
 
 
 def item_plan(recipe: Recipe, encoder: str) -> PartPlan:
-    """Return the plan of an item of noise; here full microbatches consist of such items."""
-    modality = encoder_settings(recipe, encoder).processor(recipe.encoders[encoder].media)
+    """Return the plan of an item; here full microbatches consist of such items.
+
+    It is one of noise, but for family transformers a large image: small ones take one call each.
+    """
+    part = recipe.encoders[encoder]
+    modality = encoder_settings(recipe, encoder).processor(part.media)
+    if part.family == GENERAL and part.media == "image":
+        return modality.plan(Part(_LARGE_IMAGE))
     file = modality.random_file(np.random.default_rng(0))
     return modality.plan(Part(modality.size_of(modality.decode(file))))
 
@@ -80,7 +89,20 @@ def items_at_once(recipe: Recipe, layout: Layout, encoder: str) -> int:
     """Return the items of one forward of an encoder's lane."""
     rows = recipe.longest_microbatch * microbatches_at_once(recipe, layout, encoder)
     lanes = layout.language.dp / layout.grids[encoder].dp
-    return math.ceil(rows * lanes / item_plan(recipe, encoder).num_rows)
+    return max(1, int(rows * lanes / item_plan(recipe, encoder).num_rows))
+
+
+def draw_size(recipe: Recipe, layout: Layout, name: str) -> tuple[int, tuple[int, int], int]:
+    """Return the items of a generator's lane in a microbatch, their grid, and each one's rows.
+
+    Every sample of a full microbatch has one of the largest squares.
+    """
+    settings, length = generator_settings(recipe, name), recipe.data.sequence_length
+    samples = max(1.0, recipe.longest_microbatch / length)
+    count = math.ceil(samples * max(1.0, layout.language.dp / layout.grids[name].dp))
+    side = math.isqrt(settings.max_pixels) // settings.token_pixels
+    rows = recipe.generators[name].num_queries or min(length, settings.most_rows)
+    return count, (side, side), rows
 
 
 def microbatches_in_flight(recipe: Recipe, layout: Layout, module: str, stage: int) -> float:
@@ -108,7 +130,6 @@ class ModuleSizes:
     held, trained: elements on a tensor-parallel rank, of all and of trainable parameters: of the
     "first" stage, of a "layer" and its "experts", of the "last" stage. autoencoder: its bytes.
     last: beginnings of the names of head or projector. listed: layers in ``shapes``.
-    is_one_unit: whether FSDP2 gathers all layers at once.
     """
 
     def __init__(self, recipe: Recipe, layout: Layout, name: str) -> None:
@@ -121,36 +142,39 @@ class ModuleSizes:
         settings = module_settings(recipe, name)
         self.layers, period = settings.num_layers // self.grid.pp, settings.layer_period
         self.autoencoder, self.routers = 0, language.routers
-        self.last: tuple[str, ...] = (OUTPUT,) if name == LANGUAGE else ()
+        self.last: tuple[str, ...] = ()
         if name in recipe.encoders:
             self.last = encoder_family(recipe, name).PROJECTOR
         elif name in recipe.generators:
             settings = generator_settings(recipe, name)
             self.hidden, self.autoencoder = settings.hidden_size, settings.autoencoder_bytes
+            period = self.layers  # and those that refine are listed once
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
             for weight in weights_of(recipe, name, known, num_layers=period)
         }
+        self.has_head = any(weight.endswith(HEADS) for weight in self.shapes)
         self.held, self.trained = defaultdict[str, float](float), defaultdict[str, float](float)
         is_trainable, lora, tp = trainable_names(recipe, name), self.part.lora, self.grid.tp
         # Models of transformers list all layers, because these may differ; their mean counts.
-        is_general = self.part.family == GENERAL
-        self.listed = self.layers if is_general else period
-        self.is_one_unit = is_general and name != LANGUAGE
+        self.is_general = self.part.family == GENERAL
+        self.listed = self.layers if self.is_general else period
+        is_one_unit = self.is_general and name != LANGUAGE  # FSDP2 gathers all of it at once
         for weight, (rows, columns) in self.shapes.items():
-            is_last = weight.startswith(self.last) or "final_layernorm" in weight
+            is_last = weight.startswith(self.last) or weight.endswith(HEADS)
+            is_last = is_last or "final_layernorm" in weight
             place = "layer" if IN_LAYER(weight) else "last" if is_last else "first"
-            if self.is_one_unit:
+            if is_one_unit:
                 place = "first"
             cut = tp if weight.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
             if EXPERTS in weight and self.grid.engine == "megatron":
                 place, cut = "experts", self.grid.ep * self.grid.etp
             self._count(place, rows * columns // cut, is_trainable(weight))
-            if weight == EMBEDDING and OUTPUT not in self.shapes and self.grid.pp > 1:
+            if weight == EMBEDDING and not self.has_head and self.grid.pp > 1:
                 # The head's copy.
                 self._count("last", rows * columns // cut, is_trainable(weight))
-            adapts = place in ("layer", "experts") or self.is_one_unit
+            adapts = place in ("layer", "experts") or is_one_unit
             if lora is not None and adapts and lora.adapts(weight):
                 by_columns = weight.endswith(CUT_BY_COLUMNS)
                 sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
@@ -204,6 +228,8 @@ class ModuleSizes:
         gathered = outside + (self.layers if self.keeps_layers else 1) * inside
         if self.part.reshard_after_forward:
             gathered -= self.embedding
+        if self.is_general and self.name != LANGUAGE:
+            gathered *= 2  # no next unit frees the message of the only one
         return RoleMemory(
             role=self.name,
             module=self.name,
@@ -227,7 +253,7 @@ class ModuleSizes:
     @property
     def embedding(self) -> float:
         """Elements of an embedding that FSDP2 gathers separately, because it is not the head."""
-        return self.held["first"] if self.name == LANGUAGE and OUTPUT in self.shapes else 0
+        return self.held["first"] if self.name == LANGUAGE and self.has_head else 0
 
     @property
     def keeps_gradients(self) -> bool:

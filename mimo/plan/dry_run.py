@@ -7,13 +7,13 @@ because gathered weights and whole gradients may stay between them.
 
 Peak = state + inputs + (microbatches in flight - 1) · kept by one + peak of one forward and
 backward. The kernels are those of a GPU: see `mimo.plan.dry_run_kernels`.
-
-Letters: T tokens of a lane, n tokens or rows of this rank, H hidden, k feature levels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -27,24 +27,40 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from data.batch import PackedLane
 from mimo.config.schema import Recipe
 from mimo.device import Staging
+from mimo.engines.contract import Draw
 from mimo.engines.fsdp import sharding
 from mimo.engines.fsdp.context import FsdpContext
 from mimo.engines.fsdp.sharding import local_part
 from mimo.errors import InputError
-from mimo.families.registry import encoder_settings, language_settings, weights_of
+from mimo.families.registry import (
+    encoder_settings,
+    generator_settings,
+    language_settings,
+    weights_of,
+)
 from mimo.families.wire import DTYPES
 from mimo.model import fsdp
 from mimo.model.build import build_model
+from mimo.model.dataset import targets
 from mimo.model.decoding import EncoderItems
-from mimo.model.inputs import LanguageBatch, ReceivedRows, stage_items, stage_lane
+from mimo.model.inputs import (
+    Batch,
+    ReceivedRows,
+    WholeBatch,
+    stage_items,
+    stage_lane,
+    stage_whole,
+)
 from mimo.model.module_sizes import (
     RoleMemory,
+    draw_size,
     item_plan,
     items_at_once,
     microbatches_at_once,
     microbatches_in_flight,
 )
 from mimo.model.modules import MimoModel
+from mimo.model.outputs import HostDraw
 from mimo.parallel.grids import LANGUAGE, Layout, num_microbatches
 from mimo.parallel.groups import simulated_topology
 from mimo.plan.dry_run_kernels import TensorMemory, gpu_kernels, shared_buffers
@@ -91,7 +107,14 @@ def dry_run(
         ]
         try:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with mode, mock.patch.object(fsdp, "shard", _shard_outside_of_fakes):
+            with ExitStack() as stack:
+                stack.enter_context(mode)
+                stack.enter_context(mock.patch.object(fsdp, "shard", _shard_outside_of_fakes))
+                if recipe.generators:
+                    from diffusers.models.modeling_utils import ModelMixin  # late: it takes seconds
+
+                    build = classmethod(_build_without_weights)
+                    stack.enter_context(mock.patch.object(ModelMixin, "from_pretrained", build))
                 # Nothing is drawn for parameters that are said to be provided.
                 model = build_model(recipe, topology, size, provided=names, trains=False)
             return _Rank(recipe, layout, role, rank, model, mode).run()
@@ -105,17 +128,30 @@ def _shard_outside_of_fakes(module: nn.Module, ctx: FsdpContext) -> None:
         sharding.shard(module, ctx)
 
 
+def _build_without_weights(
+    kind: Any, folder: str, torch_dtype: torch.dtype, **options: Any
+) -> nn.Module:
+    """Build an autoencoder of diffusers by its configuration alone."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch_dtype)
+    try:
+        return kind.from_config(kind.load_config(folder))
+    finally:
+        torch.set_default_dtype(default)
+
+
 class _Staging(Staging):
-    """Makes inputs fake, and counts them."""
+    """Makes inputs fake, except for integers, and counts them."""
 
     def __init__(self, mode: FakeTensorMode, memory: TensorMemory) -> None:
         super().__init__(None)
         self._mode, self._memory = mode, memory
 
     def copy(self, tensor: Tensor) -> Tensor:
-        fake = self._mode.from_tensor(tensor)
-        self._memory.add(fake)
-        return fake
+        if tensor.is_floating_point():
+            tensor = self._mode.from_tensor(tensor)
+        self._memory.add(tensor)
+        return tensor
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return self.copy(torch.cat(list(parts)))
@@ -141,19 +177,26 @@ class _Rank:
         self.memory = TensorMemory()
 
     def run(self) -> DryRun:
-        recipe, layout, is_language = self.recipe, self.layout, self.name == LANGUAGE
+        recipe, layout = self.recipe, self.layout
         trained = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         for param in trained if not self.is_sharded else ():  # DDP has a buffer for gradients
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         self.module.begin_step(False, 1.0)
-        for chunk in self.chunks:  # operations may return views of them
-            for tensor in (*chunk.parameters(), *chunk.buffers()):
+        modules = [*self.chunks]
+        if self.name in layout.generators and self.module.whole.encode.autoencoder is not None:
+            modules.append(self.module.whole.encode.autoencoder.module)
+        for part in modules:  # operations may return views of them
+            for tensor in (*part.parameters(), *part.buffers()):
                 self.memory.add(local_part(tensor))
         held, staging = self.memory.now, _Staging(self.mode, self.memory)
-        batch = self._tokens(staging) if is_language else self._items(staging)
+        make_batch, forward = {
+            LANGUAGE: (self._tokens, self._run_language),
+            **dict.fromkeys(self.layout.encoders, (self._items, self._run_tower)),
+            **dict.fromkeys(self.layout.generators, (self._draw, self._run_generator)),
+        }[self.name]
+        batch = make_batch(staging)
         staged = self.memory.now
         batches = num_microbatches(recipe, layout) / microbatches_at_once(recipe, layout, self.name)
-        forward = self._run_language if is_language else self._run_tower
         in_flight = microbatches_in_flight(recipe, layout, self.name, self.stage)
         gradients, base = sum(p.numel() for p in trained) * max(4, self.dtype.itemsize), staged
         if self.is_sharded:  # FSDP2 makes gradients in the backward
@@ -201,42 +244,56 @@ class _Rank:
         self._run_backward(waiting.pop())
         return kept, max(first_peak, memory.peak)
 
-    def _tokens(self, staging: Staging) -> LanguageBatch:
+    def _tokens(self, staging: Staging) -> Batch:
         """Return a full microbatch whose tokens all stand for items, and all have a loss."""
         data, tokens = self.recipe.data, self.recipe.longest_microbatch
         full, rest = divmod(tokens, data.sequence_length)
         lengths = (*[data.sequence_length] * full, *[rest] * (rest > 0))
-        items = []
-        for number, length in enumerate(lengths if self.recipe.encoders else ()):
-            rows = item_plan(self.recipe, next(iter(self.recipe.encoders))).num_rows
-            first = number * data.sequence_length
-            items += [(first + at, rows) for at in range(0, length - rows + 1, rows)]
-        zeros = np.zeros(tokens, np.int64)
+        items, parts, ids = list[tuple[int, int]](), list[Any](), np.zeros(tokens, np.int64)
+        for name in [*self.recipe.encoders][:1]:
+            plan, gap = item_plan(self.recipe, name), int(self.model.takes_rows)
+            rows = plan.num_rows
+            for number, length in enumerate(lengths):
+                starts = range(gap, length - rows + 1, rows + gap)  # gap: a token of text
+                items += [(number * data.sequence_length + at, rows) for at in starts]
+            parts = [(self.recipe.encoders[name].media, plan.grid)] * len(items)
         lane = PackedLane(
-            input_ids=zeros,
-            labels=zeros,
+            input_ids=ids,
+            labels=np.zeros(tokens, np.int64),
             loss_mask=np.ones(tokens, np.float32),
-            position_ids=np.tile(zeros, (3, 1)),
+            position_ids=np.zeros((3, tokens), np.int64),
             lengths=lengths,
             real_lengths=lengths,
             packed=data.packing,
             items=tuple(items),
+            parts=tuple(parts),
         )
-        model, partition = self.model, self.model.partition
-        assert partition is not None, "a language rank has a partition adapter"
-        forms = self.module.attention_forms()
-        return stage_lane(lane, model.item_rules, partition, model.whole_rows, forms, staging, {})
+        if self.model.takes_rows:
+            for first, rows in items:
+                ids[first : first + rows] = self.module.whole.placeholders.ids[parts[0][0]]
+            return stage_whole(lane, self.module.whole, staging)
+        model, forms = self.model, self.module.attention_forms()
+        assert model.partition is not None, "a language rank has a partition adapter"
+        rules, whole_rows = model.item_rules, model.whole_rows
+        return stage_lane(lane, rules, model.partition, whole_rows, forms, staging, {})
 
-    def _run_language(self, batch: LanguageBatch) -> list[Tensor]:
+    def _run_language(self, batch: Batch) -> list[Tensor]:
+        if isinstance(batch, WholeBatch):
+            num_rows = sum(sum(sizes) for sizes, _ in batch.inputs.order.values())
+            (received,) = self._received(0, True, num_rows)
+            (name,) = self.layout.encoders
+            return [self.module.whole(inputs=batch.inputs, rows={name: received.side_by_side})]
         length, sequences = batch.size
         length //= self.module.sequence_parts
+        whole, part = self.recipe.longest_microbatch, length * sequences
+        num_rows = whole if self.model.whole_rows else part
         outputs = []  # the input of each chunk comes from another rank
         for number, chunk in enumerate(self.chunks):
             is_first = self.is_sharded or chunk.pre_process
             if not is_first:
                 size = length, sequences, self.model.hidden_size
                 chunk.set_input_tensor([torch.empty(size, dtype=self.dtype, requires_grad=True)])
-            received = self._received(number, is_first, length * sequences)
+            received = self._received(number, is_first, num_rows)
             outputs.append(
                 chunk(
                     input_ids=batch.input_ids,
@@ -246,18 +303,29 @@ class _Rank:
                     packed_seq_params=batch.segments,
                     place=partial(self.model.place, batch, received) if is_first else None,
                     levels=self.model.levels(batch, received),
+                    emit=self._emit if self.recipe.generators else None,
                 )
             )
             del received
         return outputs
 
-    def _received(self, chunk: int, is_first: bool, num_tokens: int) -> list[ReceivedRows]:
-        """Return the rows of each encoder for a chunk: all tokens are items of the first."""
-        if self.model.whole_rows:
-            num_tokens = self.recipe.longest_microbatch
+    def _emit(self, hidden: Tensor) -> Tensor:
+        """Return the token of all generators; rows that are sent are kept as those of a tower."""
+        rows = hidden.transpose(0, 1).flatten(0, 1)
+        tokens = []
+        for name in self.layout.generators:
+            items, _, of_item = draw_size(self.recipe, self.layout, name)
+            ranks = self.layout.language.dp * self.layout.language.cp * self.module.sequence_parts
+            count = items * of_item * self.layout.generators[name].dp // ranks
+            sent = rows.index_select(0, torch.zeros(count, dtype=torch.long))
+            tokens.append(torch.dot(sent.flatten(), sent.detach().flatten()))
+        return torch.stack(tokens).sum()
+
+    def _received(self, chunk: int, is_first: bool, num_rows: int) -> list[ReceivedRows]:
+        """Return the rows of each encoder for a chunk: all are items of the first."""
         received = []
         for name in self.layout.encoders:
-            count = 0 if received else num_tokens
+            count = 0 if received else num_rows
             for link in self.layout.links_of(name):
                 levels = link.chunks.count(chunk) if link.stage == self.stage else 0
                 if levels:
@@ -281,6 +349,30 @@ class _Rank:
                 patches = [(form, torch.empty(count * plan.num_patches, form.width, dtype=dtype))]
         items = EncoderItems(patches, np.tile(np.array(plan.grid), (count, 1)))
         return stage_items([items], self.module.whole, staging)
+
+    def _draw(self, staging: Staging) -> Draw:
+        """Return a draw of the largest items, one for each sample of a full microbatch."""
+        settings = generator_settings(self.recipe, self.name)
+        form = targets(settings, self.recipe.generators[self.name]).wire
+        count, grid, num_rows = draw_size(self.recipe, self.layout, self.name)
+        size = math.prod(grid)
+        draw = Draw(
+            grid=grid,
+            patches=None,
+            noise=torch.zeros(count, size, settings.in_channels),
+            times=torch.zeros(count),
+            rows=torch.arange(count * num_rows).view(count, num_rows),
+            lengths=torch.full((count,), num_rows),
+            weights=torch.zeros(count, dtype=torch.float64),
+            counted=torch.zeros(count),
+        )
+        patches = torch.zeros(count * size, form.width, dtype=torch.uint8)
+        return HostDraw([(form, patches)], draw).staged(staging)
+
+    def _run_generator(self, draw: Draw) -> list[Tensor]:
+        rows = torch.empty(draw.rows.numel(), self.model.hidden_size, dtype=self.dtype)
+        rows.requires_grad_(self.recipe.trains_before_generators)
+        return [(self.module.whole(draw, rows) * draw.weights).sum()]
 
     def _run_tower(self, batch: Any) -> list[Tensor]:
         tower, grid = self.module.whole, self.layout.grids[self.name]

@@ -9,15 +9,18 @@ Letters: T tokens, N heads, G key/value heads, D head size, K key and V value he
 """
 
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -71,7 +74,7 @@ class TensorMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations on local tensors come here again
-        result = func(*args, **(kwargs or {}))
+        result = self._run(func, args, kwargs or {})
         peak = self.peak
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -81,6 +84,22 @@ class TensorMemory(TorchDispatchMode):
             # of residuals in recomputed layers.
             self.peak = peak
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Compute what depends on no fake tensor, so that its numbers may decide what runs next.
+
+        These are masks, lengths and places. New tensors of floats are fake.
+        """
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [*chain.from_iterable(map(_integers, args[1]))])
+        is_new = not inputs and func is not torch.ops.aten.linspace.default
+        if is_new or any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            result = func(*args, **kwargs)
+            if not (is_new and isinstance(result, Tensor)) or result.is_floating_point():
+                return result
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that exists."""
@@ -97,6 +116,14 @@ class TensorMemory(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.now -= self._storages.pop(key)[1]
+
+
+def _integers(index: Tensor | None) -> Sequence[Tensor | None]:
+    """Return the integers that a known mask stands for: fake tensors need their number."""
+    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+        return (index,)
+    with unset_fake_temporarily():
+        return index.nonzero(as_tuple=True)
 
 
 class _StandIn(torch.autograd.Function):
@@ -145,8 +172,12 @@ def _delta_rule(*inputs: Any) -> Tensor:
     Keep the triangular matrices of chunks of 64 tokens.
     """
     value = inputs[2]
-    chunks = value.new_zeros(*value.shape[:2], 64)
-    return _StandIn.apply(value.new_zeros(value.shape), (chunks,), *inputs[:-1])
+    chunks = value.new_zeros(*value.shape[:-1], 64)
+    return _StandIn.apply(value.new_zeros(value.shape), (chunks,), *inputs[:5])
+
+
+def _transformers_delta_rule(*inputs: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
+    return _delta_rule(*inputs, g, beta), None
 
 
 def _route(is_worst: bool, experts: Tensor, num_experts: int, group: Any, etp: int) -> Route:
@@ -193,6 +224,10 @@ def gpu_kernels(worst_experts: bool = False) -> Iterator[None]:
         (parallel.parallel_state, "_GLOBAL_MEMORY_BUFFER", None),
         (type(parallel.get_cuda_rng_tracker()), "fork", lambda *args, **options: nullcontext()),
     ]
+    name = "torch_chunk_gated_delta_rule"
+    for path, module in sys.modules.items():
+        if path.startswith("transformers.models.") and name in vars(module):
+            replacements.append((module, name, _transformers_delta_rule))
     sdpa = Kernel(varlen_blocks, _attend)
     with ExitStack() as stand_ins, mock.patch.dict(attention_kernels.KERNELS, sdpa=sdpa):
         for owner, name, stand_in in replacements:

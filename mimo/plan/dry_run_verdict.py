@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mimo.config.schema import Recipe
 from mimo.errors import InputError, RecipeError, format_bytes, suggestion
-from mimo.families.registry import GENERAL, language_settings
+from mimo.families.registry import language_settings
 from mimo.model.memory import RoleMemory, memory_by_role
 from mimo.parallel.grids import LANGUAGE, Layout
 from mimo.plan.rates import Gpu
@@ -28,21 +28,16 @@ def run_roles(
 ) -> tuple[list[DryRun], list[str]]:
     """Simulate one rank of each role, or the rank of ``role``, such as ``language:pp=1,tp=3``.
 
-    Returns the dry runs, and notes: roles that none covers, and what experts need in the worst
-    case. Raises InputError for a role that does not exist, and if no role can be simulated.
+    Returns the dry runs, and notes on what experts need in the worst case. Raises InputError for a
+    role that does not exist, and for one that cannot run.
     """
+    from mimo.plan.dry_run import dry_run  # late: it imports Megatron
+
     roles = memory_by_role(recipe, layout)
     chosen = [_rank_of(role, roles, layout)] if role else [(one, one.ranks[0]) for one in roles]
     has_experts = language_settings(recipe).routers[0] > 0
     runs, notes = [], []
     for one, rank in chosen:
-        is_generator = one.module in recipe.generators
-        if is_generator or recipe.module(one.module).family == GENERAL:
-            kind = "a generator" if is_generator else "of family transformers"
-            notes.append(f"--dry-run does not cover {one.role}: it is {kind}")
-            continue
-        from mimo.plan.dry_run import dry_run  # late: it imports Megatron
-
         runs.append(dry_run(recipe, layout, one, rank))
         if one.module == LANGUAGE and has_experts and layout.language.ep * layout.language.etp > 1:
             worst = dry_run(recipe, layout, one, rank, worst_experts=True)
@@ -50,8 +45,6 @@ def run_roles(
                 f"experts: equal loads; {format_bytes(worst.total)} on a rank of {one.role} if "
                 "the tokens of all ranks choose its experts"
             )
-    if not runs:
-        raise InputError("\n".join(notes))
     return runs, notes
 
 
@@ -80,15 +73,18 @@ def combine_modules(runs: Sequence[DryRun], layout: Layout) -> list[tuple[RoleMe
     """Return the bytes that the ranks of each role need, for all modules on them.
 
     Colocated encoders keep activations while the language model runs; when its own are gone, they
-    run their backward.
+    run their backward. Colocated generators run between its forward and its backward.
     """
     guests = [run for run in runs if run.formula.module in layout.colocated]
     needs = []
     for host in [run for run in runs if run not in guests] or guests:
         others = guests if host.formula.module == LANGUAGE else []
-        held = host.state + host.inputs + sum(run.state + run.inputs + run.kept for run in others)
-        backward = (run.step - run.kept for run in others)
-        needs.append((host.formula, held + max(host.waiting + host.step, *backward, 0)))
+        encoders = [run for run in others if run.formula.module in layout.encoders]
+        held = host.state + host.inputs + sum(run.state + run.inputs for run in others)
+        held += sum(run.kept for run in encoders)
+        peaks = [host.waiting + host.step, *(run.step - run.kept for run in encoders), 0.0]
+        peaks += [host.waiting + host.kept + run.step for run in others if run not in encoders]
+        needs.append((host.formula, held + max(peaks)))
     return needs
 
 

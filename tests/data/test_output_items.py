@@ -17,8 +17,7 @@ from data.decoding import Decoding, Task
 from data.index.reader import SampleReader, plans_of_items
 from data.index.samples import Index, Processors, settings_fingerprint
 from data.loader import LoadedStep, StepLoader
-from data.modalities.images import ImageProcessor
-from data.modalities.targets import TargetImages
+from data.modalities.images import ImageProcessor, TargetImages
 from data.order import SampleOrder
 from data.packing import Used
 from data.text.chat import ChatTokenizer

@@ -9,10 +9,12 @@ H their size.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mimo.engines.contract import Draw
 from mimo.engines.fsdp.context import FsdpContext, Wrapper
@@ -42,7 +44,8 @@ class GeneratorModel(Wrapper):
         self.units, self._predict, self.encode = list(units), predict, encode
         self.name_as_in(transformer)
         if ctx.recompute == "full":
-            self.transformer.enable_gradient_checkpointing()
+            for unit in self.units:  # the transformer's own switch leaves some of them out
+                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 
     def run(self, draw: Draw, rows: Tensor) -> Tensor:
         """Return the loss of each item (B,), at least fp32: the mean over its elements.

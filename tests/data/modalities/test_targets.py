@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from data.modalities.images import TargetImages
 from data.modalities.processor import Part, encoding_cost
-from data.modalities.targets import TargetImages
 
 
 def targets(side: int = 2, max_pixels: int = 1024, queries: int = 3) -> TargetImages:

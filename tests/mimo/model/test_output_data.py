@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.loader import LoadedStep
-from data.modalities.targets import TargetImages
+from data.modalities.images import TargetImages
 from data.packing import Used
 from data.text.outputs import OutputText
 from mimo.check.workload import Item, Sample, write_shard
@@ -43,6 +43,10 @@ class Settings(GeneratorSettings):
     @property
     def most_rows(self) -> int:
         return 1000
+
+    @property
+    def kept_beside_linears(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def products(self) -> list[Product]:
         return []

@@ -126,8 +126,19 @@ def test_the_worst_load_of_experts_is_stated(tmp_path: Path, run_ranks: RunRanks
     assert "on a rank of language if the tokens of all ranks choose its experts" in line
 
 
-def test_what_a_dry_run_does_not_cover_is_refused(tmp_path: Path) -> None:
-    recipe = load_recipe(drawings.write_recipe(tmp_path), [drawings.GENERATOR])
-    layout = check_recipe(recipe, None)
-    with pytest.raises(InputError, match="does not cover image: it is a generator"):
-        run_roles(recipe, layout, next(iter(recipe.generators)))
+def drawing(_: int, folder: Path) -> list[tuple[str, float, float]]:
+    """Role, dry run and formula of a recipe with a generator."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    larger = "generators.image.model.max_pixels=4096"
+    recipe = load_recipe(drawings.write_recipe(folder), [drawings.GENERATOR, larger])
+    runs = run_roles(recipe, check_recipe(recipe, None))[0]
+    return [(run.formula.role, run.total, run.formula.total) for run in runs]
+
+
+def test_a_generator_is_simulated_too(tmp_path: Path, run_ranks: RunRanks) -> None:
+    (roles,) = run_ranks(drawing, 1, tmp_path)
+    assert [role for role, *_ in roles] == ["vision", "language", "image"]
+    _, dry_run, formula = roles[-1]
+    assert formula == pytest.approx(dry_run, rel=0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -26,7 +27,7 @@ from mimo.model.recipe_checks import check_recipe
 from mimo.parallel.grids import Layout
 from mimo.train.step import StepObserver
 from tests.conftest import RunRanks
-from tests.mimo import tiny
+from tests.mimo import drawings, tiny
 from tests.mimo.checkpoint.hf import folders
 
 ROWS, TOKENS = (30, 40), 1218
@@ -85,15 +86,38 @@ SHARDED = {
 }
 
 
-def write_samples(folder: Path, side: int) -> None:
-    """side: pixels along a token of an image."""
+GENERATORS = {
+    "qwen_image": (
+        "model: {num_layers: 3, hidden_size: 256, num_attention_heads: 4, in_channels: 12, "
+        "axes_dims_rope: [16, 24, 24], condition_size: 32, max_pixels: 4096}"
+    ),
+    "lumina2": (
+        "model: {num_layers: 3, hidden_size: 192, num_attention_heads: 6, num_query_groups: 2, "
+        "ffn_hidden_size: 512, axes_dims_rope: [8, 12, 12], in_channels: 12, condition_size: 32, "
+        "max_pixels: 4096}, recompute: full"
+    ),
+}
+
+
+def write_samples(folder: Path, side: int, rows: tuple[int, int] = ROWS) -> None:
+    """side: pixels along a token of an image. rows: tokens along both sides."""
     write_tokenizer(folder / "tokenizer")
-    size = side * ROWS[0], side * ROWS[1]
+    size = side * rows[0], side * rows[1]
     noise = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).save(buffer, "PNG")
     item = Item("image", "png", buffer.getvalue())
     write_shard(folder / "train-00000.tar", [Sample((item,), "what is this ?", "1")] * 4)
+
+
+def write_qwen3_vl(root: Path) -> Path:
+    """Return a folder with a small model that does not shrink the images."""
+    folder = root / "model"
+    write_tiny(TinyCheckpoint("qwen3_vl", width=4, num_layers=3), folder)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    processor["size"] = {"shortest_edge": 1024, "longest_edge": 4_000_000}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
 
 
 class PeakOfStep(StepObserver):
@@ -158,16 +182,28 @@ def simulate(_: int, recipe: Recipe, layout: Layout) -> tuple[list[Any], list[An
     return ranks, [(run.formula.role, run.total, run.formula.total) for run in runs]
 
 
-def check_agreement(run_ranks: RunRanks, recipe: Recipe, tolerance: float = 0.02) -> None:
-    """tolerance: of the dry run, relative to real ranks."""
+def check_agreement(
+    run_ranks: RunRanks,
+    recipe: Recipe,
+    tolerance: float = 0.02,
+    modules: Sequence[str] = (),
+    of_formula: float = 0.05,
+) -> None:
+    """tolerance: of the dry run, relative to real ranks. of_formula: relative to the dry run.
+
+    modules: to compare; all without any.
+    """
     layout = check_recipe(recipe, None)
     peaks = run_ranks(real_peak, layout.world_size, recipe, layout, timeout_seconds=240)
     ((by_rank, by_role),) = run_ranks(simulate, 1, recipe, layout, timeout_seconds=120)
+    compared = [n for name in modules or layout.grids for n in layout.grids[name].ranks]
     for ranks, expected in by_rank:
         real = max(peaks[rank] for rank in ranks)
-        assert expected == pytest.approx(real, rel=tolerance), ranks
+        assert ranks[0] not in compared or expected == pytest.approx(real, rel=tolerance), ranks
     for role, dry_run, formula in by_role:
-        assert formula == pytest.approx(dry_run, rel=max(tolerance, 0.05)), role
+        if modules and role not in modules:
+            continue
+        assert formula == pytest.approx(dry_run, rel=max(tolerance, of_formula)), role
 
 
 # Quick are `tests/mimo/model/test_memory.py`, where real ranks hold what the formula says, and
@@ -187,11 +223,7 @@ def test_under_fsdp_dry_run_and_tensors_of_real_ranks_agree(
     tmp_path: Path, run_ranks: RunRanks, overrides: tuple[str, ...]
 ) -> None:
     write_samples(tmp_path, side=30)
-    folder = tmp_path / "model"
-    write_tiny(TinyCheckpoint("qwen3_vl", width=4, num_layers=3), folder)
-    processor = json.loads((folder / "preprocessor_config.json").read_text())
-    processor["size"] = {"shortest_edge": 1024, "longest_edge": 4_000_000}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    folder = write_qwen3_vl(tmp_path)
     path = folders.write_recipe(folder, tmp_path / "recipe.yaml")
     settings = [
         f"data.sources=[{{path: '{tmp_path}/train-*.tar'}}]",
@@ -203,3 +235,35 @@ def test_under_fsdp_dry_run_and_tensors_of_real_ranks_agree(
     # +5.6 % with run-ahead. On such small models that is a large share.
     recipe = load_recipe(path, [*settings, *RUN, *run, *overrides])
     check_agreement(run_ranks, recipe, tolerance=0.06)
+
+
+@pytest.mark.slow  # `tests/mimo/plan/test_dry_run.py` has a quick one without real ranks
+@pytest.mark.parametrize("family", GENERATORS)
+def test_dry_run_and_tensors_of_a_real_generator_agree(
+    tmp_path: Path, run_ranks: RunRanks, family: str
+) -> None:
+    path = drawings.write_recipe(tmp_path)
+    drawings.write_samples(tmp_path, [[(64, 64)]] * 8, readings=False)
+    generator = f"family: {family}, grid: {{dp: 1}}, queries: 4, {GENERATORS[family]}"
+    overrides = [
+        f"generators.image={{{generator}}}",
+        "train.precision=bf16",
+        "train.optimizer=adam",
+    ]
+    recipe = load_recipe(path, [*overrides, "train.micro_batch_size=2"])
+    check_agreement(run_ranks, recipe, tolerance=0.05, modules=["image"])
+
+
+@pytest.mark.slow  # `tests/test_recipes.py` compares formula and dry run at published sizes
+def test_dry_run_and_tensors_of_family_transformers_agree(
+    tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    write_samples(tmp_path, side=30, rows=(34, 34))  # as an image of 1,024 by 1,024 pixels
+    folder = write_qwen3_vl(tmp_path)
+    path = folders.write_recipe(folder, tmp_path / "recipe.yaml")
+    modules = "{family: transformers, engine: fsdp, grid: {dp: 2}, recompute: full}"
+    settings = [f"language={modules}", f"encoders.vision={modules}", "bridge.delivery=replicated"]
+    settings += [f"data.sources=[{{path: '{tmp_path}/train-*.tar'}}]", f"train.run_dir={tmp_path}"]
+    recipe = load_recipe(path, [*settings, *RUN, "train.steps=2", "train.precision=fp32"])
+    # On such a small model the formula has a larger error than on those of published sizes.
+    check_agreement(run_ranks, recipe, tolerance=0.06, of_formula=0.13)
