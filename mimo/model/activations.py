@@ -1,13 +1,11 @@
-"""Estimates of the memory that a rank needs, by its role.
+"""The estimate of what a rank keeps between forward and backward, and of temporary tensors.
 
-Weights, gradients and optimizer state are exact: see `mimo.model.module_sizes`. What a rank keeps
-between forward and backward, and its temporary tensors, are estimates for full microbatches whose
-tokens all stand for items and have a loss. Of each token a layer keeps the inputs of norms and
-linears and the outputs of the first linears, attention its rotated queries and keys, their cosines
-and sines, and no scores; frozen linears keep no input. With ``recompute: full`` a layer keeps its
-input alone. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4. The kernels are those of
-Transformer Engine or flash-attn. The device's context, memory of libraries such as NCCL, and
-fragmentation come on top.
+It is for full microbatches whose tokens all stand for items and have a loss. Of each token a layer
+keeps the inputs of norms and linears and the outputs of the first linears, attention its rotated
+queries and keys, their cosines and sines, and no scores; frozen linears keep no input. With
+``recompute: full`` a layer keeps its input alone. Source: Korthikanti et al. 2022,
+arXiv:2205.05198, section 4. The kernels are those of Transformer Engine or flash-attn. The device's
+context, memory of libraries such as NCCL, and fragmentation come on top.
 """
 
 import math

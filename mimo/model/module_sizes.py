@@ -93,9 +93,9 @@ def items_at_once(recipe: Recipe, layout: Layout, encoder: str) -> int:
 
 
 def draw_size(recipe: Recipe, layout: Layout, name: str) -> tuple[int, tuple[int, int], int]:
-    """Return the items of a generator's lane in a microbatch, their grid, and each one's rows.
+    """Return a generator lane's items in a full microbatch, their grid, and the rows of each.
 
-    Every sample of a full microbatch has one of the largest squares.
+    Every sample has one of the largest squares.
     """
     settings, length = generator_settings(recipe, name), recipe.data.sequence_length
     samples = max(1.0, recipe.longest_microbatch / length)
@@ -146,9 +146,8 @@ class ModuleSizes:
         if name in recipe.encoders:
             self.last = encoder_family(recipe, name).PROJECTOR
         elif name in recipe.generators:
-            settings = generator_settings(recipe, name)
-            self.hidden, self.autoencoder = settings.hidden_size, settings.autoencoder_bytes
-            period = self.layers  # and those that refine are listed once
+            self.autoencoder = generator_settings(recipe, name).autoencoder_bytes
+            self.hidden, period = settings.hidden_size, self.layers  # layers that refine: once
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)

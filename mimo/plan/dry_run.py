@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses import fake_tensor as fakes
 
 from data.batch import PackedLane
 from mimo.config.schema import Recipe
@@ -106,7 +106,7 @@ def dry_run(
             for weight in weights_of(recipe, module, size)
         ]
         try:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            mode = fakes.FakeTensorMode(allow_non_fake_inputs=True)
             with ExitStack() as stack:
                 stack.enter_context(mode)
                 stack.enter_context(mock.patch.object(fsdp, "shard", _shard_outside_of_fakes))
@@ -118,13 +118,16 @@ def dry_run(
                 # Nothing is drawn for parameters that are said to be provided.
                 model = build_model(recipe, topology, size, provided=names, trains=False)
             return _Rank(recipe, layout, role, rank, model, mode).run()
+        except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
+            reason = f"{error.func} needs numbers that fake tensors lack; train a step instead"
+            raise InputError(f"{role.role}, rank {rank}: {reason}") from error
         except (RuntimeError, ValueError, AssertionError) as error:
             raise InputError(f"{role.role}, rank {rank}: {error}") from error
 
 
 def _shard_outside_of_fakes(module: nn.Module, ctx: FsdpContext) -> None:
     """Shard fake parameters with fake tensors off: a mesh needs the numbers of its ranks."""
-    with unset_fake_temporarily():
+    with fakes.unset_fake_temporarily():
         sharding.shard(module, ctx)
 
 
@@ -143,7 +146,7 @@ def _build_without_weights(
 class _Staging(Staging):
     """Makes inputs fake, except for integers, and counts them."""
 
-    def __init__(self, mode: FakeTensorMode, memory: TensorMemory) -> None:
+    def __init__(self, mode: fakes.FakeTensorMode, memory: TensorMemory) -> None:
         super().__init__(None)
         self._mode, self._memory = mode, memory
 
@@ -166,7 +169,7 @@ class _Rank:
     role: RoleMemory
     rank: int
     model: MimoModel
-    mode: FakeTensorMode
+    mode: fakes.FakeTensorMode
 
     def __post_init__(self) -> None:
         self.name, self.dtype = self.role.module, DTYPES[self.recipe.train.precision]

@@ -28,8 +28,8 @@ def run_roles(
 ) -> tuple[list[DryRun], list[str]]:
     """Simulate one rank of each role, or the rank of ``role``, such as ``language:pp=1,tp=3``.
 
-    Returns the dry runs, and notes on what experts need in the worst case. Raises InputError for a
-    role that does not exist, and for one that cannot run.
+    Returns the dry runs, and notes on experts. Raises InputError for a role that does not exist or
+    cannot run.
     """
     from mimo.plan.dry_run import dry_run  # late: it imports Megatron
 
