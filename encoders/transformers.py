@@ -44,7 +44,7 @@ class Settings(EncoderSettings):
         return parameter_products(half_shapes(self.config, of_language=False), "patch")
 
     def num_inputs(self, grid: tuple[int, int, int]) -> float:
-        """Return the patches of the processor's arrays for an item; of sounds, frames."""
+        """Return the patches in an item's arrays; of a sound, a number of this order."""
         vision = self.config.get("vision_config") or {}
         side = vision.get("patch_size") or 14
         side = side if isinstance(side, int) else side[-1]

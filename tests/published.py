@@ -209,7 +209,7 @@ def merged(small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
 
 # Of models that are built by transformers' own classes, by their `model_type`: the configuration
 # and the processor. Gemma 4 has the sizes of Gemma 3 27B where its own are not known here.
-ANY_CLASS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+TRANSFORMERS_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (
         qwen3_5(
             "qwen3_5",

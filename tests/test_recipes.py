@@ -22,8 +22,7 @@ from mimo.parallel.grids import Layout, num_microbatches
 from tests.cases import quick
 from tests.conftest import RunRanks
 from tests.mimo.checkpoint.hf import folders
-from tests.published import ANY_CLASS as PUBLISHED
-from tests.published import CONFIGS, PROCESSORS, merged
+from tests.published import CONFIGS, PROCESSORS, TRANSFORMERS_CONFIGS, merged
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _LAYOUT = re.compile(r"^#\s+(\d+) GPUs:\s+(.*)$", re.MULTILINE)
@@ -186,7 +185,7 @@ def test_the_formula_agrees_with_a_dry_run(path: Path, models: Path, run_ranks: 
 def large_folder(family: str, folder: Path) -> Path:
     """A folder of a class of transformers with published sizes, without weights."""
     write_tiny(TinyCheckpoint(family), folder)
-    config, processor = PUBLISHED[family]
+    config, processor = TRANSFORMERS_CONFIGS[family]
     for name, large in {
         "config.json": config,
         "preprocessor_config.json": processor,

@@ -213,9 +213,9 @@ class GeneratorSettings(FamilySettings):
     @property
     @abstractmethod
     def kept_beside_linears(self) -> tuple[float, float]:
-        """About the numbers of a token that a layer keeps in the model's dtype, and in fp32.
+        """Numbers of a token, fitted to dry runs: in the model's dtype, and in fp32.
 
-        Outputs of linears and attention, and activated ones, come on top.
+        A layer keeps them besides outputs of linears and attention. The first may be negative.
         """
 
     @property

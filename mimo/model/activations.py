@@ -4,12 +4,10 @@ It is for full microbatches whose tokens all stand for items and have a loss. Of
 keeps the inputs of norms and linears and the outputs of the first linears, attention its rotated
 queries and keys, their cosines and sines, and no scores; frozen linears keep no input. With
 ``recompute: full`` a layer keeps its input alone. Source: Korthikanti et al. 2022,
-arXiv:2205.05198, section 4. The kernels are those of Transformer Engine or flash-attn. The device's
-context, memory of libraries such as NCCL, and fragmentation come on top.
+arXiv:2205.05198, section 4. The kernels are those of Transformer Engine or flash-attn.
 """
 
 import math
-import re
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +30,6 @@ from mimo.model.module_sizes import (
 from mimo.ops.cross_entropy import rows_at_once
 from mimo.parallel.grids import LANGUAGE, num_microbatches
 
-_NUMBERED = re.compile(r"\.\d+\.").search
 _TOKEN_BYTES = 48
 """Bytes of a token's id, three positions, label and place among loss tokens."""
 _PLACE_BYTES = 64

@@ -1,14 +1,14 @@
-"""Estimates of the memory that a rank needs, by its role.
+"""The memory that a rank needs, by its role, with estimates for modules under FSDP2.
 
-Weights, gradients and optimizer state are exact: see `mimo.model.module_sizes`. The rest is an
-estimate: under Megatron that of `mimo.model.activations`; under FSDP2, where the operations are
-those of transformers and diffusers, that of this file.
+Weights, gradients and optimizer state are exact: see `mimo.model.module_sizes`.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,11 @@ from mimo.model.module_sizes import (
 )
 from mimo.parallel.grids import LANGUAGE, Layout
 
-_NUMBERED = re.compile(r"\.\d+\.").search
+_NUMBERED = re.compile(r"(?!.*\.experts\.).*?\.\d+\.").match
 
 
 def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
-    """Return the memory of every encoder, then of the language model's different stages."""
+    """Return the memory of every encoder, of the language model's stages, and of generators."""
     roles = []
     for role in parameters_by_role(recipe, layout):
         module = ModuleSizes(recipe, layout, role.module)
@@ -36,7 +36,7 @@ def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
         if role.module in recipe.generators:
             kind = GeneratorActivations
         elif module.is_general:
-            kind = PlainActivations
+            kind = TransformersActivations
         estimate, stage = kind(module), module.grid.coords(role.ranks[0]).pp
         roles.append(replace(role, inputs=estimate.inputs(), **estimate.of_stage(stage)))
     return roles
@@ -159,7 +159,7 @@ class FsdpActivations(Activations):
         return unit * (fc1[0] / self.grid.tp + self._width) + weight / self.grid.tp
 
 
-class PlainActivations(FsdpActivations):
+class TransformersActivations(FsdpActivations):
     """The estimate for any model of transformers, by the shapes of its linears.
 
     Its operations are not fused: of each token a layer keeps the outputs of linears and the inputs
@@ -171,7 +171,10 @@ class PlainActivations(FsdpActivations):
     def _linears(self) -> tuple[float, float, float]:
         """Outputs of a layer's linears, of attention, and of an MLP's first linears."""
         hidden, inner = self.settings.hidden_size, self.settings.ffn_hidden_size
-        layers = [s for n, s in self.module.shapes.items() if _NUMBERED(n) and s[1] > 1]
+        # A half may also have the tower of another modality.
+        other = "vision" if "audio" in {e.media for e in self.recipe.encoders.values()} else "audio"
+        shapes = self.module.shapes.items()
+        layers = [s for n, s in shapes if _NUMBERED(n) and s[1] > 1 and other not in n]
         count = self.module.listed
         attention = max((c for r, c in layers if r == hidden and c != inner), default=hidden)
         first = sum(rows for rows, _ in layers if rows in (inner, 2 * inner)) / count
@@ -184,8 +187,14 @@ class PlainActivations(FsdpActivations):
             of_values = self.settings.config["model_type"] in ("gemma3n", "gemma4")  # no weights
             keys = (outputs - first - 2 * hidden - attention) / 2
             kept += self._kept_in_norm * (attention + keys * (1 + of_values))
+        if inner := self._text.get("moe_intermediate_size"):
+            kept += self._text.get("num_experts_per_tok", 1) * (2 * hidden + 4 * inner)
         norms = self._kept_in_norm * hidden * self.module.num_norms(hidden)
         return kept / self.grid.tp + norms
+
+    @property
+    def _text(self) -> Mapping[str, Any]:
+        return self.settings.config.get("text_config", {}) if self.name == LANGUAGE else {}
 
     @property
     def _norms_are_wide(self) -> bool:
@@ -196,18 +205,17 @@ class PlainActivations(FsdpActivations):
         return self.tokens * self.size * (first + 4 * self.settings.hidden_size)
 
     def _kept_after_layers(self) -> float:
-        ends = 1 + self._kept_in_norm if self.name == LANGUAGE else 5 * self._num_outputs
+        ends = 1 + self._kept_in_norm if self.name == LANGUAGE else 1 + 4 * self._num_outputs
         return ends * self.settings.hidden_size
 
     def _logits_of_forward(self) -> float:
         """Logits stay whole: probabilities in fp32 and two gradients of them."""
-        text = self.settings.config.get("text_config", {})
-        each = 3 * self.wide + self.size * bool(text.get("final_logit_softcapping"))
-        # No layer is gathered then.
-        return self.tokens * self.module.vocabulary * each - self.module.held["layer"] * self.size
+        each = 3 * self.wide + self.size * bool(self._text.get("final_logit_softcapping"))
+        logits = self.tokens * self.module.vocabulary * each
+        return max(0.0, logits - self.module.held["layer"] * self.size)  # no layer is gathered then
 
 
-class GeneratorActivations(PlainActivations):
+class GeneratorActivations(TransformersActivations):
     """The estimate for a transformer of diffusers, by its products and their numbers of tokens."""
 
     def __init__(self, module: ModuleSizes) -> None:
@@ -216,7 +224,7 @@ class GeneratorActivations(PlainActivations):
 
     @cached_property
     def _layers(self) -> tuple[float, float]:
-        """Number of layers, a part of one for those that see a part; what all keep of a token."""
+        """Number of layers, weighted by their share of tokens, and what they keep of a token."""
         count, grid, rows = draw_size(self.recipe, self.layout, self.name)
         tokens = self.settings.counts(np.array([(1, *grid)] * count), np.full(count, rows))
         kept, units = 0.0, dict[str, set[str]]()

@@ -75,28 +75,25 @@ def microbatches_at_once(recipe: Recipe, layout: Layout, module: str) -> int:
 def item_plan(recipe: Recipe, encoder: str) -> PartPlan:
     """Return the plan of an item; here full microbatches consist of such items.
 
-    It is one of noise, but for family transformers a large image: small ones take one call each.
+    It is one of noise, but a large image for family transformers: small ones take many calls.
     """
     part = recipe.encoders[encoder]
     modality = encoder_settings(recipe, encoder).processor(part.media)
-    if part.family == GENERAL and part.media == "image":
-        return modality.plan(Part(_LARGE_IMAGE))
+    if part.family == GENERAL and part.media != "audio":
+        return modality.plan(Part(_LARGE_IMAGE, frames=2 if part.media == "video" else 1))
     file = modality.random_file(np.random.default_rng(0))
     return modality.plan(Part(modality.size_of(modality.decode(file))))
 
 
 def items_at_once(recipe: Recipe, layout: Layout, encoder: str) -> int:
     """Return the items of one forward of an encoder's lane."""
-    rows = recipe.longest_microbatch * microbatches_at_once(recipe, layout, encoder)
-    lanes = layout.language.dp / layout.grids[encoder].dp
-    return max(1, int(rows * lanes / item_plan(recipe, encoder).num_rows))
+    of_lane = recipe.longest_microbatch // item_plan(recipe, encoder).num_rows
+    of_lane *= microbatches_at_once(recipe, layout, encoder)
+    return max(1, math.ceil(of_lane * layout.language.dp / layout.grids[encoder].dp))
 
 
 def draw_size(recipe: Recipe, layout: Layout, name: str) -> tuple[int, tuple[int, int], int]:
-    """Return a generator lane's items in a full microbatch, their grid, and the rows of each.
-
-    Every sample has one of the largest squares.
-    """
+    """Return a generator lane's items, one large square per sample, their grid, and each's rows."""
     settings, length = generator_settings(recipe, name), recipe.data.sequence_length
     samples = max(1.0, recipe.longest_microbatch / length)
     count = math.ceil(samples * max(1.0, layout.language.dp / layout.grids[name].dp))
@@ -147,7 +144,7 @@ class ModuleSizes:
             self.last = encoder_family(recipe, name).PROJECTOR
         elif name in recipe.generators:
             self.autoencoder = generator_settings(recipe, name).autoencoder_bytes
-            self.hidden, period = settings.hidden_size, self.layers  # layers that refine: once
+            period = self.layers  # refiner layers are listed once
         known = language.vocab_size if self.grid.engine == "fsdp" else self.vocabulary
         self.shapes = {
             weight.name: (weight.num_rows, num_elements([weight]) // weight.num_rows)
@@ -159,12 +156,12 @@ class ModuleSizes:
         # Models of transformers list all layers, because these may differ; their mean counts.
         self.is_general = self.part.family == GENERAL
         self.listed = self.layers if self.is_general else period
-        is_one_unit = self.is_general and name != LANGUAGE  # FSDP2 gathers all of it at once
+        self.is_one_unit = self.is_general and name != LANGUAGE
         for weight, (rows, columns) in self.shapes.items():
             is_last = weight.startswith(self.last) or weight.endswith(HEADS)
             is_last = is_last or "final_layernorm" in weight
             place = "layer" if IN_LAYER(weight) else "last" if is_last else "first"
-            if is_one_unit:
+            if self.is_one_unit:
                 place = "first"
             cut = tp if weight.endswith(_CUT_BY_ROWS + CUT_BY_COLUMNS) else 1
             if EXPERTS in weight and self.grid.engine == "megatron":
@@ -173,7 +170,7 @@ class ModuleSizes:
             if weight == EMBEDDING and not self.has_head and self.grid.pp > 1:
                 # The head's copy.
                 self._count("last", rows * columns // cut, is_trainable(weight))
-            adapts = place in ("layer", "experts") or is_one_unit
+            adapts = place in ("layer", "experts") or self.is_one_unit
             if lora is not None and adapts and lora.adapts(weight):
                 by_columns = weight.endswith(CUT_BY_COLUMNS)
                 sizes = (rows, columns // tp) if by_columns else (rows // tp, columns)
@@ -227,8 +224,7 @@ class ModuleSizes:
         gathered = outside + (self.layers if self.keeps_layers else 1) * inside
         if self.part.reshard_after_forward:
             gathered -= self.embedding
-        if self.is_general and self.name != LANGUAGE:
-            gathered *= 2  # no next unit frees the message of the only one
+        gathered *= 1 + self.is_one_unit  # a lone unit stays as received, too
         return RoleMemory(
             role=self.name,
             module=self.name,

@@ -119,7 +119,7 @@ def dry_run(
                 model = build_model(recipe, topology, size, provided=names, trains=False)
             return _Rank(recipe, layout, role, rank, model, mode).run()
         except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
-            reason = f"{error.func} needs numbers that fake tensors lack; train a step instead"
+            reason = f"the model branches on computed numbers ({error.func}); train a step instead"
             raise InputError(f"{role.role}, rank {rank}: {reason}") from error
         except (RuntimeError, ValueError, AssertionError) as error:
             raise InputError(f"{role.role}, rank {rank}: {error}") from error
@@ -313,7 +313,7 @@ class _Rank:
         return outputs
 
     def _emit(self, hidden: Tensor) -> Tensor:
-        """Return the token of all generators; rows that are sent are kept as those of a tower."""
+        """Return the sum of the generators' tokens; products keep rows until their gradient."""
         rows = hidden.transpose(0, 1).flatten(0, 1)
         tokens = []
         for name in self.layout.generators:
@@ -369,7 +369,8 @@ class _Rank:
             weights=torch.zeros(count, dtype=torch.float64),
             counted=torch.zeros(count),
         )
-        patches = torch.zeros(count * size, form.width, dtype=torch.uint8)
+        with self.mode:
+            patches = torch.zeros(count * size, form.width, dtype=torch.uint8)
         return HostDraw([(form, patches)], draw).staged(staging)
 
     def _run_generator(self, draw: Draw) -> list[Tensor]:

@@ -86,13 +86,10 @@ class TensorMemory(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Compute what depends on no fake tensor, so that its numbers may decide what runs next.
-
-        These are masks, lengths and places. New tensors of floats are fake.
-        """
+        """Compute masks, lengths and places (`linspace`), by which classes may branch."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.index.Tensor:
-            args = (args[0], [*chain.from_iterable(map(_integers, args[1]))])
+            args = (args[0], [*chain.from_iterable(map(_indices_of_mask, args[1]))])
         is_new = not inputs and func is not torch.ops.aten.linspace.default
         if is_new or any(isinstance(tensor, FakeTensor) for tensor in inputs):
             result = func(*args, **kwargs)
@@ -118,8 +115,8 @@ class TensorMemory(TorchDispatchMode):
         self.now -= self._storages.pop(key)[1]
 
 
-def _integers(index: Tensor | None) -> Sequence[Tensor | None]:
-    """Return the integers that a known mask stands for: fake tensors need their number."""
+def _indices_of_mask(index: Tensor | None) -> Sequence[Tensor | None]:
+    """Return the indices of a mask whose numbers are known: fake tensors need their count."""
     if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
         return (index,)
     with unset_fake_temporarily():
@@ -167,7 +164,7 @@ def _grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _delta_rule(*inputs: Any) -> Tensor:
-    """query, key (T, K, D), value (T, V, E), log_decay, beta (T, V), lengths -> (T, V, E).
+    """query, key (..., K, D), value (..., V, E), log_decay, beta (..., V) -> (..., V, E).
 
     Keep the triangular matrices of chunks of 64 tokens.
     """
@@ -177,6 +174,7 @@ def _delta_rule(*inputs: Any) -> Tensor:
 
 
 def _transformers_delta_rule(*inputs: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
+    """Stand in for the function of transformers, which also returns a state."""
     return _delta_rule(*inputs, g, beta), None
 
 

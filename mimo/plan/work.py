@@ -184,7 +184,7 @@ class StepWork:
         num_inputs = self.settings[name].num_inputs if name in self.layout.encoders else math.prod
         tokens = []
         for microbatch in plan.microbatches:
-            inputs = [num_inputs(grid) for grid in self.flops.grids(microbatch, name)]
+            inputs = [num_inputs(tuple(g)) for g in self.flops.grids(microbatch, name).tolist()]
             lanes = microbatch.items[name].lane
             tokens.append(np.bincount(lanes, inputs, self.layout.grids[name].dp))
         return np.array(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mimo.engines.fsdp.context import FsdpContext
+from mimo.engines.fsdp.generator import GeneratorModel
 from mimo.engines.fsdp.models import _parameters_on_meta
 from mimo.families.flops import flops_per_unit, step_flops
 from mimo.families.flow import pack, unpack
@@ -148,8 +151,15 @@ def test_recomputed_blocks_give_the_same_gradients(family: str) -> None:
         return total
 
     expected = gradients(transformer, loss())
-    transformer.enable_gradient_checkpointing()
+    ctx = FsdpContext(None, torch.float64, recompute="full")
+    units = module.units(transformer)
+    GeneratorModel(transformer, units, module.predict, lambda squares, _: squares, ctx)
+    runs = Counter[int]()
+    for number, unit in enumerate(units):
+        leaf = next(child for child in unit.modules() if not [*child.children()])
+        leaf.register_forward_hook(lambda *_, number=number: runs.update([number]))
     actual = gradients(transformer, loss())
+    assert runs == dict.fromkeys(range(len(units)), 2 * len(items)), "all run again, once"
     for name, grad in expected.items():
         other = actual[name]
         assert (grad is None) == (other is None), name

@@ -112,7 +112,8 @@ def test_a_run_needs_times_and_an_index_and_its_first_steps_are_ignored(recipe: 
     timed = [{"step": n, "step_seconds": 1.0 + n, "idle_fraction": 0.5} for n in range(8)]
     folder = write_run(recipe.parent / "run", recipe, timed)
     with pytest.raises(
-        InputError, match=r"run/recipe\.yaml: .*; run: mimo data index \S+run/recipe"
+        InputError,
+        match=r"run/recipe\.yaml: its data are not indexed; run: mimo data index \S+run/recipe",
     ):
         read_run(folder)
     tiny.open_sources(load_recipe(recipe))

@@ -113,6 +113,27 @@ def test_shapes_that_would_fail_on_a_rank_fail_with_its_role(
     assert message.startswith("language, first stage, rank 1: ")
 
 
+def branching(_: int, folder: Path) -> str:
+    """The message of a dry run of a model that branches on a computed number."""
+    import torch.distributed as dist
+
+    from mimo.model import modules
+
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "place_embeddings", lambda text, *_: text if text.sum() else -text)
+        with pytest.raises(InputError) as error:
+            run_roles(*load(folder), "language")
+    return str(error.value)
+
+
+def test_a_model_that_branches_on_computed_numbers_is_refused(
+    tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    (message,) = run_ranks(branching, 1, tmp_path)
+    assert message.startswith("language, first stage, rank 1: the model branches on computed")
+
+
 def worst(_: int, folder: Path) -> list[str]:
     """The lines about experts that get all tokens."""
     import torch.distributed as dist

@@ -10,17 +10,19 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mimo.checkpoint.hf.recipes import load_recipe
+from mimo.checkpoint.hf.tiny import TinyCheckpoint, write_tiny
 from mimo.cli.main import app
 from mimo.model.recipe_checks import check_recipe
 from mimo.plan.forecast import Forecast, forecast
 from mimo.plan.rates import GPUS, rates_of_gpu
 from tests.mimo import tiny
+from tests.mimo.checkpoint.hf import folders
 
 
 def plan(folder: Path, *words: str) -> tuple[int, str]:
     """Run `mimo plan` on two steps; return its exit code, and its output as one line."""
     recipe = folder / "tiny.yaml"
-    words = tuple(word.format(folder=folder) for word in words)
+    words = tuple(word.replace("{folder}", str(folder)) for word in words)
     result = CliRunner().invoke(app, ["plan", str(recipe), "train.steps=2", *words])
     return result.exit_code, " ".join(result.output.split())
 
@@ -115,3 +117,17 @@ def test_the_written_overrides_give_the_layout_that_was_printed(
     assert row is not None, output
     assert f"{forecast_of(folder, *lines).percentile(50):.4g}" in row[1]
     assert f"microbatch {recipe.train.micro_batch_size}" in row[1]
+
+
+def test_a_model_of_transformers_is_forecast_and_searched(tmp_path: Path) -> None:
+    write_tiny(TinyCheckpoint("qwen3_vl"), tmp_path / "model")
+    tiny.write_samples(tmp_path)
+    path = folders.write_recipe(tmp_path / "model", tmp_path / "tiny.yaml")
+    module = "{family: transformers, engine: fsdp, grid: {}}"
+    overrides = [f"language={module}", f"encoders.vision={module}", "bridge.delivery=replicated"]
+    overrides += [f"data.sources=[{{path: '{tmp_path}/train-*.tar'}}]"]
+    tiny.open_sources(load_recipe(path, overrides))
+    for words in ([], ["--gpus", "2"]):
+        code, output = plan(tmp_path, *overrides, *words)
+        assert code == 0, output
+        assert "tokens" in output
