@@ -3,6 +3,7 @@
 Items are prepared by the folder's own processor; tensors keep the names of transformers.
 """
 
+import math
 from typing import Any, Self
 
 import numpy as np
@@ -43,14 +44,16 @@ class Settings(EncoderSettings):
         """Return all matrices, as if each patch were multiplied by each once."""
         return parameter_products(half_shapes(self.config, of_language=False), "patch")
 
-    def num_inputs(self, grid: tuple[int, int, int]) -> float:
-        """Return the patches in an item's arrays; of a sound, a number of this order."""
+    @property
+    def patch_shape(self) -> tuple[int, int, int]:
+        """Frames of a patch of the tower, and pixels along both sides."""
         vision = self.config.get("vision_config") or {}
-        side = vision.get("patch_size") or 14
-        side = side if isinstance(side, int) else side[-1]
-        frames = vision.get("temporal_patch_size") or 1
-        modality = {0: "audio", 1: "image"}.get(grid[0], "video")
-        return self.processor(modality).form(grid).num_values / (3 * side**2 * frames)
+        side = int(np.ravel(vision.get("patch_size") or 14)[-1])
+        return vision.get("temporal_patch_size") or 1, side, side
+
+    def num_inputs(self, grid: tuple[int, int, int]) -> float:
+        """Return the patches in files of this size, as if no file were resized."""
+        return max(math.prod(grid) / self.patch_shape[1] ** 2, 1.0)
 
     def counts(self, grids: np.ndarray) -> dict[str, float]:
         return {"patch": sum(self.num_inputs(tuple(grid)) for grid in grids.tolist())}

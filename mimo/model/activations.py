@@ -94,6 +94,8 @@ class Activations:
         settings, grid = encoder_settings(self.recipe, self.name), self._plan.grid
         # Layers of a sound's tower see fewer tokens than there are frames.
         tokens = settings.counts(np.array([grid])).get("token", settings.num_inputs(grid))
+        if self.module.is_general:  # the processor's arrays are planned as numbers
+            tokens = self._plan.num_patches / (3 * math.prod(self.settings.patch_shape))
         return items_at_once(self.recipe, self.layout, self.name) * tokens
 
     @cached_property

@@ -319,8 +319,7 @@ class _Rank:
         for name in self.layout.generators:
             items, _, of_item = draw_size(self.recipe, self.layout, name)
             ranks = self.layout.language.dp * self.layout.language.cp * self.module.sequence_parts
-            count = items * of_item * self.layout.generators[name].dp // ranks
-            sent = rows.index_select(0, torch.zeros(count, dtype=torch.long))
+            sent = rows[: items * of_item * self.layout.generators[name].dp // ranks].clone()
             tokens.append(torch.dot(sent.flatten(), sent.detach().flatten()))
         return torch.stack(tokens).sum()
 

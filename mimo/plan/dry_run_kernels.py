@@ -173,11 +173,6 @@ def _delta_rule(*inputs: Any) -> Tensor:
     return _StandIn.apply(value.new_zeros(value.shape), (chunks,), *inputs[:5])
 
 
-def _transformers_delta_rule(*inputs: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
-    """Stand in for the function of transformers, which also returns a state."""
-    return _delta_rule(*inputs, g, beta), None
-
-
 def _route(is_worst: bool, experts: Tensor, num_experts: int, group: Any, etp: int) -> Route:
     """Stand in for `Route.of`, with equal loads; see `gpu_kernels` for the worst."""
     (n, k), ranks = experts.shape, group.size()
@@ -225,7 +220,8 @@ def gpu_kernels(worst_experts: bool = False) -> Iterator[None]:
     name = "torch_chunk_gated_delta_rule"
     for path, module in sys.modules.items():
         if path.startswith("transformers.models.") and name in vars(module):
-            replacements.append((module, name, _transformers_delta_rule))
+            rule = module, name, lambda *x, g, beta, **_: (_delta_rule(*x, g, beta), None)
+            replacements.append(rule)
     sdpa = Kernel(varlen_blocks, _attend)
     with ExitStack() as stand_ins, mock.patch.dict(attention_kernels.KERNELS, sdpa=sdpa):
         for owner, name, stand_in in replacements:
