@@ -46,6 +46,11 @@ class TransformerSettings(GeneratorSettings):
             )
         return self
 
+    @property
+    @abstractmethod
+    def kept_beside_linears(self) -> tuple[float, float]:
+        """Numbers of a token that a layer keeps, too: in the model's dtype, and in fp32."""
+
     @staticmethod
     @abstractmethod
     def latent_format(config: Config) -> tuple[int, int]:

@@ -211,14 +211,6 @@ class GeneratorSettings(FamilySettings):
         """Most hidden states of a condition."""
 
     @property
-    @abstractmethod
-    def kept_beside_linears(self) -> tuple[float, float]:
-        """Numbers of a token, fitted to dry runs: in the model's dtype, and in fp32.
-
-        A layer keeps them besides outputs of linears and attention. The first may be negative.
-        """
-
-    @property
     def autoencoder_bytes(self) -> int:
         """Size of the autoencoder's files of weights."""
         files = Path(self.autoencoder).glob("*.safetensors") if self.autoencoder else ()

@@ -24,7 +24,7 @@ from mimo.model.module_sizes import (
 )
 from mimo.parallel.grids import LANGUAGE, Layout
 
-_NUMBERED = re.compile(r"(?!.*\.experts\.).*?\.\d+\.").match
+_NUMBERED = re.compile(r"\.\d+\.").search
 
 
 def memory_by_role(recipe: Recipe, layout: Layout) -> list[RoleMemory]:
@@ -171,10 +171,9 @@ class TransformersActivations(FsdpActivations):
     def _linears(self) -> tuple[float, float, float]:
         """Outputs of a layer's linears, of attention, and of an MLP's first linears."""
         hidden, inner = self.settings.hidden_size, self.settings.ffn_hidden_size
-        # A half may also have the tower of another modality.
-        other = "vision" if "audio" in {e.media for e in self.recipe.encoders.values()} else "audio"
+        # Neither experts, which are stacked, nor another tower have linears of this width.
         shapes = self.module.shapes.items()
-        layers = [s for n, s in shapes if _NUMBERED(n) and s[1] > 1 and other not in n]
+        layers = [s for n, s in shapes if _NUMBERED(n) and hidden in s and s[1] > 1]
         count = self.module.listed
         attention = max((c for r, c in layers if r == hidden and c != inner), default=hidden)
         first = sum(rows for rows, _ in layers if rows in (inner, 2 * inner)) / count

@@ -79,7 +79,7 @@ def item_plan(recipe: Recipe, encoder: str) -> PartPlan:
     """
     part = recipe.encoders[encoder]
     modality = encoder_settings(recipe, encoder).processor(part.media)
-    if part.family == GENERAL and part.media != "audio":
+    if part.family == GENERAL and part.media in ("image", "video"):
         return modality.plan(Part(_LARGE_IMAGE, frames=2 if part.media == "video" else 1))
     file = modality.random_file(np.random.default_rng(0))
     return modality.plan(Part(modality.size_of(modality.decode(file))))

@@ -44,10 +44,6 @@ class Settings(GeneratorSettings):
     def most_rows(self) -> int:
         return 1000
 
-    @property
-    def kept_beside_linears(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
     def products(self) -> list[Product]:
         return []
 
