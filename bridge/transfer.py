@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from bridge.runs import Ints, Places, ints, offsets
 from bridge.waiting import Message, TransferWatch, Watched, wait_for
 
 Kind = Literal["rows", "gradients"]
-
-# Devices whose backend, Gloo, combines no messages: `P2POp` and `isend` only add checks.
-_UNBATCHED = {"cpu"}
+Call = tuple[Callable[..., Any], Tensor, int]  # `dist.isend` or `dist.irecv`, and the peer
 
 
 @dataclass
@@ -339,6 +337,18 @@ def _route(end: BridgeEnd, microbatch: int, kind: Kind) -> tuple[dist.ProcessGro
     return group, f"bridge {' -> '.join(ends)}: {kind} of microbatch {microbatch}"
 
 
+def _start_each(group: dist.ProcessGroup, calls: Sequence[Call]) -> list[dist.Work]:
+    # Gloo combines no messages: `P2POp` and `isend` would only add checks.
+    starts = {dist.irecv: group.recv, dist.isend: group.send}
+    return [starts[op]([part], dist.get_group_rank(group, to), 0) for op, part, to in calls]
+
+
+def _start_batch(group: dist.ProcessGroup, calls: Sequence[Call]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(*call, group) for call in calls])
+    # Backends may answer a batch with one handle for all of it.
+    return works * len(calls) if len(works) == 1 else works
+
+
 def _start(
     end: BridgeEnd,
     kind: Kind,
@@ -351,14 +361,7 @@ def _start(
     end.clock.sent_bytes[kind] += sum(part.nbytes for _, part in sent)
     if not calls:
         return []
-    if end.device.type in _UNBATCHED:
-        starts = {dist.irecv: group.recv, dist.isend: group.send}
-        rank_of: dict[int, int] = {peer: dist.get_group_rank(group, peer) for _, _, peer in calls}
-        works = [starts[call]([part], rank_of[peer], 0) for call, part, peer in calls]
-    else:
-        works = dist.batch_isend_irecv([dist.P2POp(*call, group) for call in calls])
-        # Backends may answer a batch with one handle for all of it.
-        works = works * len(calls) if len(works) == 1 else works
+    works = (_start_each if end.device.type == "cpu" else _start_batch)(group, calls)
     return [
         Message(work, peer, part.shape[0], operation is dist.irecv)
         for work, (operation, part, peer) in zip(works, calls, strict=True)

@@ -67,11 +67,11 @@ def plan(
         tables.show(report.forecast_table(result), report.roles_table(result))
     else:
         fixed = report.parse_fixes(recipe, overrides or [], fix or [])
-        found = search(phase.recipe, dataset, rates, device, gpus, fixed)
-        counts = ", ".join(f"{count:,} {name}" for name, count in found.counts.items())
+        searched = search(phase.recipe, dataset, rates, device, gpus, fixed)
+        counts = ", ".join(f"{count:,} {name}" for name, count in searched.counts.items())
         print(f"layouts on {gpus} GPUs: {counts}")
-        tables.show(report.choices_table(found.choices, device.memory))
-        best, result = found.choices[0].overrides, found.choices[0].forecast
+        tables.show(report.choices_table(searched.choices, device.memory))
+        best, result = searched.choices[0].overrides, searched.choices[0].forecast
         lines = [f"{key}={json.dumps(value)}" for key, value in best.items()]
         print(f"overrides of the first: {' '.join(lines)}")
         if write is not None:

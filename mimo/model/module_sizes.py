@@ -116,7 +116,7 @@ def microbatches_in_flight(recipe: Recipe, layout: Layout, module: str, stage: i
     return min(count, chunks / grid.vpp)
 
 
-IN_LAYER = re.compile(r"(^|\.)(layers|transformer_blocks|\w+_refiner)\.").search
+IN_LAYER = re.compile(r"(?:^|\.)(?:layers|transformer_blocks|\w+_refiner)\.(\d+)\.").search
 
 
 class ModuleSizes:

@@ -148,8 +148,8 @@ def calibrate(runs: Sequence[MeasuredRun], assumed: Rates) -> Rates:
     if math.isfinite(rates.cores):  # messages inside one machine count as free
         rates = replace(rates, node=math.inf, network=math.inf, latency=0.0, peak=0.0)
     modules = list(dict.fromkeys(name for run in runs for name in run.layout.grids))
-    none, num_constants = Rates("", {}, {}, cores=runs[0].cores), 2 * len(modules) + 2
-    units = [_with_constants(none, modules, unit) for unit in np.eye(num_constants).tolist()]
+    zero_rates, num_constants = Rates("", {}, {}, cores=runs[0].cores), 2 * len(modules) + 2
+    units = [_with_constants(zero_rates, modules, unit) for unit in np.eye(num_constants).tolist()]
     per_constant = [[run.pass_seconds(unit) for unit in units] for run in runs]
     rates, fit = _with_constants(rates, modules, [0.0] * num_constants), [0.0] * num_constants
     for _ in range(_FITS):

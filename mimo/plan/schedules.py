@@ -73,8 +73,8 @@ class StepTasks:
         self.layout, self.costs = layout, costs
         self.workers, self.tasks = list[Worker](), list[Task]()
         self.number = dict[tuple[str, str, int, int, int], int]()
-        everything = range(len(costs[LANGUAGE].forward))
-        self.groups = [everything[first : first + group] for first in everything[::group]]
+        microbatches = range(len(costs[LANGUAGE].forward))
+        self.groups = [microbatches[first : first + group] for first in microbatches[::group]]
         for name, grid in layout.grids.items():
             if name in layout.colocated:
                 continue
@@ -86,9 +86,9 @@ class StepTasks:
                         self._add_passes(name, stage, lane, numbers, layout.ahead)
                         self._add_colocated(BACKWARD, numbers, stage, lane)
                 elif name in layout.encoders:
-                    self._add_passes(name, stage, lane, everything, run_ahead[name])
+                    self._add_passes(name, stage, lane, microbatches, run_ahead[name])
                 else:
-                    for m in everything:
+                    for m in microbatches:
                         self._add_draw(name, m, lane)
         self._connect_stages()
         for name in layout.encoders:
@@ -165,16 +165,16 @@ class StepTasks:
         parts = {chunk * language.pp + link.stage for link in links for chunk in link.chunks}
         if name not in self.layout.colocated:
             for m, lane, to in np.argwhere(~np.isnan(rows)).tolist():
-                self._exchange(name, range(m, m + 1), lane, to, parts, rows[m, lane, to])
+                self._connect_rows(name, range(m, m + 1), lane, to, parts, rows[m, lane, to])
             return
         workers = [n for n, worker in enumerate(self.workers) if worker.module == LANGUAGE]
         for numbers in self.groups:
             of_group = np.nan_to_num(rows[numbers.start : numbers.stop])
             seconds = of_group.max(axis=(1, 2)).sum()
             for worker, to in product(workers, range(language.dp)):
-                self._exchange(name, numbers, worker, to, parts, seconds)
+                self._connect_rows(name, numbers, worker, to, parts, seconds)
 
-    def _exchange(
+    def _connect_rows(
         self, name: str, numbers: range, lane: int, to: int, parts: set[int], seconds: float
     ) -> None:
         """Send an encoder's rows of these microbatches, and their gradients back.

@@ -97,7 +97,7 @@ def search(
         fitting.append(Choice(overrides, candidate, layout, result, memory, role))
         simulated.append(without)
     if not fitting:
-        raise InputError(f"--gpus {num_gpus}: {_why_none(space, too_large, refusals, gpu)}")
+        raise InputError(f"--gpus {num_gpus}: {_why_refused(space, too_large, refusals, gpu)}")
     best = sorted(fitting, key=lambda choice: choice.seconds)[:_NUM_BEST]
     final = [_with_best_run_ahead(space, choice, dataset, rates, gpu) for choice in best]
     counts = {"ranked": len(ranked), "refused": len(refusals), "too large": len(too_large)}
@@ -162,7 +162,7 @@ class Space:
             left = self.num_gpus - sum(ranks for ranks, _ in places)
             shared = {key: value for _, part in places for key, value in part.items()}
             if left > 0:
-                yield from ({**self.fixed, **shared, **own} for own in self._language(left))
+                yield from ({**self.fixed, **shared, **grid} for grid in self._language(left))
 
     def _placements(self, name: str) -> Iterator[tuple[int, Overrides]]:
         """Yield the placements of an encoder or generator: ranks of its own, and overrides.
@@ -268,7 +268,7 @@ def _estimate(
     return max(*ends, seconds * (1 + (pp - 1) / (vpp * count))) + tail
 
 
-def _why_none(
+def _why_refused(
     space: Space, too_large: Sequence[tuple[float, str]], refusals: Sequence[str], gpu: Gpu
 ) -> str:
     count = space.num_gpus

@@ -6,7 +6,6 @@ messages count with their bytes. Letters: M microbatches, L lanes, P parts of th
 """
 
 import math
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +18,11 @@ from mimo.families.registry import language_settings, trainable_names
 from mimo.families.wire import DTYPES
 from mimo.model.dataset import Dataset
 from mimo.model.memory import parameters_by_role
-from mimo.model.module_sizes import microbatches_at_once
+from mimo.model.module_sizes import IN_LAYER, microbatches_at_once
 from mimo.model.step_plan import PlannedMicrobatch, StepFlops, StepPlan
 from mimo.parallel.grids import LANGUAGE, Layout, encode_group, overlap_of, run_ahead
 from mimo.plan.rates import Rates
 from mimo.plan.schedules import ModuleCosts, StepTasks
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|transformer_blocks|\w+_refiner)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Passes:
     def seconds(self, module: str, rates: Rates) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of forward and backward, each (M, L, P)."""
         per_flop, per_flop_back = rates.seconds_per_flop(module)
-        hides_gathers = math.isinf(rates.cores)  # a CPU hides none behind its work
+        hides_gathers = math.isinf(rates.cores)  # on a CPU they stop the work
         work = self.forward * per_flop
         others = rates.call * self.calls + self.messages
         forward = work + others + np.maximum(self.gathers - work * hides_gathers, 0)
@@ -94,7 +91,7 @@ class StepWork:
         layers: list[set[str]] = [set() for _ in range(num_parts)]
         place = 0
         for product in self.flops.products[name]:
-            match = _LAYER.search(product.parameter or "")
+            match = IN_LAYER(product.parameter or "")
             if match is not None:
                 place = min(int(match[1]) // per_part, num_parts - 1)
                 layers[place].add(match[0])

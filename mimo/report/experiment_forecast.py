@@ -46,11 +46,11 @@ def compare_forecasts(results: Sequence[Result]) -> list[Comparison]:
     compared = []
     for name, figures in ((r.name, r.figures) for r in results if r.name in runs):
         run, *_ = runs[name]
-        made = forecast(run.recipe, run.layout, run.dataset, rates)
-        grids = [run.layout.grids[module] for module, _ in made.idle]  # of each stage
-        idle = np.average([*made.idle.values()], weights=[grid.size / grid.pp for grid in grids])
+        result = forecast(run.recipe, run.layout, run.dataset, rates)
+        grids = [run.layout.grids[module] for module, _ in result.idle]  # of each stage
+        idle = np.average([*result.idle.values()], weights=[grid.size / grid.pp for grid in grids])
         measured, measured_idle = figures["step_seconds"], figures["idle_fraction"]
-        seconds, is_fitted = made.percentile(50), name in fitted
+        seconds, is_fitted = result.percentile(50), name in fitted
         compared.append(Comparison(name, is_fitted, measured, seconds, measured_idle, float(idle)))
     return compared
 

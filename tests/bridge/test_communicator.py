@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -152,9 +153,8 @@ def most_outstanding_sends(rank: int, case: Case, microbatches: int) -> int:
         most = max(most, outstanding[0])
         return [replace(m, work=cast(Any, _Watched(m.work, outstanding))) for m in messages]
 
-    transfer._start = watch
     end.begin([case.plan(0)] * microbatches, forward_only=True)
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(transfer, "_start", watch):
         for m in range(microbatches):
             if isinstance(end, BridgeSender):
                 token = end.send(m, rows_of(case, 0, rank))

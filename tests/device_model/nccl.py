@@ -228,7 +228,7 @@ def behave_like_nccl(
     for name, function in replaced.items():
         setattr(dist, name, function)
         setattr(distributed_c10d, name, function)
-    transfer._UNBATCHED.clear()
+    transfer._start_each = transfer._start_batch
     adapt_to_machine()
     torch.cuda.synchronize = device.synchronize
 

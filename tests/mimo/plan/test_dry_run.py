@@ -91,47 +91,34 @@ def test_a_layout_that_does_not_fit_names_the_role_and_what_helps_most(
     assert "would save most of vision" in too_small[-1]
 
 
-def failure(_: int, folder: Path) -> str:
-    """The message of a dry run whose shapes do not fit."""
+def failure(_: int, folder: Path, fault: str) -> str:
+    """The message of a dry run of a model with a fault where embeddings are placed."""
     import torch
     import torch.distributed as dist
 
     from mimo.model import modules
 
     dist.destroy_process_group()
+    place = {
+        "wrong shapes": lambda text, *_: text @ torch.ones(3, 3),
+        "a branch": lambda text, *_: text if text.sum() else -text,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modules, "place_embeddings", lambda text, *_: text @ torch.ones(3, 3))
+        patch.setattr(modules, "place_embeddings", place[fault])
         with pytest.raises(InputError) as error:
             run_roles(*load(folder), "language")
     return str(error.value)
 
 
-def test_shapes_that_would_fail_on_a_rank_fail_with_its_role(
-    tmp_path: Path, run_ranks: RunRanks
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    {"wrong shapes": "", "a branch": "the model branches on computed numbers"}.items(),
+)
+def test_what_would_fail_on_a_rank_or_branches_on_numbers_fails_with_its_role(
+    tmp_path: Path, run_ranks: RunRanks, fault: str, reason: str
 ) -> None:
-    (message,) = run_ranks(failure, 1, tmp_path)
-    assert message.startswith("language, first stage, rank 1: ")
-
-
-def branching(_: int, folder: Path) -> str:
-    """The message of a dry run of a model that branches on a computed number."""
-    import torch.distributed as dist
-
-    from mimo.model import modules
-
-    dist.destroy_process_group()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modules, "place_embeddings", lambda text, *_: text if text.sum() else -text)
-        with pytest.raises(InputError) as error:
-            run_roles(*load(folder), "language")
-    return str(error.value)
-
-
-def test_a_model_that_branches_on_computed_numbers_is_refused(
-    tmp_path: Path, run_ranks: RunRanks
-) -> None:
-    (message,) = run_ranks(branching, 1, tmp_path)
-    assert message.startswith("language, first stage, rank 1: the model branches on computed")
+    (message,) = run_ranks(failure, 1, tmp_path, fault)
+    assert message.startswith(f"language, first stage, rank 1: {reason}")
 
 
 def worst(_: int, folder: Path) -> list[str]:

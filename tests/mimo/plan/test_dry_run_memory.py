@@ -251,7 +251,7 @@ def test_dry_run_and_tensors_of_a_real_generator_agree(
         "train.optimizer=adam",
     ]
     recipe = load_recipe(path, [*overrides, "train.micro_batch_size=2"])
-    check_agreement(run_ranks, recipe, tolerance=0.05, modules=["image"])
+    check_agreement(run_ranks, recipe, modules=["image"])
 
 
 @pytest.mark.slow  # `tests/test_recipes.py` compares formula and dry run at published sizes
@@ -265,5 +265,6 @@ def test_dry_run_and_tensors_of_family_transformers_agree(
     settings = [f"language={modules}", f"encoders.vision={modules}", "bridge.delivery=replicated"]
     settings += [f"data.sources=[{{path: '{tmp_path}/train-*.tar'}}]", f"train.run_dir={tmp_path}"]
     recipe = load_recipe(path, [*settings, *RUN, "train.steps=2", "train.precision=fp32"])
-    # On such a small model the formula has a larger error than on those of published sizes.
-    check_agreement(run_ranks, recipe, tolerance=0.06, of_formula=0.13)
+    # Measured +3.2 % and -2.7 %: what bridges hold for other microbatches is simulated in part. The
+    # formula is for published sizes; on this small decoder it is 11.6 % too high.
+    check_agreement(run_ranks, recipe, tolerance=0.04, of_formula=0.13)
